@@ -1,0 +1,52 @@
+# autosplit: every target makes its own environment from constraints.txt; a machine needs python3 (3.11 or newer) and make.
+#
+#   make demo     run the demonstration
+#   make test     check, then the whole suite              ARGS="-k name" goes to pytest
+#   make check    lint, format, types, layers              fast
+#   make golden   rewrite the golden files from what the tests produce
+#   make clean    remove environments and caches
+#
+#   make test TORCH=2.15.0     the suite with that torch, in an environment of its own
+
+PYTHON ?= python3
+TORCH ?=
+ARGS ?=
+
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: demo test check golden clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: $(if $(TORCH),,check) $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+golden: $(INSTALLED)
+	$(BIN)/python -m pytest --update-golden $(ARGS)
+
+clean:
+	rm -rf .venv .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Another torch brings its own versions of what only torch needs: the pins end where torch's section begins.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "autosplit needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V); choose one: make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(TORCH),)
+	cp constraints.txt $(VENV)/constraints.txt
+else
+	sed '/^# torch and/,$$d' constraints.txt > $(VENV)/constraints.txt
+	echo 'torch==$(TORCH)' >> $(VENV)/constraints.txt
+endif
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,dev]'
+	touch $@
