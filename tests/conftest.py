@@ -1,0 +1,73 @@
+"""What every test shares: fixed randomness, golden files, and the one reason to skip."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, register_random, settings
+
+
+class _TorchRandom:
+    """torch's global generator as hypothesis wants it, so that every example starts from the same seed."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_TORCH_RANDOM = _TorchRandom()
+register_random(_TORCH_RANDOM)
+settings.register_profile(
+    "autosplit", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("autosplit")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the golden files with what the tests produce"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cuda_items = [item for item in items if item.get_closest_marker("cuda")]
+    if cuda_items and not _cuda_is_available():
+        for item in cuda_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _cuda_is_available() -> bool:
+    with warnings.catch_warnings():
+        # A CUDA build of torch on a machine without a driver answers False and warns.
+        warnings.simplefilter("ignore")
+        return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare text with ``golden/<name>`` beside the test file; ``--update-golden`` writes it instead."""
+    folder = request.path.parent / "golden"
+    update = request.config.getoption("--update-golden")
+
+    def check(name: str, text: str) -> None:
+        path: Path = folder / name
+        if update:
+            folder.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"{path} is missing; write it with --update-golden and read it"
+        assert text == path.read_text(encoding="utf-8")
+
+    return check
