@@ -1,0 +1,167 @@
+"""A plan: the pinned, saved decision how a model runs over several devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from autosplit.errors import PlanError
+
+VERSION = 1
+_WAY_OUT = "write one with plan.save(path)"
+_FITS = {"fits": True, "borderline": None, "no": False}
+
+
+class _Record(BaseModel):
+    # JSON has no NaN and no infinity: a plan with one would not come back as it was.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Header(BaseModel):
+    """What every version of a plan has, read before the rest so that a foreign version is called that."""
+
+    version: int
+
+
+class StageMemory(_Record):
+    """Bytes of one stage's device over a step; the peak is static bytes, live activations and the worst transient."""
+
+    parameter_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    transient_bytes: int
+    peak_bytes: int
+    capacity_bytes: int | None = None
+
+
+class StagePlan(_Record):
+    """One stage: its device, the stable names of its nodes in model order, its times per microbatch and its memory."""
+
+    index: int
+    device: str
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    """The modules that the stage covers, shortest description first: whole subtrees where it has them whole."""
+    parameters: int
+    """Number of trainable and frozen parameter elements whose home is this stage."""
+    forward_s: float
+    backward_s: float
+    recompute: str = "never"
+    replicas: int = 1
+    memory: StageMemory
+
+
+class Boundary(_Record):
+    """A value that crosses a cut: its producer stage (-1: a model input), its consumer stages, bytes per microbatch."""
+
+    value: str
+    producer: int
+    consumers: tuple[int, ...]
+    bytes: int
+    per_step: bool = False
+    """Sent once per step (a shared value or a tied parameter), not once per microbatch."""
+
+
+class Fingerprint(_Record):
+    """What a plan was made for."""
+
+    model: str
+    """Class name of the model."""
+    state: str
+    """Hash over names, shapes and dtypes of parameters and buffers."""
+    nodes: str
+    """Hash over the stable node names of the recording that was planned."""
+    torch: str
+
+
+class Plan(_Record):
+    """Partition, schedule, chunks and prediction for one model; plain data that can be saved, read and re-applied."""
+
+    version: int = VERSION
+    fingerprint: Fingerprint
+    devices: tuple[str, ...]
+    stages: tuple[StagePlan, ...]
+    boundaries: tuple[Boundary, ...]
+    chunks: int
+    microbatch_rows: tuple[int, ...]
+    """Rows of each microbatch of the batch that was planned for."""
+    schedule: str
+    optimizer: str
+    step_s: float
+    bubble: float
+    bottleneck_s: float
+    lower_bound_s: float
+    status: Literal["optimal", "bounded"]
+    fits: bool | None
+    verdict: Literal["fits", "borderline", "no"]
+    class_flops: dict[str, float]
+    """Share of the forward FLOPs in each node class."""
+    measured: bool
+    notes: tuple[str, ...] = ()
+
+    def stage_of(self) -> dict[str, int]:
+        """Map stable node names to stage numbers."""
+        return {name: stage.index for stage in self.stages for name in stage.nodes}
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        return self.model_dump_json(indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan; raises PlanError when the file is missing, no plan, of another version or contradictory."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {str(path)!r}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{str(path)!r} is no plan: it is no UTF-8 text; {_WAY_OUT}") from error
+        try:
+            version = _Header.model_validate_json(text).version
+            if version != VERSION:
+                raise PlanError(
+                    f"{str(path)!r} is a plan of version {version}, this autosplit reads {VERSION}; plan again"
+                )
+            plan = cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise PlanError(
+                f"{str(path)!r} is no plan: {where}: {first['msg']} "
+                f"(problems in all: {error.error_count()}); {_WAY_OUT}"
+            ) from error
+        problem = _contradiction(plan)
+        if problem is not None:
+            raise PlanError(f"{str(path)!r} contradicts itself: {problem}; undo the edit, or plan again")
+        return plan
+
+
+def _contradiction(plan: Plan) -> str | None:
+    """Return what an edit has broken between the parts of a plan, or None."""
+    count = len(plan.stages)
+    indices = [stage.index for stage in plan.stages]
+    if not plan.stages or indices != list(range(count)):
+        return f"its stages are numbered {indices}, not 0, 1, ... in this order"
+    uses = Counter(name for stage in plan.stages for name in stage.nodes)
+    repeated = next((name for name, number in uses.items() if number > 1), None)
+    if repeated is not None:
+        stages = [stage.index for stage in plan.stages if repeated in stage.nodes]
+        return f"node {repeated!r} is listed {uses[repeated]} times, in stages {stages}"
+    for boundary in plan.boundaries:
+        foreign = [index for index in (boundary.producer, *boundary.consumers) if not -1 <= index < count]
+        if foreign:
+            return f"boundary {boundary.value!r} names stage {foreign[0]}, there are {count} stages"
+    if not 1 <= len(plan.microbatch_rows) <= plan.chunks:
+        return f"it has {len(plan.microbatch_rows)} microbatches for chunks={plan.chunks}"
+    if plan.fits is not _FITS[plan.verdict]:
+        return f"verdict is {plan.verdict!r} and fits is {plan.fits}"
+    return None
