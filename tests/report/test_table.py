@@ -1,0 +1,261 @@
+"""The partition report: its text (golden), its width, and the sentences that depend on the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autosplit.planning.plan import Boundary, Fingerprint, Plan, StageMemory, StagePlan
+from autosplit.report.table import BOUNDARY_ROWS, render, summarise_modules
+
+MIB = 2**20
+GIB = 2**30
+
+
+def make_stage(index: int, *, modules: tuple[str, ...] = (), peak_bytes: int = 5 * GIB, **fields: Any) -> StagePlan:
+    memory = StageMemory(
+        parameter_bytes=124 * MIB,
+        buffer_bytes=fields.pop("buffer_bytes", 0),
+        gradient_bytes=124 * MIB,
+        optimizer_bytes=248 * MIB,
+        activation_bytes=3 * GIB,
+        transient_bytes=200 * MIB,
+        peak_bytes=peak_bytes,
+        capacity_bytes=fields.pop("capacity_bytes", None),
+    )
+    values = {
+        "device": "cpu",
+        "nodes": (f"h.{index}#0/add_0",),
+        "parameters": 32_505_856,
+        "forward_s": 0.0123,
+        "backward_s": 0.025,
+    }
+    return StagePlan(index=index, modules=modules or (f"h.{index}",), memory=memory, **(values | fields))
+
+
+def make_plan(**fields: Any) -> Plan:
+    values = {
+        "fingerprint": Fingerprint(model="GPT2LMHeadModel", state="5f", nodes="a0", torch="2.13.0"),
+        "devices": ("cpu", "cpu"),
+        "stages": (make_stage(0), make_stage(1)),
+        "boundaries": (Boundary(value="h.0#0/add_0", producer=0, consumers=(1,), bytes=3 * MIB),),
+        "chunks": 4,
+        "microbatch_rows": (2, 2, 2, 2),
+        "schedule": "1f1b",
+        "optimizer": "adamw",
+        "step_s": 0.187,
+        "bubble": 0.2,
+        "bottleneck_s": 0.0373,
+        "lower_bound_s": 0.0373,
+        "status": "optimal",
+        "fits": True,
+        "verdict": "fits",
+        "class_flops": {"shared": 0.0, "micro": 1.0, "full": 0.0},
+        "measured": True,
+    }
+    return Plan(**(values | fields))
+
+
+def gpt2_plan() -> Plan:
+    """A plan with everything in it: a tie, a skip, uneven microbatches, capacities, a gap, notes, a stage too large."""
+    blocks = [f"transformer.h.{block}" for block in range(12)]
+    stages = (
+        make_stage(0, modules=("transformer.wte", "transformer.wpe", "transformer.drop", *blocks[:3])),
+        make_stage(1, modules=(*blocks[3:6], "transformer.h.6.ln_1", "transformer.h.6.attn"), backward_s=0.0291),
+        make_stage(2, modules=tuple(blocks[7:10]), peak_bytes=int(91.4 * GIB), recompute="block", buffer_bytes=4096),
+        make_stage(3, modules=("lm_head", "transformer.ln_f", *blocks[10:]), parameters=768, forward_s=0.0000154),
+    )
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "device": f"cuda:{stage.index}",
+                "memory": stage.memory.model_copy(update={"capacity_bytes": 80 * GIB}),
+            }
+        )
+        for stage in stages
+    )
+    return make_plan(
+        devices=tuple(stage.device for stage in stages),
+        stages=stages,
+        boundaries=(
+            Boundary(value="input/input_ids", producer=-1, consumers=(0,), bytes=4096),
+            Boundary(value="transformer.wte.weight", producer=0, consumers=(3,), bytes=147 * MIB, per_step=True),
+            Boundary(value="transformer.h.2#0/add_3", producer=0, consumers=(1, 2, 3), bytes=3 * MIB),
+            Boundary(
+                value="transformer.h.6.attn.c_proj.extraordinarily.deep#0", producer=1, consumers=(2,), bytes=5120
+            ),
+            Boundary(value="transformer.h.9#0/add_3", producer=2, consumers=(3,), bytes=3 * MIB),
+        ),
+        chunks=8,
+        microbatch_rows=(5, 5, 4, 4, 4, 4, 4, 4),
+        bubble=0.2371,
+        step_s=0.4502,
+        bottleneck_s=0.0443,
+        lower_bound_s=0.0431,
+        status="bounded",
+        fits=False,
+        verdict="no",
+        class_flops={"micro": 0.38, "full": 0.61, "shared": 0.01},
+        measured=False,
+        notes=("stage 3 issues faster than its host can: 12 of 40 launches wait, " * 2 + "so it is host-bound",),
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_report_text(width: int, golden: Callable[[str, str], None]) -> None:
+    golden(f"gpt2_{width}.txt", render(gpt2_plan(), width=width) + "\n")
+
+
+def test_report_of_a_plain_plan(golden: Callable[[str, str], None]) -> None:
+    golden("plain.txt", render(make_plan()) + "\n")
+
+
+@pytest.mark.parametrize("width", range(80, 161, 8))
+def test_no_line_is_wider_than_the_page(width: int) -> None:
+    assert max(map(len, render(gpt2_plan(), width=width).splitlines())) <= width
+
+
+def test_a_page_too_narrow_for_the_tables_gets_the_narrowest_report() -> None:
+    assert render(gpt2_plan(), width=20) == render(gpt2_plan(), width=80)
+
+
+def test_modules_go_below_the_table_where_it_has_no_room_for_them() -> None:
+    assert "stage  device  modules " in render(gpt2_plan(), width=100)
+    narrow = render(gpt2_plan(), width=80)
+    assert "stage  device  params " in narrow
+    assert "  stage 2: transformer.h.7-h.9\n" in narrow
+
+
+def test_a_module_name_that_is_too_long_loses_its_start() -> None:
+    deep = "model." + "block." * 30 + "attention"
+    row = next(
+        line
+        for line in render(make_plan(stages=(make_stage(0, modules=(deep, "head")),), boundaries=())).splitlines()
+        if "attention" in line
+    )
+    assert len(row) <= 120
+    assert "cpu     ..." in row
+    assert ".attention, +1 more  " in row
+
+
+def test_the_default_page_is_120_columns() -> None:
+    assert render(gpt2_plan()) == render(gpt2_plan(), width=120)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("h.0", "h.1", "h.2"), "h.0-h.2"),
+        (("h.10", "h.9", "h.11"), "h.9-h.11"),
+        (("h.0", "h.2", "h.3", "h.7"), "h.0, h.2-h.3, h.7"),
+        (("model.encoder.layers.0", "model.encoder.layers.1"), "model.encoder.layers.0-layers.1"),
+        (("0", "1", "2"), "0-2"),
+        (("wte", "h.0", "drop", "h.1"), "wte, h.0-h.1, drop"),
+        (("h.0.attn", "h.1.attn"), "h.0.attn, h.1.attn"),
+        (("conv1", "conv2"), "conv1, conv2"),
+        (("h.0", "h.0"), "h.0"),
+        (("",), "(root)"),
+        ((), ""),
+    ],
+)
+def test_modules_become_ranges(names: tuple[str, ...], text: str) -> None:
+    assert summarise_modules(names) == text
+
+
+def line_of(plan: Plan, *, label: str) -> str:
+    """Return the line of the report that starts with ``label``, on a page where nothing is broken."""
+    return next(line.strip() for line in render(plan, width=400).splitlines() if line.strip().startswith(label))
+
+
+def test_times_say_where_they_come_from() -> None:
+    assert "measured node times" in render(make_plan(measured=True))
+    modelled = render(make_plan(measured=False))
+    assert "modelled node times (nothing was measured)" in modelled
+    assert "per microbatch, modelled)" in modelled
+
+
+def test_imbalance_is_the_slowest_stage_over_the_mean() -> None:
+    stages = (make_stage(0, forward_s=0.010, backward_s=0.020), make_stage(1, forward_s=0.020, backward_s=0.040))
+    assert line_of(make_plan(stages=stages), label="imbalance").startswith("imbalance  1.33 ")
+    assert "the slowest is stage 1" in line_of(make_plan(stages=stages), label="imbalance")
+
+
+def test_a_plan_without_work_has_no_imbalance() -> None:
+    idle = (make_stage(0, forward_s=0.0, backward_s=0.0),)
+    assert line_of(make_plan(stages=idle, boundaries=()), label="imbalance").startswith("imbalance  1.00 ")
+
+
+def test_the_proof_is_optimal_a_gap_or_unknown() -> None:
+    assert line_of(make_plan(), label="bottleneck").endswith("lower bound 37.3 ms: optimal")
+    gap = make_plan(status="bounded", bottleneck_s=0.050, lower_bound_s=0.040)
+    assert line_of(gap, label="bottleneck").endswith("lower bound 40.0 ms: at most 25.0% above the optimum")
+    unknown = make_plan(status="bounded", lower_bound_s=0.0)
+    assert line_of(unknown, label="bottleneck").endswith("no lower bound is known")
+
+
+@pytest.mark.parametrize(("full", "state"), [(0.5, "has collapsed"), (0.1, "is held back")])
+def test_a_large_full_share_is_said_in_a_sentence(full: float, state: str) -> None:
+    line = line_of(make_plan(class_flops={"micro": 1 - full, "full": full, "shared": 0.0}), label="pipeline")
+    assert f"The pipeline {state}: {full:.0%} of the work mixes rows" in line
+    assert f"at most {1 / (full + (1 - full) / 2):.2f} times" in line
+
+
+def test_a_small_full_share_needs_no_sentence() -> None:
+    report = render(make_plan(class_flops={"micro": 0.95, "full": 0.05, "shared": 0.0}))
+    assert "micro 95.0%, full 5.0%, shared 0.0% of the forward FLOPs" in report
+    assert "The pipeline" not in report
+
+
+def test_memory_names_the_stage_that_is_nearest_to_its_capacity() -> None:
+    stages = (
+        make_stage(0, peak_bytes=30 * GIB, capacity_bytes=80 * GIB),
+        make_stage(1, peak_bytes=20 * GIB, capacity_bytes=24 * GIB, device="cuda:1"),
+    )
+    line = line_of(make_plan(stages=stages), label="memory ")
+    assert line == "memory     fits; the tightest is stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB"
+    borderline = line_of(make_plan(stages=stages, fits=None, verdict="borderline"), label="memory ")
+    assert borderline.startswith("memory     borderline: stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB; more devices")
+
+
+def test_memory_without_a_capacity_gives_the_largest_peak() -> None:
+    line = line_of(make_plan(stages=(make_stage(0), make_stage(1, peak_bytes=6 * GIB))), label="memory ")
+    assert "no capacity is known" in line
+    assert line.endswith("the largest peak is 6.00 GiB on stage 1")
+    assert "capacity" not in render(make_plan()).split("Boundaries")[0]
+
+
+def test_what_a_stage_sends_counts_every_consumer() -> None:
+    skip = Boundary(value="h.0#0", producer=0, consumers=(1, 2, 3), bytes=2 * MIB)
+    tie = Boundary(value="wte.weight", producer=0, consumers=(3,), bytes=100 * MIB, per_step=True)
+    plan = make_plan(stages=tuple(make_stage(index) for index in range(4)), boundaries=(skip, tie))
+    assert "6.00 MiB to 1-3" in render(plan)
+
+
+def test_many_boundaries_are_cut_to_the_largest_and_counted() -> None:
+    many = tuple(
+        Boundary(value=f"h.{index}#0", producer=0, consumers=(1,), bytes=MIB * (index + 1))
+        for index in range(BOUNDARY_ROWS + 2)
+    )
+    report = render(make_plan(boundaries=many))
+    assert "and 2 smaller ones, 3.00 MiB in all" in report
+    assert "h.1#0 " not in report
+    assert "h.2#0 " in report
+
+
+def test_one_stage_has_no_boundaries() -> None:
+    assert "Boundaries: none" in render(make_plan(stages=(make_stage(0),), boundaries=()))
+
+
+def test_fewer_microbatches_than_chunks_are_said() -> None:
+    assert "8, 3 used: 3 x 1 row (a batch of 3 rows)" in render(make_plan(chunks=8, microbatch_rows=(1, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (768, "768"), (999, "999"), (1000, "1.00 k"), (32_505_856, "32.5 M"), (7_000_000_000, "7.00 G")],
+)
+def test_parameters_have_three_digits(count: int, text: str) -> None:
+    row = render(make_plan(stages=(make_stage(0, parameters=count),), boundaries=())).splitlines()[9]
+    assert f"  {text}  12.3 ms" in row
