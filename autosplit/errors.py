@@ -1,0 +1,33 @@
+"""The errors that autosplit raises: each message gives the fact, the numbers and the way out."""
+
+
+class AutosplitError(Exception):
+    """Base of every error that autosplit raises on purpose."""
+
+
+class TraceError(AutosplitError):
+    """The model's forward could not be recorded as a graph that is right at every batch size."""
+
+
+class ProfileError(AutosplitError):
+    """The cost of a node could not be determined."""
+
+
+class InfeasibleError(AutosplitError):
+    """No partition satisfies the limits that were given."""
+
+
+class PlanError(AutosplitError):
+    """A plan cannot be read, or belongs to another model."""
+
+
+class ScheduleError(AutosplitError):
+    """A list of actions is not a legal schedule."""
+
+
+class DeviceError(AutosplitError):
+    """A device does not exist or cannot be used."""
+
+
+class InputError(AutosplitError, ValueError):
+    """An argument or a batch of inputs cannot be used."""

@@ -1,0 +1,1 @@
+"""Bytes that a stage holds over a step: pure formulas."""

@@ -1,0 +1,152 @@
+"""What the caller asks for, checked once: samples, devices and the choices of `autosplit`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autosplit.errors import DeviceError, InputError
+from autosplit.units import parse_bytes
+
+OPTIMIZER_BYTES_PER_ELEMENT = {"none": 0, "sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
+SCHEDULES = ("auto", "1f1b", "gpipe")
+
+
+class Sample:
+    """Positional and keyword inputs of one call, together: ``Sample(x, mask=m)``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+    def __repr__(self) -> str:
+        parts = [_describe(a) for a in self.args] + [f"{k}={_describe(v)}" for k, v in self.kwargs.items()]
+        return f"Sample({', '.join(parts)})"
+
+    @classmethod
+    def of(cls, value: Any) -> Sample:
+        """Return a Sample from a tensor, a tuple of positional inputs, a dict of keyword inputs, or a Sample."""
+        if isinstance(value, Sample):
+            return value
+        if isinstance(value, Mapping):
+            return cls(**value)
+        if isinstance(value, tuple):
+            return cls(*value)
+        if isinstance(value, list):
+            raise InputError("sample is a list; give a tuple of positional inputs, a dict of keyword inputs, or a Sample")
+        return cls(value)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The checked arguments of `autosplit` that outlive the call."""
+
+    devices: tuple[torch.device, ...]
+    chunks: int
+    schedule: str = "1f1b"
+    memory_limit: int | None = None
+    optimizer: str | int = "adamw"
+    batch_dims: Any = None
+    measure: bool = True
+
+    @property
+    def optimizer_bytes_per_element(self) -> int:
+        """Bytes of optimizer state per parameter element."""
+        if isinstance(self.optimizer, int):
+            return self.optimizer
+        return OPTIMIZER_BYTES_PER_ELEMENT[self.optimizer]
+
+
+def choose(name: str, value: Any, valid: Iterable[Any]) -> Any:
+    """Return ``value`` when it is one of ``valid``, else raise an InputError that lists them."""
+    options = tuple(valid)
+    if value not in options:
+        raise InputError(f"{name}={value!r} is not available; valid: {', '.join(map(repr, options))}")
+    return value
+
+
+def check_chunks(chunks: Any) -> int:
+    """Return ``chunks`` as an int of at least one."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise InputError(f"chunks={chunks!r}: give the number of microbatches as an int of at least 1")
+    return chunks
+
+
+def check_optimizer(optimizer: Any) -> str | int:
+    """Return the optimizer's name, or its state bytes per parameter element."""
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
+        return optimizer
+    return str(choose("optimizer", optimizer, OPTIMIZER_BYTES_PER_ELEMENT))
+
+
+def check_memory_limit(limit: int | float | str | None) -> int | None:
+    """Return bytes from a number or a text such as "70GiB"."""
+    if limit is None:
+        return None
+    limit_bytes = parse_bytes(limit)
+    if limit_bytes <= 0:
+        raise InputError(f"memory_limit={limit!r}: give a positive number of bytes, or text such as '70GiB'")
+    return limit_bytes
+
+
+def resolve_devices(devices: Any) -> tuple[torch.device, ...]:
+    """Return one device per stage from a number or a list of torch devices; raise DeviceError for what is not there.
+
+    A number means that many CUDA devices on a machine that has any, else that many CPU lanes.
+    """
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return _count(devices)
+    if isinstance(devices, (str, torch.device)):
+        devices = [devices]
+    if not isinstance(devices, Sequence) or not devices:
+        raise DeviceError(f"devices={devices!r}: give a number, or a list such as ['cpu', 'cpu'] or ['cuda:0', 'cuda:1']")
+    return tuple(_device(entry) for entry in devices)
+
+
+def _count(count: int) -> tuple[torch.device, ...]:
+    if count < 1:
+        raise DeviceError(f"devices={count}: give at least one device")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not available:
+        return (torch.device("cpu"),) * count
+    if count > available:
+        spread = [f"cuda:{i % available}" for i in range(count)]
+        raise DeviceError(
+            f"devices={count}, but this machine has {available} CUDA device(s); pass a list in which a device repeats, "
+            f"for example devices={spread}, or CPU lanes: devices={['cpu'] * count}"
+        )
+    return tuple(torch.device("cuda", i) for i in range(count))
+
+
+def _device(entry: Any) -> torch.device:
+    try:
+        device = torch.device(entry)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            f"{entry!r} is no torch device; valid here: {', '.join(_valid())} (a device may repeat in the list)"
+        ) from error
+    if device.type == "cuda":
+        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= available:
+            raise DeviceError(
+                f"{entry!r} does not exist: this machine has {available} CUDA device(s); valid here: "
+                f"{', '.join(_valid())}. Pass a list in which a device repeats, for example devices={['cpu'] * 4}"
+            )
+        return torch.device("cuda", device.index or 0)
+    if device.type != "cpu":
+        raise DeviceError(f"{entry!r} is not supported; valid here: {', '.join(_valid())}")
+    return torch.device("cpu")
+
+
+def _valid() -> list[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["'cpu'", *(f"'cuda:{i}'" for i in range(count))]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)

@@ -1,0 +1,1 @@
+"""What each node of a recording costs: bytes, FLOPs, saved storages and seconds."""

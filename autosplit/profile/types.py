@@ -1,0 +1,62 @@
+"""What a node, a parameter and a whole recording cost: plain numbers, by stable node name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class NodeProfile:
+    """Cost of one node for one microbatch of ``Profile.rows`` rows (``full`` and ``shared`` nodes: for one step).
+
+    ``saved`` maps the storages that autograd keeps for the backward (parameters, buffers and model inputs excluded)
+    to their bytes; equal ids in two nodes are one storage. ``outputs`` maps the storages of the node's results likewise;
+    ``output_bytes`` counts the elements of the results, views too: what a transfer carries.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    forward_flops: int
+    backward_flops: int
+    output_bytes: int
+    saved: Mapping[int, int]
+    outputs: Mapping[int, int]
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+
+
+@dataclass(frozen=True)
+class StateProfile:
+    """One parameter or buffer: its size and the nodes that read it, in model order."""
+
+    name: str
+    elements: int
+    bytes: int
+    trainable: bool
+    is_parameter: bool
+    uses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Cost of every node of one recording.
+
+    Attributes:
+        rows: batch rows of the microbatch that was profiled.
+        nodes: by stable node name, inputs excluded.
+        state: parameters and buffers by qualified name (each object once, under its first name).
+        input_bytes: bytes of each input placeholder at ``rows``, by stable name.
+        device: the device on which the times were measured, as text.
+        measured: False when the times come from a cost model.
+        estimated: nodes whose FLOPs and bytes are estimates because they could not run on fake tensors, and why.
+    """
+
+    rows: int
+    nodes: Mapping[str, NodeProfile]
+    state: Mapping[str, StateProfile]
+    input_bytes: Mapping[str, int]
+    device: str
+    measured: bool
+    estimated: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""A plan for human eyes and for other programs."""

@@ -1,0 +1,1 @@
+"""What the pipelined program calls while it runs."""

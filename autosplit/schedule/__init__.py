@@ -1,0 +1,1 @@
+"""The order of work of one training step: pure lists of actions."""

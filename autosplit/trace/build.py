@@ -1,0 +1,186 @@
+"""From a merged recording to an fx graph whose nodes carry :class:`TracedNode`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autosplit.trace.calls import invoke
+from autosplit.trace.graph import INFO, NodeClass, TracedNode
+from autosplit.trace.merge import Affine, MergedCall, MergedRecording
+from autosplit.trace.record import Attribute, Ref
+
+
+@dataclass(frozen=True)
+class RawGraph:
+    """An emitted graph, the root that it runs on, and its nodes by the index of the recorded call."""
+
+    graph: fx.Graph
+    root: nn.Module
+    nodes: dict[int, fx.Node]
+
+
+def share_root(model: nn.Module, constants: dict[str, Any]) -> nn.Module:
+    """Return a bare module that shares the model's own tables and holds the constants as plain attributes."""
+    root = nn.Module()
+    for table in ("_modules", "_parameters", "_buffers"):
+        root.__dict__[table] = model.__dict__[table]
+    root.__dict__.update(constants)
+    root.training = model.training
+    return root
+
+
+def build(model: nn.Module, merged: MergedRecording) -> RawGraph:
+    """Emit the calls in recorded order; every node's class is MICRO until :mod:`autosplit.trace.classes` decides."""
+    builder = _Builder(merged)
+    for index, call in enumerate(merged.calls):
+        builder.emit(index, call)
+    builder.finish(merged.output)
+    used = {node.target for node in builder.graph.nodes if node.op == "get_attr"}
+    constants = {name: value for name, value in builder.constants.items() if name in used}
+    return RawGraph(builder.graph, share_root(model, constants), builder.nodes)
+
+
+class _Builder:
+    def __init__(self, merged: MergedRecording) -> None:
+        self.graph = fx.Graph()
+        self.nodes: dict[int, fx.Node] = {}
+        self.rows = self.graph.placeholder("rows")
+        self.used = _used_projections(merged)
+        self.constants = dict(merged.recording.constants)
+
+    def emit(self, index: int, merged: MergedCall) -> None:
+        call = merged.call
+        if call.kind == "project" and index not in self.used:
+            return
+        if call.kind == "input":
+            node = self._named(self.graph.placeholder(_identifier(call.target)), _identifier(call.target))
+        elif call.kind == "module":
+            node = self.graph.call_module(call.target, self.decode(merged.args), self.decode(merged.kwargs))
+        elif call.kind == "project":
+            pick: Callable[..., Any] = getattr if call.target == "attribute" else operator.getitem
+            parent, step = merged.args
+            node = self.graph.call_function(pick, (self.decode(parent), str(step) if pick is getattr else step))
+        else:
+            node = self._function(call.target, self.decode(merged.args), self.decode(merged.kwargs))
+        self._named(node, _identifier(call.name))
+        self.nodes[index] = node
+        structured = call.kind == "project" and not merged.tensors
+        if not structured:
+            node.meta[INFO] = TracedNode(
+                name=call.name,
+                module=call.target if call.kind == "module" else call.module,
+                node_class=NodeClass.MICRO,
+                tensors=merged.tensors,
+                reads=tuple(dict.fromkeys(call.reads)),
+                writes=tuple(call.writes),
+                random=call.random,
+            )
+
+    def finish(self, output: list[Any]) -> None:
+        self.graph.output(tuple(self.decode(value) for value in output))
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return self.nodes[value.index]
+        if isinstance(value, Attribute):
+            return self.graph.get_attr(value.name)
+        if isinstance(value, Affine):
+            return self._size(value)
+        if isinstance(value, slice):
+            return slice(self.decode(value.start), self.decode(value.stop), self.decode(value.step))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.decode(v) for v in value))
+        if isinstance(value, (list, tuple)):
+            return (list if isinstance(value, list) else tuple)(self.decode(v) for v in value)
+        if isinstance(value, dict):
+            return {key: self.decode(v) for key, v in value.items()}
+        return value
+
+    def _size(self, affine: Affine) -> fx.Node:
+        node = self.rows
+        if affine.per_row != 1:
+            node = self.graph.call_function(operator.mul, (node, affine.per_row))
+        if affine.constant:
+            node = self.graph.call_function(operator.add, (node, affine.constant))
+        return node
+
+    def _function(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
+        name = getattr(function, "__name__", "")
+        swapped = _operator(function, name)
+        if swapped is not None:
+            op, swap = swapped
+            return self.graph.call_function(op, tuple(reversed(args)) if swap else args, kwargs)
+        if getattr(torch.Tensor, name, None) is function:
+            return self.graph.call_method(name, args, kwargs)
+        if _importable(function):
+            return self.graph.call_function(function, args, kwargs)
+        held = f"_function{len(self.constants)}"
+        self.constants[held] = function
+        return self.graph.call_function(invoke, (self.graph.get_attr(held), *args), kwargs)
+
+    def _named(self, node: fx.Node, name: str) -> fx.Node:
+        if node.name != name:
+            node.name = self.graph._graph_namespace.create_name(name, None)
+        return node
+
+
+def _operator(function: Any, name: str) -> tuple[Callable[..., Any], bool] | None:
+    """Return the Python operator that a Tensor dunder is, and whether its operands are swapped."""
+    for dunder in (name, f"__{name}__"):
+        inner = dunder.removeprefix("__").removesuffix("__")
+        if inner == dunder or getattr(torch.Tensor, dunder, None) is not function:
+            continue
+        for candidate, swap in ((inner, False), (f"{inner}_", False), (inner[1:], True), (f"{inner[1:]}_", True)):
+            if candidate and hasattr(operator, candidate) and (not swap or inner[0] == "r"):
+                return getattr(operator, candidate), swap
+    return None
+
+
+def _importable(function: Any) -> bool:
+    """Tell whether generated code can name a function."""
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__name__", None)
+    if isinstance(function, (type(len), type(torch.relu))):
+        return True
+    if module is None or name is None or "<" in name:
+        return False
+    if not module.startswith("torch"):
+        return True
+    scope: Any = torch
+    for part in module.split(".")[1:]:
+        scope = getattr(scope, part, None)
+    return getattr(scope, name, None) is function
+
+
+def _used_projections(merged: MergedRecording) -> set[int]:
+    used: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Ref):
+            used.add(value.index)
+        elif isinstance(value, slice):
+            visit((value.start, value.stop, value.step))
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                visit(part)
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+
+    visit(merged.output)
+    for index in range(len(merged.calls) - 1, -1, -1):
+        call = merged.calls[index]
+        if call.call.kind != "project" or index in used:
+            visit((call.args, call.kwargs))
+    return used
+
+
+def _identifier(name: str) -> str:
+    text = re.sub(r"\W+", "_", name.removeprefix("input/")).strip("_")
+    return f"_{text}" if not text or text[0].isdigit() else text

@@ -1,0 +1,153 @@
+"""A recorded forward: an fx graph whose nodes know their name, class, sizes and state.
+
+The graph is the model's own torch-level calls in the order in which they ran:
+
+    placeholders     ``rows`` (the number of batch rows, an int), then one per input tensor
+    get_attr         a parameter, buffer or constant, by its qualified name in the model
+    call_module      a leaf module (``torch.nn`` layers), by its qualified name
+    call_function    a torch function; ``operator.getitem`` also projects one tensor out of a structured result
+    call_method      a ``torch.Tensor`` method
+    output           the tuple of the model's flat outputs
+
+Python numbers that depend on the batch are ``operator`` expressions of ``rows``: "sizes". Nodes that compute a tensor
+(everything but ``rows``, sizes, get_attr and output) carry a :class:`TracedNode`, see :meth:`TracedGraph.info`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+INFO = "autosplit"
+
+
+class NodeClass(str, Enum):
+    """How often a node runs in one step of the pipeline."""
+
+    SHARED = "shared"
+    """No dependence on the batch: once per step, before the microbatches."""
+    MICRO = "micro"
+    """Rows are independent: once per microbatch."""
+    FULL = "full"
+    """Mixes rows: once per step, on merged values."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size that is affine in the number of batch rows: ``per_row * rows + constant``."""
+
+    per_row: int
+    constant: int
+
+    def at(self, rows: int) -> int:
+        """Return the size for a batch of ``rows`` rows."""
+        return self.per_row * rows + self.constant
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape, dtype and batch dimension of one tensor; ``strides`` are those of the recording."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+    @property
+    def varying_dims(self) -> tuple[int, ...]:
+        """The dimensions whose size depends on the batch."""
+        return tuple(dim for dim, size in enumerate(self.shape) if size.per_row)
+
+    @property
+    def batch_dim(self) -> int | None:
+        """The one dimension that is a multiple of the batch, or None when there is no such dimension."""
+        dims = self.varying_dims
+        return dims[0] if len(dims) == 1 and self.shape[dims[0]].constant == 0 else None
+
+    def shape_at(self, rows: int) -> tuple[int, ...]:
+        """Return the shape for a batch of ``rows`` rows."""
+        return tuple(size.at(rows) for size in self.shape)
+
+    def bytes_at(self, rows: int) -> int:
+        """Return the number of bytes of the tensor's elements for a batch of ``rows`` rows."""
+        count = 1
+        for size in self.shape:
+            count *= size.at(rows)
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TracedNode:
+    """What the recording knows about one tensor-computing node."""
+
+    name: str
+    """Stable name: ``module.path#call/op_k`` (a leaf module: ``module.path#call``; an input: ``input/name``)."""
+    module: str
+    """Qualified name of the module in whose forward the node ran; the leaf itself for ``call_module``."""
+    node_class: NodeClass
+    tensors: tuple[TensorInfo, ...]
+    """The tensors that the node computes, flat; one for most nodes."""
+    reads: tuple[str, ...] = ()
+    """Qualified names of the parameters and buffers that the node reads (a leaf module: all of its own)."""
+    writes: tuple[str, ...] = ()
+    """Qualified names of the buffers that the node changes."""
+    random: bool = False
+    """The node draws random numbers."""
+    mutated: bool = False
+    """Some node changes the storage of this node's result in place."""
+    colour: int | None = None
+    """Nodes of equal colour must share a stage."""
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """One input tensor of the model."""
+
+    name: str
+    index: int
+    """Position among the flattened inputs."""
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """One recording of a model's forward, right for every batch size.
+
+    Attributes:
+        graph: the fx graph described in the module's docstring.
+        root: a bare module that shares the model's own ``_modules``, ``_parameters`` and ``_buffers`` and owns the
+            constants; give it to ``fx.Interpreter(root, graph=graph)``.
+        inputs: the input tensors, in the order of the placeholders after ``rows``.
+        order: pairs of fx node names ``(before, after)`` that must keep their order although no value flows between
+            them (mutation of a storage or a buffer).
+        tied: qualified names of the parameters that are used more than once, each a value with one home.
+        min_rows: the smallest microbatch for which the recording holds (2 when one row behaves differently).
+        unflatten: rebuilds the model's output from the flat outputs.
+        batch_outputs: for each flat output its batch dimension, or None (shared, full, or not a tensor).
+    """
+
+    graph: fx.Graph
+    root: nn.Module
+    inputs: tuple[InputInfo, ...]
+    order: tuple[tuple[str, str], ...]
+    tied: tuple[str, ...]
+    min_rows: int
+    unflatten: Callable[[list[Any]], Any] = field(repr=False)
+    batch_outputs: tuple[int | None, ...] = ()
+
+    def compute_nodes(self) -> Iterator[tuple[fx.Node, TracedNode]]:
+        """Yield the tensor-computing nodes in model order, inputs excluded."""
+        for node in self.graph.nodes:
+            if node.op != "placeholder" and INFO in node.meta:
+                yield node, node.meta[INFO]
+
+    def info(self, node: fx.Node) -> TracedNode | None:
+        """Return what the recording knows about ``node``; None for ``rows``, sizes, get_attr and output."""
+        return node.meta.get(INFO)
+
+    def by_name(self) -> dict[str, fx.Node]:
+        """Map stable names to fx nodes, inputs included."""
+        return {node.meta[INFO].name: node for node in self.graph.nodes if INFO in node.meta}

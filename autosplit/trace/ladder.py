@@ -1,0 +1,264 @@
+"""From a model and its inputs to an accepted :class:`TracedGraph`.
+
+record at 3, 4 and 6 rows ─► merge ─► fx graph ─► value probe (eval mode, real rows) ─► node classes ─► colours, order
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx, nn
+
+from autosplit.errors import InputError, TraceError
+from autosplit.options import Sample
+from autosplit.trace import state
+from autosplit.trace.build import RawGraph, build
+from autosplit.trace.classes import batched_nodes, classify, structural_suspects, with_classes
+from autosplit.trace.effects import Effects, effects
+from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
+from autosplit.trace.inputs import alternatives, flatten
+from autosplit.trace.merge import BATCH_SIZES, MergedRecording, matches, merge
+from autosplit.trace.probe import check_outputs, run_probe
+from autosplit.trace.record import STATEFUL_LEAVES, Call
+from autosplit.trace.run import FlatInputs, record
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An accepted recording and what found out on the way.
+
+    Attributes:
+        graph: the recording.
+        inputs: the flattened sample with its batch dimensions.
+        suspects: names of nodes in which the value probe saw rows influence each other; hand them to the next `trace`
+            of the same model, and it need not probe again.
+    """
+
+    graph: TracedGraph
+    inputs: FlatInputs
+    suspects: frozenset[str]
+
+
+def trace(
+    model: nn.Module, sample: Sample, *, batch_dims: object = None, suspects: frozenset[str] | None = None
+) -> Trace:
+    """Record a model's forward in its present modes; the model and all random states are as before at the end.
+
+    Raises TraceError when a graph cannot follow the model, InputError for inputs whose batch cannot be told, and the
+    model's own exception when its forward raises.
+    """
+    flat = flatten(model, sample, batch_dims)
+    try:
+        merged, flat = _merged_or_alternative(model, flat, told=batch_dims is not None)
+    except TraceError:
+        raise
+    except InputError:
+        raise
+    except Exception as error:
+        _raise_own(model, flat, error)
+    if suspects is None:
+        suspects = _probe(model, flat)
+    return Trace(_accept(model, flat, merged, suspects), flat, suspects)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    recording: MergedRecording
+    min_rows: int
+
+
+def _merged_or_alternative(model: nn.Module, flat: FlatInputs, *, told: bool) -> tuple[_Merged, FlatInputs]:
+    try:
+        return _merged(model, flat), flat
+    except Exception as first:
+        found = []
+        for other in () if told else alternatives(flat):
+            try:
+                found.append((_merged(model, other), other))
+            except Exception:  # any failure only says that this reading of the inputs is wrong
+                continue
+        if len(found) == 1:
+            return found[0]
+        if found:
+            readings = "; or ".join(_reading(other) for _, other in found)
+            raise InputError(
+                f"the inputs' batch dimensions are ambiguous: {readings}; say which by batch_dims="
+            ) from first
+        raise
+
+
+def _reading(flat: FlatInputs) -> str:
+    return ", ".join(f"{name}: {dim}" for name, dim in zip(flat.names, flat.batch_dims, strict=True))
+
+
+def _merged(model: nn.Module, flat: FlatInputs) -> _Merged:
+    entered: frozenset[str] = frozenset()
+    while True:
+        first = record(model, flat, rows=BATCH_SIZES[0], entered=entered)
+        more = _to_enter(model, first.calls) - entered
+        if not more:
+            break
+        entered |= more
+    recordings = [first, *(record(model, flat, rows=rows, entered=entered) for rows in BATCH_SIZES[1:])]
+    merged = merge(recordings)
+    try:
+        holds = matches(merged, record(model, flat, rows=1, entered=entered), rows=1)
+    except Exception:  # whatever one row does to the model, microbatches of one row are then not made
+        holds = False
+    return _Merged(merged, 1 if holds else 2)
+
+
+def _uses(calls: Sequence[Call]) -> dict[str, list[Call]]:
+    uses: dict[str, list[Call]] = defaultdict(list)
+    for call in calls:
+        for name in dict.fromkeys(call.reads):
+            uses[name].append(call)
+    return uses
+
+
+def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
+    """Return the leaf modules whose parameters are used more than once: inside them, the parameter is a value."""
+    parameters = dict(model.named_parameters())
+    found = set()
+    for name, users in _uses(calls).items():
+        if name in parameters and len(users) > 1:
+            paths = [c.target if c.kind == "module" else getattr(c.args[1], "name", "") for c in users if _is_leaf(c)]
+            found.update(path for path in paths if _enterable(model.get_submodule(path)))
+    return frozenset(found)
+
+
+def _is_leaf(call: Call) -> bool:
+    from autosplit.trace.calls import under
+
+    return call.kind == "module" or (call.target is under and hasattr(call.args[1], "name"))
+
+
+def _enterable(module: nn.Module) -> bool:
+    hooked = any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    return not hooked and not isinstance(module, (nn.RNNBase, *STATEFUL_LEAVES))
+
+
+def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
+    """Raise the model's own exception if it raises on the sample itself, else say what the recording ran into."""
+    if not any(p.is_meta for p in model.parameters()):
+        with state.random_state(), state.attributes(model), state.buffer_contents(model):
+            try:
+                args, kwargs = flat.rebuild(flat.leaves)
+                model(*args, **kwargs)
+            except Exception as own:
+                for note in getattr(error, "__notes__", ()):
+                    own.add_note(note)
+                raise own from None
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    raise TraceError(
+        f"recording failed at another batch size with {type(error).__name__}: {error}{notes}; if an input has its batch "
+        "in another dimension, or none, say so by batch_dims="
+    ) from error
+
+
+def _probe(model: nn.Module, flat: FlatInputs) -> frozenset[str]:
+    """Ask the value probe, in eval mode; a model on meta has no values, there the structure alone decides."""
+    if any(p.is_meta for p in model.parameters()):
+        return frozenset()
+    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.modes(model, False):
+        merged = _merged(model, flat).recording
+        raw = build(model, merged)
+        marked = _mark(raw, merged)
+        probe = run_probe(raw, flat)
+        if any(INFO in n.meta and n.meta[INFO].random for n in raw.graph.nodes):
+            return probe.suspects
+        difference = check_outputs(model, flat, probe)
+    if difference is not None:
+        raise TraceError(
+            f"the recorded graph does not reproduce the model: {difference} ({len(marked.flow)} in-place effects); the "
+            "forward does something that a graph cannot follow"
+        )
+    return probe.suspects
+
+
+def _mark(raw: RawGraph, merged: MergedRecording) -> Effects:
+    found = effects([m.call for m in merged.calls], raw.nodes)
+    for node in found.mutated:
+        if INFO in node.meta:
+            node.meta[INFO] = replace(node.meta[INFO], mutated=True)
+    return found
+
+
+def _accept(model: nn.Module, flat: FlatInputs, merged: _Merged, suspects: frozenset[str]) -> TracedGraph:
+    raw = build(model, merged.recording)
+    found = _mark(raw, merged.recording)
+    inputs = tuple(
+        InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors()
+    )
+    batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
+    classes = classify(raw.graph, raw.root, found, batched, suspects | structural_suspects(batched))
+    with_classes(raw.graph, classes)
+    _colour(model, raw, found)
+    output = next(iter(reversed(raw.graph.nodes))).args[0]
+    dims = tuple(
+        v.meta[INFO].tensors[0].batch_dim
+        if isinstance(v, fx.Node) and INFO in v.meta and v.meta[INFO].node_class is NodeClass.MICRO
+        else None
+        for v in output
+    )
+    return TracedGraph(
+        graph=raw.graph,
+        root=raw.root,
+        inputs=inputs,
+        order=tuple((a.name, b.name) for a, b in found.pairs()),
+        tied=_tied(model, raw),
+        min_rows=merged.min_rows,
+        unflatten=merged.recording.recording.unflatten,
+        batch_outputs=dims,
+    )
+
+
+def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
+    """Return the parameters that are operands of several nodes."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    users: dict[str, int] = defaultdict(int)
+    for node in raw.graph.nodes:
+        if node.op == "get_attr" and node.target in parameters:
+            users[node.target] += 1
+    return tuple(name for name, count in users.items() if count > 1)
+
+
+def _colour(model: nn.Module, raw: RawGraph, found: Effects) -> None:
+    """Give one colour to nodes that must share a stage: structured results, changed storages and buffers, shared leaves."""
+    leader: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while leader.get(node, node) is not node:
+            node = leader[node]
+        return node
+
+    groups = [*found.storages, *found.buffers]
+    groups += [(node, node.args[0]) for node in raw.graph.nodes if _projects(node)]
+    by_parameter: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in raw.graph.nodes:
+        if node.op == "call_module":
+            for name in node.meta[INFO].reads:
+                by_parameter[name].append(node)
+    groups += [tuple(nodes) for nodes in by_parameter.values() if len(nodes) > 1]
+    for first, *rest in groups:
+        for other in rest:
+            leader[find(other)] = find(first)
+    numbers: dict[fx.Node, int] = {}
+    sizes: dict[fx.Node, int] = defaultdict(int)
+    for node in leader:
+        sizes[find(node)] += 1
+    for node in raw.graph.nodes:
+        if INFO in node.meta and node.op != "placeholder" and (node in leader or sizes[find(node)]):
+            colour = numbers.setdefault(find(node), len(numbers))
+            node.meta[INFO] = replace(node.meta[INFO], colour=colour)
+
+
+def _projects(node: fx.Node) -> bool:
+    """Tell whether a node takes one part out of a structured result."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    source = node.args[0]
+    structured = INFO not in source.meta or len(source.meta[INFO].tensors) > 1
+    return structured and source.op not in ("placeholder", "get_attr") and node.target.__name__ in ("getitem", "getattr")

@@ -1,0 +1,175 @@
+"""Three recordings at three batch sizes become one whose numbers are expressions of the batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autosplit.errors import TraceError
+from autosplit.trace.graph import Size, TensorInfo
+from autosplit.trace.record import Attribute, Call, Recording, Ref
+
+BATCH_SIZES = (3, 4, 6)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A Python number that is ``per_row * rows + constant``."""
+
+    per_row: float
+    constant: float
+
+    def at(self, rows: int) -> float:
+        """Return the number for a batch of ``rows`` rows."""
+        return self.per_row * rows + self.constant
+
+
+@dataclass(frozen=True)
+class MergedCall:
+    """A call with Affine numbers in its arguments, and the tensors that it makes."""
+
+    call: Call
+    args: Any
+    kwargs: Any
+    tensors: tuple[TensorInfo, ...]
+
+
+@dataclass(frozen=True)
+class MergedRecording:
+    """What the recordings have in common."""
+
+    calls: tuple[MergedCall, ...]
+    output: list[Any]
+    recording: Recording
+
+
+class _Differs(Exception):
+    """Two recordings do not have the same structure."""
+
+
+def merge(recordings: Sequence[Recording]) -> MergedRecording:
+    """Merge recordings at ``BATCH_SIZES``; raise TraceError where they differ by more than affine numbers."""
+    first = recordings[0]
+    for other in recordings[1:]:
+        _same_calls(first, other)
+    merged = []
+    for calls in zip(*(r.calls for r in recordings), strict=True):
+        try:
+            args, kwargs = _values([(c.args, c.kwargs) for c in calls])
+            tensors = tuple(
+                TensorInfo(tuple(_size(sizes) for sizes in zip(*shapes, strict=True)), dtype)
+                for shapes, dtype in zip(zip(*(c.shapes for c in calls), strict=True), calls[0].dtypes, strict=True)
+            )
+        except (_Differs, ValueError) as error:
+            raise TraceError(
+                f"{calls[0].name} is not affine in the batch: at {', '.join(map(str, BATCH_SIZES))} rows it has "
+                f"{error}; a graph holds for all batch sizes only when sizes are a*rows + b"
+            ) from None
+        merged.append(MergedCall(calls[0], args, kwargs, tensors))
+    try:
+        output = _values([r.output for r in recordings])
+    except _Differs as error:
+        raise TraceError(f"the model's output is not affine in the batch: {error}") from None
+    _same_constants(recordings)
+    return MergedRecording(tuple(merged), output, first)
+
+
+def matches(merged: MergedRecording, recording: Recording, *, rows: int) -> bool:
+    """Tell whether a recording at ``rows`` rows is the merged one evaluated there."""
+    if len(merged.calls) != len(recording.calls):
+        return False
+    for expected, call in zip(merged.calls, recording.calls, strict=True):
+        if (expected.call.name, expected.call.kind) != (call.name, call.kind):
+            return False
+        if [t.shape_at(rows) for t in expected.tensors] != call.shapes:
+            return False
+        if not _equals((expected.args, expected.kwargs), (call.args, call.kwargs), rows):
+            return False
+    return True
+
+
+def _same_calls(first: Recording, other: Recording) -> None:
+    for a, b in zip(first.calls, other.calls, strict=False):
+        if (a.name, a.kind) != (b.name, b.kind) or not (a.target is b.target or a.target == b.target):
+            raise TraceError(
+                f"forward does other things at another batch size: {a.name} became {b.name}"
+                f" (module {a.module or 'root'!r}); Python code there depends on the number of rows"
+            )
+    if len(first.calls) != len(other.calls):
+        raise TraceError(
+            f"forward does other things at another batch size: {len(first.calls)} operations became "
+            f"{len(other.calls)}; Python code depends on the number of rows (last common one: "
+            f"{first.calls[min(len(first.calls), len(other.calls)) - 1].name})"
+        )
+
+
+def _same_constants(recordings: Sequence[Recording]) -> None:
+    first = recordings[0].constants
+    for other in recordings[1:]:
+        for name, value in first.items():
+            if isinstance(value, torch.Tensor) and other.constants.get(name) is not value:
+                raise TraceError(f"forward captures another constant tensor ({name}) at every call; register it as a buffer")
+
+
+def _values(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if any(type(v) is not type(first) for v in values):
+        raise _Differs(f"{values[0]!r}, {values[1]!r}, {values[2]!r}")
+    if isinstance(first, (Ref, Attribute)):
+        if any(v != first for v in values):
+            raise _Differs("different operands")
+        return first
+    if isinstance(first, (int, float)) and not isinstance(first, bool):
+        return _number(values)
+    if isinstance(first, slice):
+        return slice(*(_values([getattr(v, part) for v in values]) for part in ("start", "stop", "step")))
+    if isinstance(first, dict):
+        if any(list(v) != list(first) for v in values):
+            raise _Differs("different keywords")
+        return {key: _values([v[key] for v in values]) for key in first}
+    if isinstance(first, (list, tuple)):
+        if any(len(v) != len(first) for v in values):
+            raise _Differs(f"lists of {', '.join(str(len(v)) for v in values)} entries")
+        parts = [_values(part) for part in zip(*values, strict=True)]
+        if hasattr(first, "_fields"):
+            return type(first)(*parts)
+        return parts if isinstance(first, list) else tuple(parts)
+    if any(not (v is first or v == first) for v in values):
+        raise _Differs(f"{values[0]!r}, {values[1]!r}, {values[2]!r}")
+    return first
+
+
+def _number(values: Sequence[float]) -> Any:
+    first = values[0]
+    if all(v == first or (v != v and first != first) for v in values):
+        return first
+    per_row = (values[1] - values[0]) / (BATCH_SIZES[1] - BATCH_SIZES[0])
+    constant = values[0] - per_row * BATCH_SIZES[0]
+    if abs(per_row * BATCH_SIZES[2] + constant - values[2]) > 1e-9 * max(1.0, abs(values[2])):
+        raise _Differs(f"the numbers {', '.join(map(str, values))}")
+    if isinstance(first, int):
+        return Affine(int(per_row), int(constant))
+    return Affine(per_row, constant)
+
+
+def _size(values: Sequence[int]) -> Size:
+    number = _number(values)
+    return Size(int(number.per_row), int(number.constant)) if isinstance(number, Affine) else Size(0, number)
+
+
+def _equals(expected: Any, value: Any, rows: int) -> bool:
+    if isinstance(expected, Affine):
+        return bool(expected.at(rows) == value)
+    if isinstance(expected, dict):
+        return list(expected) == list(value) and all(_equals(expected[k], value[k], rows) for k in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(expected) == len(value) and all(
+            _equals(e, v, rows) for e, v in zip(expected, value, strict=True)
+        )
+    if isinstance(expected, slice):
+        parts = ("start", "stop", "step")
+        return all(_equals(getattr(expected, p), getattr(value, p), rows) for p in parts)
+    return bool(expected is value or expected == value or (expected != expected and value != value))

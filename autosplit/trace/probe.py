@@ -1,0 +1,176 @@
+"""The value probe: do rows influence each other? Asked of real values on few rows, in eval mode.
+
+    alone    rows            2 3
+    among    rows      0 1   2 3      another batch size: counts, means, batch-sized sources
+    beside   rows      4 5   2 3      other neighbours, same sizes: any difference in the last bit is influence
+
+The three runs go through the graph in lockstep, so that no more values live than one run needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autosplit.trace.build import RawGraph
+from autosplit.trace.graph import INFO, TensorInfo
+from autosplit.trace.record import flatten_output, tensors_in
+from autosplit.trace.run import FlatInputs
+
+ROWS = {"alone": (2, 3), "among": (0, 1, 2, 3), "beside": (4, 5, 2, 3)}
+KEPT = 2
+_LOOSE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Names of the nodes in which rows influence each other, and the graph's outputs for the rows alone."""
+
+    suspects: frozenset[str]
+    outputs: tuple[Any, ...]
+    alone: tuple[torch.Tensor, ...]
+    """The input leaves of the run ``alone``."""
+
+
+def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
+    """Return the given rows of a sample; rows that the sample lacks are made from the others, all different."""
+    count = leaf.shape[dim]
+    return torch.cat([_row(leaf.detach(), dim, row, count) for row in rows], dim).requires_grad_(leaf.requires_grad)
+
+
+def _row(leaf: torch.Tensor, dim: int, row: int, count: int) -> torch.Tensor:
+    piece = leaf.narrow(dim, row % count, 1)
+    same = bool(count > 1 and leaf.is_floating_point() and torch.equal(piece, leaf.narrow(dim, (row + 1) % count, 1)))
+    turn = row // count if not same else row
+    if turn:
+        piece = piece.reshape(-1).roll(17 * turn).reshape(piece.shape)
+        if leaf.is_floating_point():
+            wave = torch.arange(piece.numel(), dtype=torch.float64, device=piece.device).add(1.7 * turn).sin()
+            spread = piece.abs().max().nan_to_num(1.0, 1.0, 1.0).clamp(max=1e4).to(torch.float64)
+            shift = (wave * (0.05 * spread + 0.01)).reshape(piece.shape)
+            piece = piece + torch.where(piece.isfinite(), shift, 0).to(piece.dtype)
+    return piece.clone()
+
+
+def run_probe(raw: RawGraph, inputs: FlatInputs) -> Probe:
+    """Run the graph on rows of the sample and compare; call it in eval mode, with state preserved."""
+    positions = inputs.tensors()
+    leaves = {
+        name: [
+            leaf.clone() if dim is None else probe_rows(leaf, dim, rows)
+            for leaf, dim in ((inputs.leaves[i], inputs.batch_dims[i]) for i in positions)
+        ]
+        for name, rows in ROWS.items()
+    }
+    with torch.no_grad():
+        return _Lockstep(raw, leaves).run()
+
+
+class _Lockstep:
+    def __init__(self, raw: RawGraph, leaves: dict[str, list[torch.Tensor]]) -> None:
+        self.raw = raw
+        self.leaves = leaves
+        self.runs = {name: fx.Interpreter(raw.root, graph=raw.graph) for name in ROWS}
+        self.last: dict[fx.Node, list[fx.Node]] = {}
+        seen: set[fx.Node] = set()
+        for node in reversed(list(raw.graph.nodes)):
+            fresh = [n for n in (*node.all_input_nodes, node) if n not in seen]
+            seen.update(fresh)
+            self.last[node] = fresh
+        self.suspects: set[str] = set()
+
+    def run(self) -> Probe:
+        order = list(self.raw.graph.nodes)
+        position = 0
+        for node in order[:-1]:
+            for name, interpreter in self.runs.items():
+                if node.op != "placeholder":
+                    interpreter.env[node] = interpreter.run_node(node)
+                elif INFO in node.meta:
+                    interpreter.env[node] = self.leaves[name][position]
+                else:
+                    interpreter.env[node] = len(ROWS[name])
+            if INFO in node.meta and node.op != "placeholder":
+                self._compare(node)
+            position += INFO in node.meta and node.op == "placeholder"
+            for gone in self.last[node]:
+                for interpreter in self.runs.values():
+                    interpreter.env.pop(gone, None)
+        alone = self.runs["alone"]
+        outputs = fx.node.map_arg(order[-1].args[0], lambda n: alone.env[n])
+        return Probe(frozenset(self.suspects), tuple(outputs), tuple(self.leaves["alone"]))
+
+    def _compare(self, node: fx.Node) -> None:
+        info = node.meta[INFO]
+        if not info.tensors:
+            changed = [n for n in node.all_input_nodes if INFO in n.meta and n.meta[INFO].mutated]
+            if any(self._differs(self._values(n), n.meta[INFO].tensors) for n in changed):
+                self.suspects.add(info.name)
+            return
+        if info.random and isinstance(self.runs["among"].env[node], torch.Tensor):
+            self._share_draws(node, info.tensors[0])
+        elif self._differs(self._values(node), info.tensors):
+            self.suspects.add(info.name)
+
+    def _values(self, node: fx.Node) -> dict[str, list[torch.Tensor]]:
+        return {name: tensors_in(flatten_output(run.env[node])[0]) for name, run in self.runs.items()}
+
+    def _share_draws(self, node: fx.Node, tensor: TensorInfo) -> None:
+        """Give the runs the same random numbers for the same rows."""
+        if tensor.batch_dim is None:
+            value = self.runs["among"].env[node]
+            for run in self.runs.values():
+                run.env[node] = value.clone()
+            return
+        among = self.runs["among"].env[node]
+        self.runs["alone"].env[node] = _tail(among, tensor.batch_dim, KEPT * tensor.shape[tensor.batch_dim].per_row).clone()
+        self.runs["beside"].env[node] = among.clone()
+
+    def _differs(self, values: dict[str, list[torch.Tensor]], tensors: Sequence[TensorInfo]) -> bool:
+        for position, info in enumerate(tensors):
+            alone, among, beside = (values[name][position] for name in ("alone", "among", "beside"))
+            if info.batch_dim is not None:
+                count = KEPT * info.shape[info.batch_dim].per_row
+                among, beside = (_tail(t, info.batch_dim, count) for t in (among, beside))
+            if not _same(among, beside, 0.0 if among.device.type == "cpu" else 1e-6):
+                return True
+            if alone.shape != among.shape or not _same(among, alone, _LOOSE.get(among.dtype, 0.0)):
+                return True
+        return False
+
+
+def _tail(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    return tensor.narrow(dim, tensor.shape[dim] - count, count) if tensor.shape[dim] >= count else tensor
+
+
+def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    if not a.is_floating_point() or tolerance == 0.0:
+        return bool(torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b))
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    return bool(((a - b).abs() <= tolerance * scale + 1e-12).all())
+
+
+def check_outputs(model: nn.Module, inputs: FlatInputs, probe: Probe) -> str | None:
+    """Compare the graph's outputs with the model's own on the same rows; return what differs, or None."""
+    leaves = list(inputs.leaves)
+    for position, leaf in zip(inputs.tensors(), probe.alone, strict=True):
+        leaves[position] = leaf
+    args, kwargs = inputs.rebuild(leaves)
+    with torch.no_grad():
+        expected = flatten_output(model(*args, **kwargs))[0]
+    if len(expected) != len(probe.outputs):
+        return f"the model returns {len(expected)} values, the graph {len(probe.outputs)}"
+    for number, (want, got) in enumerate(zip(expected, probe.outputs, strict=True)):
+        if not isinstance(want, torch.Tensor):
+            continue
+        if want.shape != got.shape:
+            return f"output {number} has shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+        if not _same(want, got, _LOOSE.get(want.dtype, 0.0) * 0.01):
+            worst = float((want.double() - got.double()).abs().max())
+            return f"output {number} differs by {worst:.3g}"
+    return None

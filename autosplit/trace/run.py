@@ -1,0 +1,115 @@
+"""One recording: the model's forward on fake tensors at a given batch size.
+
+Private torch interfaces used here (checked with torch 2.11, 2.13 and 2.15): ``FakeTensorMode`` (no public module offers
+shape-only execution), and ``torch.compiler``'s compiling and exporting flags, which send transformers' models down
+their trace-friendly mask path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from autosplit.errors import TraceError
+from autosplit.trace import state
+from autosplit.trace.record import Recorder, Recording
+
+
+@dataclass(frozen=True)
+class FlatInputs:
+    """The flattened inputs of one call: leaves, structure, names, and the batch dimension of each leaf (None: none)."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+    names: tuple[str, ...]
+    batch_dims: tuple[int | None, ...]
+
+    def tensors(self) -> list[int]:
+        """Return the positions of the tensors among the leaves."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments made of other leaves."""
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
+        return args, kwargs
+
+
+def record(model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozenset[str]) -> Recording:
+    """Record the model's forward at ``rows`` batch rows; the model is as before at the end.
+
+    Raises TraceError for what a graph cannot follow; the model's own exceptions pass through.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    before = state.python_numbers(model)
+    with state.random_state(), state.attributes(model), state.fake_tensors(model, mode):
+        leaves = [_fake(leaf, dim, rows, mode) for leaf, dim in zip(inputs.leaves, inputs.batch_dims, strict=True)]
+        recorder = Recorder(model, entered)
+        for index in inputs.tensors():
+            recorder.add_input(inputs.names[index], leaves[index])
+        args, kwargs = inputs.rebuild(leaves)
+        try:
+            with torch.inference_mode(False), _patched(recorder), mode, recorder.random, recorder:
+                output = model(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+            raise TraceError(
+                f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]})"
+                f"{_notes(error)}; a graph cannot follow that"
+            ) from error
+        changed = [key for key, value in state.python_numbers(model).items() if before.get(key, value) != value]
+        if changed:
+            path, name = changed[0]
+            raise TraceError(
+                f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph would "
+                "freeze it: keep it in a registered buffer"
+            )
+        return recorder.finish(output, dict(model.named_buffers()))
+
+
+def _fake(leaf: Any, dim: int | None, rows: int, mode: FakeTensorMode) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = list(leaf.shape)
+    if dim is not None:
+        shape[dim] = rows
+    with mode:
+        fake = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    return fake.requires_grad_(leaf.requires_grad)
+
+
+def _notes(error: BaseException) -> str:
+    return "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+
+
+@contextlib.contextmanager
+def _patched(recorder: Recorder) -> Iterator[None]:
+    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    compiler = torch.compiler
+    flags = compiler._is_compiling_flag, compiler._is_exporting_flag
+
+    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(call, module, args, kwargs)
+
+    def apply_function(function: type, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_function(apply.__func__, function, args, kwargs)
+
+    nn.Module.__call__ = call_module  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment,arg-type]
+    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply
+        compiler._is_compiling_flag, compiler._is_exporting_flag = flags

@@ -1,0 +1,96 @@
+"""Borrow a model for a recording or a measurement and give it back exactly as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autosplit.errors import TraceError
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@contextlib.contextmanager
+def random_state() -> Iterator[None]:
+    """Restore the random states of torch, Python and numpy at the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def attributes(model: nn.Module) -> Iterator[None]:
+    """Restore every module's attributes, parameter, buffer and child tables (not the tensors' contents) at the end."""
+    modules = list(model.modules())
+    saved = [(m, dict(m.__dict__), [dict(m.__dict__[t]) for t in _TABLES]) for m in modules]
+    try:
+        yield
+    finally:
+        for module, own, tables in saved:
+            module.__dict__.clear()
+            module.__dict__.update(own)
+            for table, content in zip(_TABLES, tables, strict=True):
+                module.__dict__[table].clear()
+                module.__dict__[table].update(content)
+
+
+@contextlib.contextmanager
+def buffer_contents(model: nn.Module) -> Iterator[None]:
+    """Restore the contents of every buffer at the end."""
+    saved = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, content in saved:
+                buffer.copy_(content)
+
+
+@contextlib.contextmanager
+def modes(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put the model in train or eval mode, and every module back in its own at the end."""
+    flags = [(m, m.training) for m in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Replace all parameters and buffers by fake ones; use inside :func:`attributes`."""
+    for module in model.modules():
+        for table in ("_parameters", "_buffers"):
+            entries = module.__dict__[table]
+            for name, tensor in entries.items():
+                if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                    raise TraceError(
+                        f"{type(module).__name__}.{name} has no shape yet (a lazy module); run the model once on one batch first"
+                    )
+                if tensor is not None:
+                    entries[name] = mode.from_tensor(tensor, static_shapes=True)
+    yield
+
+
+def python_numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Collect the Python numbers that the modules hold as attributes: counters show up as a change."""
+    return {
+        (path, key): value
+        for path, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, (bool, int, float)) and key != "training"
+    }
