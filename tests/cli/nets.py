@@ -1,0 +1,73 @@
+"""Models that the tests of the command line name as ``nets.py:factory``."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    """Four layers and an optional scale; refuses integers, so that a test sees which dtype arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.layers(x)
+        return y if scale is None else y * scale
+
+
+class Tokens(nn.Module):
+    """An embedding of 50 rows that reads token ids, and a mask that must be boolean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, input_ids: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(input_ids) * mask.unsqueeze(-1))
+
+
+class WithExample(Mlp):
+    """Brings its own inputs, as Lightning modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(8, 16)
+
+
+class AnyKeyword(nn.Module):
+    """Takes whatever keyword it is given."""
+
+    def forward(self, **values: torch.Tensor) -> torch.Tensor:
+        return values["anything"] * 2
+
+
+INSTANCE = Mlp()
+NUMBER = 3
+
+
+def make_mlp() -> nn.Module:
+    print("a factory that talks")
+    return Mlp()
+
+
+def make_with_warning() -> nn.Module:
+    warnings.warn("this factory\n   is old", DeprecationWarning, stacklevel=2)
+    return Mlp()
+
+
+def make_number() -> int:
+    return NUMBER
+
+
+def make_wide(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def make_broken() -> nn.Module:
+    raise RuntimeError("the weights are gone")

@@ -1,0 +1,304 @@
+"""``autosplit report``: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autosplit import cli
+from autosplit.errors import InfeasibleError
+from autosplit.planning.plan import Plan
+
+NETS = str(Path(__file__).parent / "nets.py")
+X = ("--input", "x=float32[8,16]")
+TWO_BY_FOUR = ("--devices", "cpu,cpu", "--chunks", "4")
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Call ``autosplit report`` in this process; sys.path is as it was afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(target: str, *arguments: str) -> Any:
+        return CliRunner().invoke(cli.app, ["report", target, *arguments])
+
+    return call
+
+
+def error_of(result: Any) -> str:
+    """Return what a failed run said: nothing on stdout, no traceback, exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_the_table_is_printed(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("Partition of Mlp\n  devices    2: 2 x cpu\n  chunks     4: 4 x 2 rows")
+    assert "Prediction" in result.stdout
+    assert result.stderr == "a factory that talks\n"
+
+
+def test_json_is_the_plan_and_nothing_else(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--optimizer", "momentum", "--schedule", "gpipe", "--json")
+    assert result.exit_code == 0, result.output
+    plan = Plan.model_validate_json(result.stdout)
+    assert len(plan.stages) == 2
+    assert plan.chunks == 4
+    assert plan.schedule == "gpipe"
+    assert plan.optimizer == "momentum"
+    assert plan.microbatch_rows == (2, 2, 2, 2)
+    assert sum(stage.parameters for stage in plan.stages) == 4 * (16 * 16 + 16)
+
+
+def test_a_saved_plan_is_the_printed_one_and_can_be_pinned(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    first = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--save", str(path), "--json")
+    assert first.exit_code == 0, first.output
+    assert f"wrote {path}" in first.stderr
+    saved = Plan.load(path)
+    assert Plan.model_validate_json(first.stdout) == saved
+    again = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--plan", str(path), "--json")
+    assert again.exit_code == 0, again.output
+    assert Plan.model_validate_json(again.stdout).stage_of() == saved.stage_of()
+
+
+@pytest.mark.parametrize("target", ["Mlp", "INSTANCE", "make_mlp"])
+def test_a_factory_is_a_class_an_instance_or_a_function(run: Run, target: str) -> None:
+    result = run(f"{NETS}:{target}", *TWO_BY_FOUR, *X)
+    assert result.exit_code == 0, result.output
+    assert "Partition of Mlp" in result.stdout
+
+
+def test_a_model_in_a_package_is_found_from_the_working_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pack_for_cli").mkdir()
+    (tmp_path / "pack_for_cli" / "nets.py").write_text(Path(NETS).read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    result = run("pack_for_cli.nets:Mlp", *TWO_BY_FOUR, *X)
+    assert result.exit_code == 0, result.output
+    assert "Partition of Mlp" in result.stdout
+
+
+def test_a_file_may_import_its_neighbour(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "neighbour_for_cli.py").write_text("WIDTH = 16\n", encoding="utf-8")
+    code = "from torch import nn\nfrom neighbour_for_cli import WIDTH\n"
+    code += "def make():\n    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))\n"
+    (tmp_path / "random.py").write_text(code, encoding="utf-8")
+    before = sys.modules.get("random")
+    result = run(f"{tmp_path / 'random.py'}:make", *TWO_BY_FOUR, "--input", "0=float32[8,16]")
+    assert result.exit_code == 0, result.output
+    assert sys.modules.get("random") is before
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"), [("3", 3), ("cpu", ["cpu"]), ("cpu, cuda:0,cpu", ["cpu", "cuda:0", "cpu"])]
+)
+def test_devices_are_a_number_or_a_list(run: Run, text: str, devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(model: Any, **choices: Any) -> None:
+        seen.append(choices["devices"])
+        raise InfeasibleError("looked")
+
+    monkeypatch.setattr(cli, "autosplit", look)
+    assert run(f"{NETS}:Mlp", "--devices", text, "--chunks", "2", *X).exit_code == 1
+    assert seen == [devices]
+
+
+def test_integers_below_a_limit_and_booleans_reach_the_model(run: Run) -> None:
+    inputs = ("--input", "input_ids=int64[8,6]<50", "--input", "mask=bool[8,6]")
+    result = run(f"{NETS}:Tokens", *TWO_BY_FOUR, *inputs, "--json")
+    assert result.exit_code == 0, result.output
+    assert len(Plan.model_validate_json(result.stdout).stages) == 2
+
+
+def test_the_model_own_example_inputs_are_the_default(run: Run) -> None:
+    result = run(f"{NETS}:WithExample", *TWO_BY_FOUR, "--json")
+    assert result.exit_code == 0, result.output
+    assert sum(Plan.model_validate_json(result.stdout).microbatch_rows) == 8
+
+
+@pytest.mark.parametrize(("mode", "training"), [("--train", True), ("--eval", False), (None, True)])
+def test_the_mode_of_the_model(run: Run, mode: str | None, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def look(model: Any, **_: Any) -> None:
+        seen.append(model.training)
+        raise InfeasibleError("looked")
+
+    monkeypatch.setattr(cli, "autosplit", look)
+    run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, *([mode] if mode else []))
+    assert seen == [training]
+
+
+def test_the_seed_reaches_the_factory_and_the_inputs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, float]] = []
+
+    def look(model: Any, *, sample: Any, **_: Any) -> None:
+        seen.append((model.layers[0].weight.sum().item(), sample.kwargs["x"].sum().item()))
+        raise InfeasibleError("looked")
+
+    monkeypatch.setattr(cli, "autosplit", look)
+    for seed in ("1", "1", "2"):
+        run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--seed", seed)
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[2][0]
+    assert seen[0][1] != seen[2][1]
+
+
+def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--save", str(path))
+    too_large = Plan.load(path).model_copy(update={"fits": False, "verdict": "no"})
+    monkeypatch.setattr(cli, "autosplit", lambda model, **_: SimpleNamespace(plan=too_large))
+    result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--json")
+    assert result.exit_code == 1
+    assert Plan.model_validate_json(result.stdout) == too_large
+
+
+def test_no_partition_within_the_limits_is_an_answer_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: Any, **_: Any) -> None:
+        raise InfeasibleError("stage 0 needs 2 KiB, cpu has 1 KiB")
+
+    monkeypatch.setattr(cli, "autosplit", refuse)
+    result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == "error: stage 0 needs 2 KiB, cpu has 1 KiB\n"
+
+
+def test_a_memory_limit_that_nothing_meets_exits_with_one(run: Run) -> None:
+    result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--memory-limit", "100B")
+    assert result.exit_code == 1, result.output
+    assert "100 B" in result.output
+
+
+def test_a_memory_limit_that_is_met_shows_the_capacity(run: Run) -> None:
+    result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--memory-limit", "70GiB")
+    assert result.exit_code == 0, result.output
+    assert "capacity" in result.stdout
+    assert "70.0 GiB" in result.stdout
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
+    result = run(f"{NETS}:make_with_warning", *TWO_BY_FOUR, *X, "--json")
+    assert result.exit_code == 0, result.output
+    assert "warning: this factory is old\n" in result.stderr
+    Plan.model_validate_json(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (NETS, "names no factory; write package.module:factory or file.py:factory"),
+        (f"{NETS}:", "names no factory"),
+        ("absent.py:make", "there is no file 'absent.py'"),
+        ("no_such_package.nets:make", "importing 'no_such_package.nets' failed: ModuleNotFoundError"),
+        (f"{NETS}:absent", "has no 'absent'; it has AnyKeyword, INSTANCE, Mlp, Tokens, WithExample, make_broken"),
+        (f"{NETS}:NUMBER", "gives a int, no nn.Module"),
+        (f"{NETS}:make_number", "gives a int, no nn.Module"),
+        (f"{NETS}:make_wide", "missing 1 required positional argument: 'width'; a function without parameters"),
+        (f"{NETS}:make_broken", "failed when called without arguments: RuntimeError: the weights are gone"),
+    ],
+)
+def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> None:
+    assert message in error_of(run(target, *TWO_BY_FOUR, *X))
+
+
+def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("def make(:\n", encoding="utf-8")
+    stderr = error_of(run(f"{tmp_path / 'wrong.py'}:make", *TWO_BY_FOUR, *X))
+    assert "failed: SyntaxError" in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*TWO_BY_FOUR, "--input", "x=float32"), "--input 'x=float32' cannot be read; write NAME=dtype[shape]"),
+        ((*TWO_BY_FOUR, "--input", "y=float32[8,16]"), "Mlp.forward has no input of that name; it has x, scale"),
+        (TWO_BY_FOUR, "no inputs are known for Mlp; give --input NAME=dtype[shape]"),
+        (("--devices", "2,cpu", "--chunks", "4", *X), "'2' is no torch device"),
+        (("--devices", "toaster", "--chunks", "4", *X), "'toaster' is no torch device; valid here: 'cpu'"),
+        (("--devices", "0", "--chunks", "4", *X), "devices=0: give at least one device"),
+        (("--devices", "2", "--chunks", "0", *X), "chunks=0"),
+        ((*TWO_BY_FOUR, *X, "--schedule", "wild"), "schedule='wild' is not available; valid: 'auto', '1f1b', 'gpipe'"),
+        ((*TWO_BY_FOUR, *X, "--optimizer", "lion"), "optimizer='lion' is not available; valid: 'none', 'sgd'"),
+        ((*TWO_BY_FOUR, *X, "--memory-limit", "much"), "'much' is no size in bytes"),
+        ((*TWO_BY_FOUR, *X, "--plan", "absent.json"), "cannot read the plan 'absent.json'"),
+        ((*TWO_BY_FOUR, *X, "--save", "no_such_folder/plan.json"), "--save 'no_such_folder/plan.json': No such file"),
+        (("--chunks", "4"), "Missing option '--devices'"),
+        (("--devices", "2", "--chunks", "four"), "Invalid value for '--chunks'"),
+        ((*TWO_BY_FOUR, "--color"), "No such option: --color"),
+    ],
+)
+def test_bad_usage(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    assert message in error_of(run(f"{NETS}:Mlp", *arguments))
+
+
+def test_an_optimizer_can_be_a_number_of_bytes(run: Run) -> None:
+    sizes = {}
+    for optimizer in ("none", "6"):
+        result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--optimizer", optimizer, "--json")
+        assert result.exit_code == 0, result.output
+        plan = Plan.model_validate_json(result.stdout)
+        sizes[optimizer] = sum(stage.memory.optimizer_bytes for stage in plan.stages)
+    assert sizes == {"none": 0, "6": 6 * 4 * (16 * 16 + 16)}
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(run: Run) -> None:
+    result = run(f"{NETS}:make_broken", *TWO_BY_FOUR, *X, "--debug")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "in make_broken" in result.stderr
+
+
+def test_an_error_that_is_not_ours_says_its_type_and_how_to_see_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(model: Any, **_: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(cli, "autosplit", crash)
+    stderr = error_of(run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X))
+    assert stderr == "error: division by zero (ZeroDivisionError; --debug shows the traceback)\n"
+
+
+def test_help_shows_examples(run: Run) -> None:
+    result = CliRunner().invoke(cli.app, ["report", "--help"])
+    assert result.exit_code == 0
+    assert 'autosplit report nets.py:make --devices 4 --chunks 8 --input "x=float32[8,3,32,32]"\n' in result.stdout
+    assert "\x1b[" not in result.stdout
+
+
+def test_report_stays_a_named_command() -> None:
+    result = CliRunner().invoke(cli.app, [NETS])
+    assert result.exit_code == 2
+    assert "No such command" in result.stderr
+
+
+def test_python_m_autosplit_is_the_same_program() -> None:
+    root = Path(cli.__file__).parent.parent
+    environment = os.environ | {"NO_COLOR": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "autosplit", "report", f"{NETS}:absent", *TWO_BY_FOUR]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "has no 'absent'" in done.stderr
