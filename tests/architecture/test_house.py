@@ -1,0 +1,121 @@
+"""What conftest and the Makefile promise to everyone who writes a test."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+
+INNER = """
+import pytest
+
+def test_other_text(golden):
+    golden("text.txt", "new")
+
+def test_no_file(golden):
+    golden("absent.txt", "new")
+
+@pytest.mark.cuda
+def test_on_a_device():
+    assert True
+"""
+
+
+def run_inner(folder: Path, *options: str) -> str:
+    """Run the tests in ``folder`` under this project's conftest, apart from its settings."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rA", *options]
+    settings_file = folder / "pytest.ini"
+    settings_file.write_text("[pytest]\nmarkers = cuda: a device\n", encoding="utf-8")
+    command += ["-c", str(settings_file), str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def test_golden_files_are_compared_and_written_only_on_request(tmp_path):
+    (tmp_path / "test_inner.py").write_text(INNER, encoding="utf-8")
+    folder = tmp_path / "golden"
+    folder.mkdir()
+    (folder / "text.txt").write_text("old", encoding="utf-8")
+
+    report = run_inner(tmp_path)
+    assert "2 failed" in report
+    assert "missing; write it with --update-golden" in report
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == {"text.txt": "old"}
+
+    report = run_inner(tmp_path, "--update-golden")
+    assert "failed" not in report
+    assert {path.read_text(encoding="utf-8") for path in folder.iterdir()} == {"new"}
+    assert ("no CUDA device" in report) == (not torch.cuda.is_available())
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.random()), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("_", range(2))
+def test_every_test_starts_from_the_same_seed(_):
+    random_, numpy_, torch_ = draws()
+    assert (random_, numpy_) == (random.Random(0).random(), numpy.random.RandomState(0).random())
+    assert torch_ == float(torch.rand((), generator=torch.Generator().manual_seed(0)))
+
+
+def test_every_example_starts_from_the_same_seed():
+    seen = set()
+
+    @settings(max_examples=5)
+    @given(st.integers())
+    def example(_: int) -> None:
+        seen.add(draws())
+
+    example()
+    assert len(seen) == 1
+
+
+def commands(*arguments: str) -> str:
+    """What make would run from nothing, whatever make runs these tests."""
+    outer = ("TORCH", "ARGS", "PYTHON")
+    environment = {name: value for name, value in os.environ.items() if name not in outer and "MAKE" not in name}
+    environment.pop("MFLAGS", None)
+    command = ["make", "--dry-run", "--always-make", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_test_checks_first():
+    lines = commands("test").splitlines()
+    assert lines[-1].split() == [".venv/bin/python", "-m", "pytest"]
+    assert [line.split()[0] for line in lines[-5:-1]] == [
+        ".venv/bin/ruff",
+        ".venv/bin/ruff",
+        ".venv/bin/mypy",
+        ".venv/bin/lint-imports",
+    ]
+    assert "cp constraints.txt .venv/constraints.txt" in lines
+
+
+def test_another_torch_has_an_environment_of_its_own():
+    text = commands("test", "TORCH=2.15.0", "ARGS=-k name")
+    assert text.splitlines()[-1] == ".venv-torch-2.15.0/bin/python -m pytest -k name"
+    assert "torch==2.15.0" in text
+    assert " .venv/" not in text
+    assert "ruff" not in text
+
+
+def test_another_torch_replaces_its_own_section_of_the_pins_only(tmp_path):
+    [cut] = [line for line in commands("test", "TORCH=2.15.0").splitlines() if line.startswith("sed ")]
+    cut = cut.replace(".venv-torch-2.15.0/constraints.txt", str(tmp_path / "pins.txt"))
+    subprocess.run(["sh", "-c", cut], cwd=ROOT, check=True)
+    kept = (tmp_path / "pins.txt").read_text(encoding="utf-8")
+    assert (ROOT / "constraints.txt").read_text(encoding="utf-8").startswith(kept)
+    assert "numpy==" in kept
+    assert "pydantic==" in kept
+    assert "torch==" not in kept
+    assert "setuptools==" not in kept
