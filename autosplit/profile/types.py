@@ -11,8 +11,8 @@ class NodeProfile:
     """Cost of one node for one microbatch of ``Profile.rows`` rows (``full`` and ``shared`` nodes: for one step).
 
     ``saved`` maps the storages that autograd keeps for the backward (parameters, buffers and model inputs excluded)
-    to their bytes; equal ids in two nodes are one storage. ``outputs`` maps the storages of the node's results likewise;
-    ``output_bytes`` counts the elements of the results, views too: what a transfer carries.
+    to their bytes; equal ids in two nodes are one storage. ``outputs`` maps the storages of the node's results
+    likewise; ``output_bytes`` counts the elements of the results, views too: what a transfer carries.
     """
 
     name: str

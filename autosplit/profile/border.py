@@ -1,0 +1,161 @@
+"""Run the nodes of a recording one at a time, each with a backward of its own.
+
+    producer ──┐ detach: the value is a leaf that shares the storage
+               ▼
+             value ──► node ──► result ──┐ detach
+               ▲          └─ backward ◄──┴─ cotangents of ones
+               └─ gradient, dropped
+
+What crosses from node to node is a leaf, so that ``torch.autograd.grad`` over one node reaches its inputs and
+parameters and nothing before them. Detaching shares the storage: what autograd saves, and where, stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+
+
+class _Alias(torch.autograd.Function):
+    """The same storage as a tensor that is no leaf and no view: an operation may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        return cotangent
+
+
+@dataclass(frozen=True)
+class _Lent:
+    """A value that its node may change in place, as ``alias``; ``version`` is what it was before."""
+
+    value: torch.Tensor
+    alias: torch.Tensor
+    version: int
+
+    @property
+    def changed(self) -> bool:
+        return self.alias._version != self.version
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One node with its arguments: ``leaves`` are the tensors that its backward computes gradients for."""
+
+    run: Callable[[], Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: tuple[torch.Tensor, ...]
+    lent: tuple[_Lent, ...]
+
+    def targets(self, result: Any) -> list[torch.Tensor]:
+        """Return the tensors from which a backward of the node starts: its results, and what it changed in place."""
+        tensors = [t for t in tensors_of(result) if t.grad_fn is not None]
+        seen = {id(t) for t in tensors}
+        return tensors + [
+            lent.alias
+            for lent in self.lent
+            if lent.changed and lent.alias.grad_fn is not None and id(lent.alias) not in seen
+        ]
+
+    def settle(self, result: Any) -> Any:
+        """Return the result cut off from the node's own autograd graph, ready for the next node."""
+        for lent in self.lent:
+            if lent.changed and lent.alias.requires_grad and not lent.value.requires_grad:
+                lent.value.requires_grad_()
+        if isinstance(result, torch.Tensor):
+            return _leaf(result)
+        return pytree.tree_map_only(torch.Tensor, _leaf, result)
+
+
+class BorderInterpreter(fx.Interpreter):
+    """An interpreter that can :meth:`prepare` a node to be run, and run again, alone.
+
+    ``device``: where every value lives when that is not where the recording says (fake tensors), else None.
+    """
+
+    def __init__(self, module: nn.Module, *, graph: fx.Graph, device: torch.device | None = None) -> None:
+        super().__init__(module, graph=graph)
+        self.extra_traceback = False
+        self._device = device
+
+    def prepare(self, node: fx.Node, *, private: bool = False) -> Invocation:
+        """Return the node with its arguments; ``private`` copies the values that it may change in place."""
+        leaves: dict[int, torch.Tensor] = {}
+        lent: list[_Lent] = []
+
+        def load(argument: Any) -> Any:
+            if isinstance(argument, torch.device) and self._device is not None:
+                return self._device
+            if not isinstance(argument, fx.Node):
+                return argument
+            value = self.env[argument]
+            info: TracedNode | None = argument.meta.get(INFO)
+            if info is not None and info.mutated:
+                value = pytree.tree_map_only(torch.Tensor, lambda t: self._lend(t, leaves, lent, private), value)
+            elif isinstance(value, nn.Module):
+                _add_leaves(leaves, value.parameters())
+            else:
+                _add_leaves(leaves, tensors_of(value))
+            return value
+
+        args = fx.node.map_aggregate(node.args, load)
+        kwargs = fx.node.map_aggregate(node.kwargs, load)
+        if node.op == "call_module":
+            _add_leaves(leaves, self.fetch_attr(str(node.target)).parameters())
+
+        def run() -> Any:
+            return getattr(self, node.op)(node.target, args, kwargs)
+
+        return Invocation(run, tuple(args), dict(kwargs), tuple(leaves.values()), tuple(lent))
+
+    def _lend(
+        self, value: torch.Tensor, leaves: dict[int, torch.Tensor], lent: list[_Lent], private: bool
+    ) -> torch.Tensor:
+        if private:
+            value = value.detach().clone().requires_grad_(value.requires_grad)
+        if value.requires_grad and torch.is_grad_enabled():
+            _add_leaves(leaves, (value,))
+            alias = _Alias.apply(value)
+        else:
+            alias = value.detach()
+        lent.append(_Lent(value, alias, alias._version))
+        return alias
+
+
+def epilogue_nodes(traced: TracedGraph) -> frozenset[fx.Node]:
+    """Return the ``full`` nodes and everything that is computed from them, outputs excluded."""
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        info = traced.info(node)
+        full = info is not None and info.node_class is NodeClass.FULL
+        if node.op not in ("placeholder", "output") and (full or not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return frozenset(found)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value, flat."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+def _add_leaves(leaves: dict[int, torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.requires_grad:
+            leaves.setdefault(id(tensor), tensor)

@@ -1,0 +1,164 @@
+"""One profile of a recording: bytes and FLOPs from the fake pass, times from the device or from a cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
+from autosplit.profile.ledger import Operation
+from autosplit.profile.measured import NodeTimes
+from autosplit.profile.measured import measure as measure_nodes
+from autosplit.profile.types import NodeProfile, Profile, StateProfile
+from autosplit.trace.graph import TracedGraph
+from cost_models.protocol import CostModel
+from cost_models.registry import device as device_spec
+from cost_models.roofline import Roofline
+from cost_models.work import DType, OpWork
+
+
+def profile(
+    traced: TracedGraph,
+    *,
+    rows: int,
+    batch_rows: int,
+    inputs: Sequence[torch.Tensor] | None = None,
+    measure: bool = True,
+    device: str = "cpu-lane",
+) -> Profile:
+    """Return what every node, parameter and buffer costs in training, for a microbatch of ``rows`` batch rows.
+
+    ``full`` nodes cost what they do on a batch of ``batch_rows``. ``inputs`` are the input tensors in the order of the
+    placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
+    model is not on "meta"; else they are those of ``device``, a name of ``cost_models``, by its roofline. ``full``
+    nodes are not measured: the roofline gives their times, scaled as the measured nodes came out against it.
+    """
+    grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
+    costs = fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads)
+    times = modelled_times(costs, model=Roofline(device_spec(device)))
+    measured = measure and inputs is not None and not _on_meta(traced, inputs)
+    if measured and inputs is not None:
+        found = measure_nodes(traced, inputs=inputs, rows=rows)
+        times = _completed(costs, found.nodes, times)
+        device = found.device
+    placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
+    return Profile(
+        rows=rows,
+        nodes={name: _joined(cost, times[name]) for name, cost in costs.nodes.items()},
+        state=_state(traced),
+        input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
+        device=device,
+        measured=measured,
+        estimated=costs.estimated,
+    )
+
+
+def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes]:
+    """Return the times that a cost model gives to every node, by stable name."""
+
+    def seconds(operations: Sequence[Operation]) -> float:
+        return sum(model.seconds(_work(operation)) for operation in operations)
+
+    return {
+        name: NodeTimes(seconds(node.forward_operations), seconds(node.backward_operations))
+        for name, node in costs.nodes.items()
+    }
+
+
+def _completed(
+    costs: FakeCosts, measured: Mapping[str, NodeTimes], modelled: Mapping[str, NodeTimes]
+) -> dict[str, NodeTimes]:
+    """Return the measured times, and for the nodes that lack one the modelled time in the measured scale.
+
+    Nodes with FLOPs and nodes that only move bytes have a scale each.
+    """
+    scales = {}
+    for computes in (True, False):
+        names = [name for name in measured if (costs.nodes[name].forward_flops > 0) is computes]
+        scales[computes] = NodeTimes(
+            _ratio([measured[n].forward_s for n in names], [modelled[n].forward_s for n in names]),
+            _ratio([measured[n].backward_s for n in names], [modelled[n].backward_s for n in names]),
+        )
+    completed = {}
+    for name, cost in costs.nodes.items():
+        scale, model = scales[cost.forward_flops > 0], modelled[name]
+        estimate = NodeTimes(model.forward_s * scale.forward_s, model.backward_s * scale.backward_s)
+        completed[name] = measured.get(name, estimate)
+    return completed
+
+
+def _ratio(measured_s: Sequence[float], modelled_s: Sequence[float]) -> float:
+    """Return measured over modelled time, over the nodes that the model gives any time; 1 when there are none."""
+    pairs = [(a, b) for a, b in zip(measured_s, modelled_s, strict=True) if b > 0]
+    return sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else 1.0
+
+
+def _joined(cost: NodeCosts, times: NodeTimes) -> NodeProfile:
+    return NodeProfile(
+        name=cost.name,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        forward_flops=cost.forward_flops,
+        backward_flops=cost.backward_flops,
+        output_bytes=cost.output_bytes,
+        saved=cost.saved,
+        outputs=cost.outputs,
+        forward_transient_bytes=cost.forward_transient_bytes,
+        backward_transient_bytes=cost.backward_transient_bytes,
+    )
+
+
+def _state(traced: TracedGraph) -> dict[str, StateProfile]:
+    parameters = dict(traced.root.named_parameters(remove_duplicate=False))
+    tensors = parameters | dict(traced.root.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    uses: dict[str, list[str]] = {name: [] for name in first.values()}
+    for _, info in traced.compute_nodes():
+        for name in dict.fromkeys(first[id(tensors[read])] for read in info.reads if read in tensors):
+            uses[name].append(info.name)
+    return {
+        name: StateProfile(
+            name=name,
+            elements=tensors[name].numel(),
+            bytes=tensors[name].numel() * tensors[name].element_size(),
+            trainable=tensors[name].requires_grad,
+            is_parameter=name in parameters,
+            uses=tuple(users),
+        )
+        for name, users in uses.items()
+    }
+
+
+def _on_meta(traced: TracedGraph, inputs: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.is_meta for tensor in (*traced.root.parameters(), *traced.root.buffers(), *inputs))
+
+
+def _work(operation: Operation) -> OpWork:
+    return OpWork(
+        kind=_kind(operation), flops=operation.flops, bytes=operation.bytes, dtype=_arithmetic(operation.dtype)
+    )
+
+
+def _kind(operation: Operation) -> str:
+    if "attention" in operation.name:
+        return "attention_backward" if operation.name.endswith("backward") else "attention"
+    if "conv" in operation.name:
+        return "conv"
+    return "matmul" if operation.flops else "elementwise"
+
+
+def _arithmetic(dtype: torch.dtype) -> DType:
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return "int"
+    if dtype.itemsize == 1:
+        return "fp8"
+    known: dict[torch.dtype, DType] = {
+        torch.float64: "fp64",
+        torch.complex128: "fp64",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+    }
+    return known.get(dtype, "fp32")

@@ -1,0 +1,249 @@
+"""What every node of a recording costs, from one run on fake tensors: nothing is allocated, no value is computed.
+
+``FakeTensorMode`` is private, but torch has no public way to run shapes only (used in this file only; tried on torch
+2.13). Every fake tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process
+without a GPU, and "meta" tensors take other kernels.
+
+    first pass    shared and micro nodes at ``rows``      ──► ids of the storages by node
+    second pass   full nodes, on a batch of ``batch_rows``      equal values, equal ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes, tensors_of
+from autosplit.profile.ledger import Ledger, Operation, Storage
+from autosplit.profile.shadow import Shadow, shadow
+from autosplit.trace.graph import INFO, TracedGraph, TracedNode
+from autosplit.trace.state import random_state
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class NodeCosts:
+    """Work and bytes of one node; the fields that are also in ``NodeProfile`` mean the same.
+
+    ``forward_operations`` and ``backward_operations`` list what ran, for a cost model. ``estimated`` says why the node,
+    or its backward, could not run on fake tensors (its costs are then estimates), and is None when it did.
+    """
+
+    name: str
+    forward_flops: int
+    backward_flops: int
+    output_bytes: int
+    saved: Mapping[int, int]
+    outputs: Mapping[int, int]
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    forward_operations: tuple[Operation, ...]
+    backward_operations: tuple[Operation, ...]
+    estimated: str | None = None
+
+
+@dataclass(frozen=True)
+class FakeCosts:
+    """Costs by stable node name in model order, inputs excluded."""
+
+    nodes: Mapping[str, NodeCosts]
+
+    @property
+    def estimated(self) -> dict[str, str]:
+        """The nodes whose costs are estimates, and why."""
+        return {name: node.estimated for name, node in self.nodes.items() if node.estimated is not None}
+
+
+def fake_costs(
+    traced: TracedGraph, *, rows: int, batch_rows: int, input_grads: Sequence[bool] | None = None
+) -> FakeCosts:
+    """Return the costs of every node: micro and shared nodes at ``rows`` batch rows, full nodes at ``batch_rows``.
+
+    ``input_grads`` says which inputs require a gradient (None: none of them). The costs are those of training, also
+    when gradients are switched off around the call.
+    """
+    grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = shadow(traced.root, replace=lambda tensor: _fake(tensor, mode))
+    epilogue = epilogue_nodes(traced)
+    everything = frozenset(node for node, _ in traced.compute_nodes())
+    with random_state(), torch.inference_mode(False), torch.enable_grad(), mode, Ledger() as ledger:
+        first = _FakePass(traced, twin, ledger, everything - epilogue, {})
+        first.sweep(rows, grads, skip=epilogue)
+        costs = first.costs
+        if epilogue:
+            second = _FakePass(traced, twin, ledger, epilogue, first.output_ids)
+            second.sweep(batch_rows, grads, skip=frozenset())
+            costs |= second.costs
+    names = [info.name for _, info in traced.compute_nodes()]
+    return FakeCosts({name: costs[name] for name in names})
+
+
+class _FakePass(BorderInterpreter):
+    """One sweep over the graph: profiles the nodes in ``profiled`` and runs the others plainly."""
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        twin: Shadow,
+        ledger: Ledger,
+        profiled: frozenset[fx.Node],
+        known_ids: Mapping[str, list[int]],
+    ) -> None:
+        super().__init__(twin.module, graph=traced.graph, device=_CPU)
+        self.costs: dict[str, NodeCosts] = {}
+        self.output_ids: dict[str, list[int]] = {}
+        self._ledger = ledger
+        self._profiled = profiled
+        self._known_ids = known_ids
+        self._saved: dict[int, int] = {}
+        self._rows = 0
+        self._state_ids = {storage.id for t in twin.tensors if (storage := ledger.storage(t))}
+
+    def sweep(self, rows: int, input_grads: Sequence[bool], *, skip: frozenset[fx.Node]) -> None:
+        """Run the graph at ``rows`` batch rows, without the nodes in ``skip``."""
+        self._rows = rows
+        inputs: list[torch.Tensor] = []
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder" and INFO in node.meta]
+        for node, needs_grad in zip(placeholders, input_grads, strict=True):
+            tensor = _empty(node.meta[INFO], rows)[0].requires_grad_(needs_grad)
+            inputs.append(tensor)
+            if storage := self._ledger.storage(tensor):
+                self._state_ids.add(storage.id)
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            self.run(rows, *inputs, initial_env=dict.fromkeys(skip))
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; profile it when it is one of this sweep's."""
+        info: TracedNode | None = n.meta.get(INFO)
+        if info is None or n.op == "placeholder":
+            return super().run_node(n)
+        self._ledger.open()
+        self._saved = {}
+        before = self._ledger.live_bytes
+        call = self.prepare(n)
+        try:
+            result = call.run()
+        except Exception as error:
+            return self._estimate(n, call, error)
+        settled = call.settle(result)
+        if n in self._profiled:
+            self.costs[info.name] = self._profile(info, call, result, before=before)
+        self._number(info, settled)
+        return settled
+
+    def _profile(self, info: TracedNode, call: Invocation, result: Any, *, before: int) -> NodeCosts:
+        ledger = self._ledger
+        alive = max(before, ledger.live_bytes)
+        forward_transient_bytes = max(0, ledger.peak_bytes - alive)
+        forward = tuple(ledger.operations)
+        saved, problem = dict(self._saved), None
+        ledger.open()
+        targets = call.targets(result)
+        if targets and call.leaves:
+            try:
+                ones = [torch.empty_like(target) for target in targets]
+                gradients = torch.autograd.grad(targets, call.leaves, ones, allow_unused=True)
+                del ones, gradients
+            except Exception as error:
+                problem = f"its backward did not run alone: {_text(error)}"
+        forward_flops, backward = sum(op.flops for op in forward), tuple(ledger.operations)
+        backward_transient_bytes = max(0, ledger.peak_bytes - alive)
+        backward_flops = sum(op.flops for op in backward)
+        if problem is not None:
+            backward_flops, backward = 2 * forward_flops, forward + forward
+            backward_transient_bytes = _bytes(targets) + _bytes(call.leaves)
+        return NodeCosts(
+            name=info.name,
+            forward_flops=forward_flops,
+            backward_flops=backward_flops,
+            output_bytes=_bytes(tensors_of(result)),
+            saved=saved,
+            outputs=self._storages(tensors_of(result)),
+            forward_transient_bytes=forward_transient_bytes,
+            backward_transient_bytes=backward_transient_bytes,
+            forward_operations=forward,
+            backward_operations=backward,
+            estimated=problem,
+        )
+
+    def _estimate(self, node: fx.Node, call: Invocation, error: Exception) -> Any:
+        """Return values of the recorded shapes for a node that cannot run on fake tensors, with guessed costs.
+
+        Every parameter is taken to meet every output position once, the backward to cost twice as much.
+        """
+        info: TracedNode = node.meta[INFO]
+        values = _empty(info, self._rows)
+        needs_grad = bool(call.leaves)
+        for value in values:
+            value.requires_grad_(needs_grad and value.dtype.is_floating_point)
+        if node in self._profiled:
+            inputs = [t for t in call.leaves if not isinstance(t, nn.Parameter)]
+            weights = sum(t.numel() for t in call.leaves if isinstance(t, nn.Parameter))
+            positions = values[0].numel() // max(1, values[0].shape[-1] if values[0].dim() else 1)
+            flops, moved = 2 * weights * positions, _bytes(values) + _bytes(inputs)
+            work = Operation("unknown", flops, moved, values[0].dtype)
+            self.costs[info.name] = NodeCosts(
+                name=info.name,
+                forward_flops=flops,
+                backward_flops=2 * flops * needs_grad,
+                output_bytes=_bytes(values),
+                saved=self._storages(inputs),
+                outputs=self._storages(values),
+                forward_transient_bytes=0,
+                backward_transient_bytes=(moved + _bytes(call.leaves)) * needs_grad,
+                forward_operations=(work,),
+                backward_operations=(work, work) if needs_grad else (),
+                estimated=f"it did not run on fake tensors: {_text(error)}",
+            )
+        result = values[0] if len(values) == 1 else tuple(values)
+        self._number(info, result)
+        return result
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._saved |= self._storages([tensor])
+        return tensor
+
+    def _storages(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Map ids to bytes; storages of the model's state and of its inputs left out."""
+        found: list[Storage | None] = [self._ledger.storage(tensor) for tensor in tensors]
+        return {s.id: s.bytes for s in found if s is not None and s.bytes and s.id not in self._state_ids}
+
+    def _number(self, info: TracedNode, result: Any) -> None:
+        """Note the ids of a result's storages, or give them those of the pass before."""
+        storages = [self._ledger.storage(tensor) for tensor in tensors_of(result)]
+        known = self._known_ids.get(info.name, ())
+        for storage, number in zip(storages, known, strict=False):
+            if storage is not None and number >= 0:
+                storage.id = number
+        self.output_ids[info.name] = [-1 if storage is None else storage.id for storage in storages]
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return mode.from_tensor(tensor, static_shapes=True)
+    with torch.inference_mode(False), torch.enable_grad(), mode:
+        twin = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=_CPU)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def _empty(info: TracedNode, rows: int) -> list[torch.Tensor]:
+    return [torch.empty(tensor.shape_at(rows), dtype=tensor.dtype) for tensor in info.tensors]
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _text(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,92 @@
+"""Floating-point operations of one aten call: torch's own formulas, and those that torch lacks.
+
+``torch.utils.flop_counter.flop_registry`` is not in that module's ``__all__``; it is used here only, because a
+``FlopCounterMode`` per node would cost more than the nodes (tried on torch 2.13). It has no entry for the attention and
+recurrent kernels of the CPU, for matrix-vector products and for the fused inference layers: they would count as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+Formula = Callable[..., int]
+
+
+def flop_formulas() -> Mapping[Any, Formula]:
+    """Return the formula of each aten operation that has one: called with the operation's arguments and ``out_val``."""
+    own: dict[str, Formula] = {
+        "_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "mkldnn_rnn_layer": _recurrent_layer,
+        "mkldnn_rnn_layer_backward": _recurrent_layer_backward,
+        "_transformer_encoder_layer_fwd": _fused_encoder_layer,
+        "_native_multi_head_attention": _fused_attention_layer,
+        "_addmm_activation": _addmm,
+        "_grouped_mm": _grouped_mm,
+        "mv": _vector_product,
+        "addmv": _vector_product_added,
+        "dot": _dot,
+        "vdot": _dot,
+    }
+    found = {getattr(aten, name): formula for name, formula in own.items() if hasattr(aten, name)}
+    return {**found, **flop_registry}
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(cotangent: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(cotangent.shape, query.shape, key.shape, value.shape))
+
+
+def _recurrent_layer(steps: Any, weight_input: Any, weight_hidden: Any, *_: Any, **__: Any) -> int:
+    positions = steps.shape[0] * steps.shape[1]
+    return 2 * positions * (weight_input.numel() + weight_hidden.numel())
+
+
+def _recurrent_layer_backward(steps: Any, weight_input: Any, weight_hidden: Any, *_: Any, **__: Any) -> int:
+    return 2 * _recurrent_layer(steps, weight_input, weight_hidden)
+
+
+def _fused_encoder_layer(source: Any, embed_dim: int, *rest: Any, **named: Any) -> int:
+    return _dense_and_attention(source, embed_dim, (*rest, *named.values()))
+
+
+def _fused_attention_layer(query: Any, _key: Any, _value: Any, embed_dim: int, *rest: Any, **named: Any) -> int:
+    return _dense_and_attention(query, embed_dim, (*rest, *named.values()))
+
+
+def _dense_and_attention(source: Any, embed_dim: int, arguments: tuple[Any, ...]) -> int:
+    batch, length = source.shape[0], source.shape[1]
+    weights = [a for a in arguments if isinstance(a, torch.Tensor) and a.dim() == 2 and a.is_floating_point()]
+    dense = 2 * batch * length * sum(w.numel() for w in weights)
+    return dense + 4 * batch * length * length * embed_dim
+
+
+def _addmm(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
+def _grouped_mm(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:
+    if left.dim() == right.dim() == 2:
+        return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    return 2 * out_val.numel() * left.shape[-1]
+
+
+def _vector_product(matrix: Any, _vector: Any, **_: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _vector_product_added(_bias: Any, matrix: Any, _vector: Any, **_: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _dot(left: Any, _right: Any, **_: Any) -> int:
+    return 2 * left.numel()

@@ -1,0 +1,63 @@
+"""A twin of a module tree: the same modules and attributes around other tensors; the original is only read."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_CONTAINERS = (list, tuple, dict, set, OrderedDict)
+
+
+def shadow(root: nn.Module, *, replace: Callable[[torch.Tensor], torch.Tensor]) -> Shadow:
+    """Return a twin of ``root`` in which every tensor is what ``replace`` made of it (once per tensor object).
+
+    Whatever runs on the twin - counters that move, buffers that are assigned, weights that a hook computes - stays on
+    the twin, also when it raises. Attributes that are no tensor, module or container are shared.
+    """
+    builder = _Builder(replace)
+    return Shadow(builder.value(root), tuple(builder.tensors.values()))
+
+
+class Shadow:
+    """The twin of a module tree, and all tensors that it holds."""
+
+    def __init__(self, module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.module = module
+        self.tensors = tensors
+
+
+class _Builder:
+    def __init__(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.replace = replace
+        self.modules: dict[int, nn.Module] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.tensors:
+                self.tensors[id(value)] = self.replace(value)
+            return self.tensors[id(value)]
+        if isinstance(value, nn.Module):
+            return self.module(value)
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            return types.MethodType(value.__func__, self.module(value.__self__))
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, self.value(item)) for key, item in value.items())
+        if type(value) in _CONTAINERS:
+            return type(value)(self.value(item) for item in value)
+        return value
+
+    def module(self, module: nn.Module) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        if id(module) not in self.modules:
+            twin: nn.Module = object.__new__(type(module))
+            self.modules[id(module)] = twin
+            for key, item in module.__dict__.items():
+                twin.__dict__[key] = self.value(item)
+        return self.modules[id(module)]
