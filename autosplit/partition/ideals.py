@@ -1,0 +1,106 @@
+"""Ideals: sets of groups that contain all their predecessors, as Python ints with bit ``i`` for group ``i``.
+
+A cut into stages is a chain of ideals, empty set to everything; a stage is the difference of two neighbours.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+from autosplit.partition.graph import Graph
+
+
+def all_ideals(graph: Graph, *, limit: int) -> list[int] | None:
+    """Return every ideal of the graph, or None when there are more than ``limit``."""
+    before = _masks(graph.predecessors())
+    after = [sorted(heads) for heads in graph.successors()]
+    level = {0: sum(1 << group for group, mask in enumerate(before) if not mask)}
+    found = [0]
+    while level:
+        following: dict[int, int] = {}
+        for ideal, addable in level.items():
+            rest = addable
+            while rest:
+                bit = rest & -rest
+                rest ^= bit
+                larger = ideal | bit
+                if larger not in following:
+                    opened = (head for head in after[bit.bit_length() - 1] if not before[head] & ~larger)
+                    following[larger] = (addable ^ bit) | sum(1 << head for head in opened)
+        found += following
+        if len(found) > limit:
+            return None
+        level = following
+    return found
+
+
+def prefix_ideals(orders: Iterable[Sequence[int]]) -> list[int]:
+    """Return the ideals that are prefixes of at least one of the topological orders."""
+    pool = {0: None}
+    for order in orders:
+        ideal = 0
+        for group in order:
+            ideal |= 1 << group
+            pool[ideal] = None
+    return list(pool)
+
+
+def some_orders(graph: Graph) -> list[list[int]]:
+    """Return a few topological orders: the model's, each branch to its end, every work as late as possible, random."""
+    before, after = graph.predecessors(), graph.successors()
+    chance = random.Random(0)
+    orders = [list(range(graph.size)), _walk(before, after), _walk(after, before)[::-1]]
+    for _ in range(2):
+        orders += [_walk(before, after, chance=chance), _walk(after, before, chance=chance)[::-1]]
+    return orders
+
+
+def neighbourhood(graph: Graph, ideals: Iterable[int], *, width: int) -> list[int]:
+    """Return the ideals together with about ``width`` around each: a group more or less, the nearest first."""
+    before, after = _masks(graph.predecessors()), _masks(graph.successors())
+    pool: dict[int, None] = {}
+    for ideal in ideals:
+        near = {ideal: None}
+        frontier = [ideal]
+        while frontier and len(near) < width:
+            reached = [other for middle in frontier for other in _adjacent(middle, before, after)]
+            frontier = [other for other in dict.fromkeys(reached) if other not in near][: width - len(near)]
+            near |= dict.fromkeys(frontier)
+        pool |= near
+    return list(pool)
+
+
+def _adjacent(ideal: int, before: Sequence[int], after: Sequence[int]) -> list[int]:
+    found = []
+    for group, mask in enumerate(before):
+        bit = 1 << group
+        if ideal & bit:
+            if not after[group] & ideal:
+                found.append(ideal ^ bit)
+        elif not mask & ~ideal:
+            found.append(ideal | bit)
+    return found
+
+
+def _walk(before: Sequence[set[int]], after: Sequence[set[int]], *, chance: random.Random | None = None) -> list[int]:
+    """Return a topological order that follows what was opened last."""
+    waiting = [len(tails) for tails in before]
+    ready = [group for group, count in enumerate(waiting) if not count][::-1]
+    order = []
+    while ready:
+        group = ready.pop()
+        order.append(group)
+        opened = []
+        for head in sorted(after[group], reverse=True):
+            waiting[head] -= 1
+            if not waiting[head]:
+                opened.append(head)
+        if chance is not None:
+            chance.shuffle(opened)
+        ready += opened
+    return order
+
+
+def _masks(neighbours: Sequence[set[int]]) -> list[int]:
+    return [sum(1 << other for other in others) for others in neighbours]
