@@ -7,6 +7,7 @@ samples: the first one is warmed up and measured several times, each later one a
 from __future__ import annotations
 
 import contextlib
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -51,9 +52,9 @@ def measure(
     CPU lane. Parameters, gradients, buffers, attributes, inputs and random states are as before at the end, also
     after an error: the nodes run on a twin of the model. Raises ProfileError with a node's name when it fails.
     """
-    own = _own_inputs(traced, inputs, rows=rows)
     epilogue = epilogue_nodes(traced)
     with torch.inference_mode(False):
+        own = _own_inputs(traced, inputs, rows=rows)
         written = _written(traced)
         twin = shadow(traced.root, replace=lambda tensor: _private(tensor, shared=id(tensor) not in written))
     device = next((tensor.device for tensor in (*twin.tensors, *inputs)), torch.device("cpu"))
@@ -155,12 +156,26 @@ def _described(value: Any, env: Mapping[fx.Node, Any]) -> Hashable:
     if isinstance(value, slice):
         return ("slice", *(_described(item, env) for item in (value.start, value.stop, value.step)))
     if isinstance(value, nn.Module):
-        own_python = not type(value).__module__.startswith("torch.nn.")
-        if own_python or value._forward_hooks or value._forward_pre_hooks:
-            return id(value)
-        state = ((name, _described(t, env)) for name, t in (*value.named_parameters(), *value.named_buffers()))
-        return (type(value), repr(value), value.training, *state)
-    return (type(value), value) if isinstance(value, Hashable) else id(value)
+        return _described_module(value, env)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return (type(value), value)
+
+
+def _described_module(module: nn.Module, env: Mapping[fx.Node, Any]) -> Hashable:
+    """Return class, settings and state of one of torch's layers; any other module is only like itself."""
+    if any(not type(m).__module__.startswith("torch.nn.") or m._forward_hooks for m in module.modules()):
+        return id(module)
+    settings = (
+        (type(part), key, repr(item))
+        for part in module.modules()
+        for key, item in part.__dict__.items()
+        if isinstance(item, (bool, int, float, str, tuple, type(None))) or inspect.isroutine(item)
+    )
+    state = ((name, _described(t, env)) for name, t in (*module.named_parameters(), *module.named_buffers()))
+    return (*settings, *state)
 
 
 def _written(traced: TracedGraph) -> set[int]:

@@ -12,6 +12,15 @@ from torch import fx, nn
 from autosplit.trace.graph import INFO, InputInfo, NodeClass, Size, TensorInfo, TracedGraph, TracedNode
 
 
+class Leaf(nn.Module):
+    """A module that is one node."""
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Leaf) or super().is_leaf_module(m, module_qualified_name)
+
+
 class _Shapes(fx.Interpreter):
     """Remember the shapes and dtypes of every node's tensors."""
 
@@ -33,7 +42,7 @@ def traced(
     mutated: Collection[str] = (),
 ) -> TracedGraph:
     """Return a recording of ``model``; ``classes`` and ``mutated`` name fx nodes. The inputs' dim 0 is the batch."""
-    graph = fx.Tracer().trace(model)
+    graph = _Tracer().trace(model)
     small, large = (_shapes(model, graph, rows, inputs) for rows in (2, 5))
     names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     infos = []

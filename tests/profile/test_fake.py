@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autosplit.profile.fake import FakeCosts, fake_costs
 from autosplit.trace.graph import NodeClass, TracedGraph
-from tests.profile.graphs import traced
+from tests.profile.graphs import Leaf, traced
 
 ROWS = 3
 
@@ -218,12 +218,15 @@ def test_a_node_whose_backward_fails_is_tagged():
 
 
 def test_a_node_that_reads_values_is_estimated_and_tagged():
-    class Routed(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if x.sum().item() > 1e9 else super().forward(x) + 1
+    class Routed(Leaf):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert = nn.Linear(6, 5)
 
-    model = nn.Sequential(nn.Linear(4, 6), Routed(6, 5), nn.ReLU())
-    Routed.__module__ = "torch.nn.pretended_leaf"
+        def forward(self, x: Tensor) -> Tensor:
+            return self.expert(x) if x.sum().item() < 1e9 else self.expert(-x)
+
+    model = nn.Sequential(nn.Linear(4, 6), Routed(), nn.ReLU())
     costs = fake_costs(traced(model, torch.randn(ROWS, 4)), rows=ROWS, batch_rows=ROWS)
     assert list(costs.estimated) == ["_1"]
     assert "fake tensors" in costs.estimated["_1"]
