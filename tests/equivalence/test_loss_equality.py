@@ -1,0 +1,186 @@
+"""``train_step`` with torch's losses, own losses and the model's own loss; what it accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import InputError, autosplit
+from tests.equivalence.equality import Batch, Run, assert_equal_runs, difference, forward_backward, train_step
+from tests.equivalence.named_models import WIDTH, Chain, TinyGPT, flat, numbers, tokens
+
+CLASS_WEIGHTS = torch.linspace(0.2, 2.0, WIDTH, dtype=torch.float64)
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def values(rows: int) -> Tensor:
+    return numbers(rows, WIDTH, seed=2).sigmoid()
+
+
+def classes(rows: int) -> Tensor:
+    return tokens(rows, 1, words=WIDTH)[:, 0]
+
+
+def padded_classes(rows: int) -> Tensor:
+    labels = classes(rows)
+    labels[:: 2 if rows > 2 else 5] = -100
+    return labels
+
+
+def own_mean(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target).pow(2) * torch.linspace(1, 2, WIDTH)).mean()
+
+
+def own_sum(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).sum()
+
+
+def own_method(output: Tensor, target: Tensor) -> Tensor:
+    return F.log_softmax(output, dim=-1).gather(1, target[:, None]).neg().mean()
+
+
+def root_mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).mean().sqrt()
+
+
+LOSSES: dict[str, tuple[Loss, Callable[[int], Tensor]]] = {
+    "nn.MSELoss": (nn.MSELoss(), values),
+    "nn.MSELoss sum": (nn.MSELoss(reduction="sum"), values),
+    "nn.L1Loss": (nn.L1Loss(), values),
+    "nn.SmoothL1Loss": (nn.SmoothL1Loss(beta=0.5), values),
+    "nn.HuberLoss sum": (nn.HuberLoss(reduction="sum"), values),
+    "nn.BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), values),
+    "nn.CrossEntropyLoss": (nn.CrossEntropyLoss(), classes),
+    "nn.CrossEntropyLoss sum": (nn.CrossEntropyLoss(reduction="sum"), classes),
+    "nn.CrossEntropyLoss padded": (nn.CrossEntropyLoss(), padded_classes),
+    "nn.CrossEntropyLoss own ignore_index": (nn.CrossEntropyLoss(ignore_index=1), classes),
+    "nn.CrossEntropyLoss weights": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), padded_classes),
+    "nn.CrossEntropyLoss smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), padded_classes),
+    "nn.CrossEntropyLoss probabilities": (nn.CrossEntropyLoss(), lambda rows: values(rows).softmax(-1)),
+    "F.mse_loss": (F.mse_loss, values),
+    "F.cross_entropy padded": (F.cross_entropy, padded_classes),
+    "F.binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, values),
+    "own mean": (own_mean, values),
+    "own sum": (own_sum, values),
+    "own gather": (own_method, classes),
+    "lambda": (lambda output, target: F.mse_loss(output, target, reduction="sum"), values),
+}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_train_step_equals_backward_of_the_plain_loss(name: str, schedule: str) -> None:
+    loss_fn, target_for = LOSSES[name]
+    plain, pipe = _chain(), autosplit(_chain(), devices=["cpu"] * 3, chunks=4, schedule=schedule)
+    for rows in (8, 10, 3):
+        batch, target = flat(rows), target_for(rows)
+        expected = forward_backward(plain, batch, loss=lambda output, target=target: loss_fn(output, target))
+        actual = train_step(pipe, batch, target=target, loss_fn=loss_fn)
+        assert actual.loss.shape == ()
+        assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+
+
+@pytest.mark.parametrize(("reduction", "loss_fn"), [("mean", own_mean), ("sum", own_sum)])
+def test_a_given_reduction_is_used(reduction: str, loss_fn: Loss) -> None:
+    plain, pipe = _chain(), autosplit(_chain(), devices=["cpu"] * 2, chunks=4)
+    batch, target = flat(7), values(7)
+    expected = forward_backward(plain, batch, loss=lambda output: loss_fn(output, target))
+    actual = train_step(pipe, batch, target=target, loss_fn=loss_fn, loss_reduction=reduction)
+    assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+
+
+def test_padding_in_token_losses_is_counted_over_the_whole_batch() -> None:
+    plain, pipe = _gpt(), autosplit(_gpt(), devices=["cpu"] * 3, chunks=4)
+    words = tokens(10, 6)
+    labels = words.roll(-1, dims=1)
+    for row in range(10):
+        labels[row, row % 6 :] = -100
+    labels[3] = labels[4] = labels[5] = -100  # one microbatch has no valid target at all
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+    expected = forward_backward(plain, Batch((words,)), loss=lambda output: loss_fn(output, labels))
+    # Its mean is neither by rows nor a sum, and it is not one of torch's own losses: refused, never approximated.
+    with pytest.raises(InputError, match="loss_reduction"):
+        pipe.train_step(words, target=labels, loss_fn=loss_fn)
+    with_labels = Batch((words,), {"labels": labels})
+    actual = train_step(pipe, with_labels)
+    assert_equal_runs(actual, Run({}, expected.loss, expected.gradients | {"input labels": None}, expected.buffers))
+
+
+def test_the_models_own_loss_is_used_without_a_loss_fn() -> None:
+    plain, pipe = _gpt(), autosplit(_gpt(), devices=["cpu"] * 3, chunks=4)
+    for rows in (8, 6):
+        batch = Batch((tokens(rows, 6),), {"labels": tokens(rows, 6, seed=1)})
+        expected = forward_backward(plain, batch, loss=lambda output: output.loss)
+        actual = train_step(pipe, batch)
+        assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+
+
+def test_a_loss_that_is_neither_mean_nor_sum_is_refused() -> None:
+    pipe = autosplit(_chain(), devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(InputError, match="loss_reduction"):
+        pipe.train_step(*flat(8).args, target=values(8), loss_fn=root_mean_square)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    pipe = autosplit(_chain(), devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(InputError, match="scalar"):
+        pipe.train_step(*flat(8).args, target=values(8), loss_fn=nn.MSELoss(reduction="none"))
+
+
+def test_an_unknown_reduction_lists_the_valid_ones() -> None:
+    pipe = autosplit(_chain(), devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(InputError, match=r"median.*auto.*mean.*sum"):
+        pipe.train_step(*flat(8).args, target=values(8), loss_fn=own_mean, loss_reduction="median")
+
+
+def test_two_steps_accumulate_like_two_backward_calls() -> None:
+    plain, pipe = _chain(), autosplit(_chain(), devices=["cpu"] * 3, chunks=4)
+    for rows in (8, 5):
+        batch, target = flat(rows), values(rows)
+        loss = F.mse_loss(plain(*batch.args), target)
+        loss.backward()
+        step_loss = pipe.train_step(*batch.fresh().args, target=target, loss_fn=F.mse_loss)
+        assert difference(step_loss, loss.detach()) <= 1e-12
+        assert not step_loss.requires_grad
+    for (name, parameter), expected in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        assert difference(parameter.grad, expected.grad) <= 1e-12, name
+
+
+def test_steps_and_calls_accumulate_into_the_same_gradients() -> None:
+    plain, pipe = _chain(), autosplit(_chain(), devices=["cpu"] * 3, chunks=4)
+    batch, target = flat(8), values(8)
+    for _ in range(2):
+        F.mse_loss(plain(*batch.args), target).backward()
+    F.mse_loss(pipe(*batch.args), target).backward()
+    pipe.train_step(*batch.args, target=target, loss_fn=F.mse_loss)
+    for (name, parameter), expected in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        assert difference(parameter.grad, expected.grad) <= 1e-12, name
+
+
+def test_a_step_leaves_no_gradient_on_target_and_no_graph_on_the_loss() -> None:
+    pipe = autosplit(_chain(), devices=["cpu"] * 2, chunks=4)
+    target = values(8)
+    loss = pipe.train_step(*flat(8).args, target=target, loss_fn=own_mean)
+    assert target.grad is None
+    assert loss.grad_fn is None
+
+
+def _chain() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return Chain().double()
+
+
+def _gpt() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return TinyGPT().double()

@@ -1,0 +1,73 @@
+"""Models with a known trap: the pipeline equals the plain model, and every cut gives the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosplit import autosplit
+from tests.equivalence.equality import (
+    Run,
+    assert_equal_runs,
+    assert_same_bits,
+    flatten,
+    forward_backward,
+    train_step,
+)
+from tests.equivalence.named_models import CASES, Case, numbers
+
+# Some of these models have fewer separable nodes than the most devices that the tests ask for.
+pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def row_loss(output: object, target: Tensor) -> Tensor:
+    """Return the mean over rows of the first floating output's squared distance from ``target``."""
+    value = next(leaf for _, leaf in flatten(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return (value.flatten(1) - target[:, None]).pow(2).mean()
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_forward_and_backward_equal_the_plain_model(case: Case, lanes: str) -> None:
+    plain, pipe = case.build(), autosplit(case.build(), devices=["cpu"] * 3, chunks=4, lanes=lanes)
+    for rows in (8, 10, 3):
+        batch = case.batch(rows)
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_train_step_equals_the_plain_model(case: Case, schedule: str) -> None:
+    plain, pipe = case.build(), autosplit(case.build(), devices=["cpu"] * 3, chunks=4, schedule=schedule)
+    for rows in (8, 7):
+        batch, target = case.batch(rows), numbers(rows, seed=5)
+        expected = forward_backward(plain, batch, loss=lambda output, target=target: row_loss(output, target))
+        actual = train_step(pipe, batch, target=target, loss_fn=row_loss)
+        assert actual.loss.shape == ()
+        assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+
+
+def test_eval_equals_the_plain_model(case: Case) -> None:
+    plain, pipe = case.build().eval(), autosplit(case.build().eval(), devices=["cpu"] * 2, chunks=3)
+    batch = case.batch(7)
+    with torch.no_grad():
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+    assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_bits_do_not_depend_on_the_cut_or_the_run(case: Case, lanes: str) -> None:
+    batch, target = case.batch(10), numbers(10, seed=5)
+    whole = autosplit(case.build(), devices=["cpu"], chunks=4, lanes=lanes)
+    called = forward_backward(whole, batch)
+    stepped = train_step(whole, batch, target=target, loss_fn=row_loss)
+    assert_same_bits(forward_backward(whole, batch), called)
+    for devices in (2, 5):
+        pipe = autosplit(case.build(), devices=["cpu"] * devices, chunks=4, lanes=lanes)
+        assert_same_bits(forward_backward(pipe, batch), called)
+        assert_same_bits(train_step(pipe, batch, target=target, loss_fn=row_loss), stepped)
+        assert_same_bits(train_step(pipe, batch, target=target, loss_fn=row_loss), stepped)

@@ -1,0 +1,175 @@
+"""Random modules: the pipeline equals the plain model for every recipe, batch, cut, schedule and lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from tests.equivalence.equality import (
+    Batch,
+    Run,
+    assert_equal_gradients,
+    assert_equal_runs,
+    assert_same_bits,
+    difference,
+    forward_backward,
+    train_step,
+)
+from tests.equivalence.random_modules import OPERATIONS, Recipe, build, make_batch, recipes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
+
+ROWS = st.integers(1, 13)
+CHUNKS = st.integers(1, 9)
+DEVICES = st.integers(1, 5)
+LANES = st.sampled_from(("inline", "threads"))
+ROW_WISE = tuple(kind for kind in OPERATIONS if not kind.startswith("batch_"))
+
+
+def row_wise_mean(output: Tensor, target: Tensor) -> Tensor:
+    return (torch.sigmoid(output) - target).abs().mean()
+
+
+def row_wise_sum(output: Tensor, target: Tensor) -> Tensor:
+    return (torch.sigmoid(output) - target).pow(2).sum()
+
+
+LOSSES = {
+    "nn mean": torch.nn.MSELoss(),
+    "nn sum": torch.nn.SmoothL1Loss(reduction="sum"),
+    "functional mean": F.l1_loss,
+    "own mean": row_wise_mean,
+    "own sum": row_wise_sum,
+}
+
+
+def target_of(recipe: Recipe, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.rand(rows, recipe.width, generator=generator, dtype=torch.float64)
+
+
+@settings(max_examples=45)
+@given(recipe=recipes(), rows=ROWS, later=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANES)
+def test_call_and_backward_equal_the_plain_model(
+    recipe: Recipe, rows: int, later: int, chunks: int, devices: int, lanes: str
+) -> None:
+    plain, pipe = build(recipe), autosplit(build(recipe), devices=["cpu"] * devices, chunks=chunks, lanes=lanes)
+    for seed, size in enumerate((rows, later)):
+        batch = make_batch(recipe, rows=size, seed=seed)
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+
+
+@settings(max_examples=12)
+@given(recipe=recipes(), rows=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANES)
+def test_float32_is_within_its_tolerance(recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str) -> None:
+    plain, model = build(recipe, dtype=torch.float32), build(recipe, dtype=torch.float32)
+    pipe = autosplit(model, devices=["cpu"] * devices, chunks=chunks, lanes=lanes)
+    batch = make_batch(recipe, rows=rows, dtype=torch.float32)
+    assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch), dtype=torch.float32)
+
+
+@settings(max_examples=30)
+@given(
+    recipe=recipes(forms=("tensor",)),
+    rows=ROWS,
+    chunks=CHUNKS,
+    devices=DEVICES,
+    schedule=st.sampled_from(("auto", "gpipe", "1f1b")),
+    loss=st.sampled_from(tuple(LOSSES)),
+)
+def test_train_step_equals_the_plain_model(
+    recipe: Recipe, rows: int, chunks: int, devices: int, schedule: str, loss: str
+) -> None:
+    plain, loss_fn = build(recipe), LOSSES[loss]
+    pipe = autosplit(build(recipe), devices=["cpu"] * devices, chunks=chunks, schedule=schedule)
+    for seed in (0, 1):
+        batch, target = make_batch(recipe, rows=rows, seed=seed), target_of(recipe, rows)
+        expected = forward_backward(plain, batch, loss=lambda output, target=target: loss_fn(output, target))
+        actual = train_step(pipe, batch, target=target, loss_fn=loss_fn)
+        assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+
+
+@settings(max_examples=20)
+@given(recipe=recipes(forms=("tensor",)), rows=ROWS, chunks=CHUNKS, devices=st.integers(2, 5), lanes=LANES)
+def test_bits_do_not_depend_on_the_cut_or_the_run(
+    recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str
+) -> None:
+    batch, target = make_batch(recipe, rows=rows), target_of(recipe, rows)
+
+    def runs(count: int) -> list[Run]:
+        pipe = autosplit(build(recipe), devices=["cpu"] * count, chunks=chunks, lanes=lanes)
+        called = [forward_backward(pipe, batch), forward_backward(pipe, batch)]
+        return [*called, *(train_step(pipe, batch, target=target, loss_fn=row_wise_mean) for _ in range(2))]
+
+    whole, cut, again = runs(1), runs(devices), runs(devices)
+    for one, several, repeated in zip(whole, cut, again, strict=True):
+        assert_same_bits(several, one)
+        assert_same_bits(repeated, several)
+
+
+@settings(max_examples=12)
+@given(recipe=recipes(kinds=ROW_WISE), rows=st.integers(2, 9), chunks=CHUNKS, devices=DEVICES)
+def test_switching_modes_equals_the_plain_model(recipe: Recipe, rows: int, chunks: int, devices: int) -> None:
+    plain, pipe = build(recipe), autosplit(build(recipe), devices=["cpu"] * devices, chunks=chunks)
+    batch = make_batch(recipe, rows=rows)
+    for training, gradients in ((False, False), (True, True), (False, True), (True, False)):
+        plain.train(training)
+        pipe.train(training)
+        with torch.set_grad_enabled(gradients):
+            assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+
+
+@settings(max_examples=200)
+@given(recipe=recipes(), rows=st.integers(2, 13))
+def test_random_modules_are_a_fair_measure(recipe: Recipe, rows: int) -> None:
+    """The plain model with its batch in reverse order stays inside the tolerance that the pipeline must keep."""
+    model, batch = build(recipe), make_batch(recipe, rows=rows)
+    plain = forward_backward(model, batch, loss=_equal_weights)
+    turned = forward_backward(build(recipe), _reverse(batch), loss=_equal_weights)
+    assert_equal_gradients(_reverse_inputs(turned), plain)
+
+
+def test_the_metric_sees_one_wrong_element() -> None:
+    plain = torch.ones(3, 4, dtype=torch.float64)
+    wrong = plain.clone()
+    wrong[2, 1] += 2e-12
+    assert difference(wrong, plain) > 1e-12
+    assert difference(plain * float("nan"), plain) != difference(plain, plain) == 0.0
+    runs = [Run({"/": value}, torch.zeros(()), {}, {}) for value in (plain, wrong)]
+    with pytest.raises(AssertionError, match="output /"):
+        assert_equal_runs(runs[1], runs[0])
+    with pytest.raises(AssertionError, match="other bits in /"):
+        assert_same_bits(runs[1], runs[0])
+
+
+def _equal_weights(output: Any) -> Tensor:
+    last = output if isinstance(output, Tensor) else _last(output)
+    return last.sin().sum()
+
+
+def _last(output: Any) -> Tensor:
+    if isinstance(output, dict):
+        return output["last"] if "last" in output else output["answers"][0]
+    return output[0] if isinstance(output, tuple) else output.last
+
+
+def _reverse(batch: Batch) -> Batch:
+    def turn(value: Any) -> Any:
+        return value.detach().flip(0).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+    return Batch(tuple(map(turn, batch.args)), {name: turn(value) for name, value in batch.kwargs.items()})
+
+
+def _reverse_inputs(run: Run) -> Run:
+    gradients = {
+        name: value.flip(0) if value is not None and name.startswith("input ") else value
+        for name, value in run.gradients.items()
+    }
+    return Run(run.outputs, run.loss, gradients, run.buffers)
