@@ -1,0 +1,178 @@
+"""Arguments of ``autosplit`` that cannot be used: the fact, the numbers, the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import AutosplitError, DeviceError, InfeasibleError, InputError, PlanError, autosplit
+
+Unchanged = Callable[..., AbstractContextManager[None]]
+
+
+def chain(depth: int = 4, width: int = 8) -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+def value(rows: int = 8, width: int = 8) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+
+
+def split(model: nn.Module, **options: Any) -> nn.Module:
+    """Split two ways with a sample, so that planning happens now."""
+    return autosplit(model, **({"devices": ["cpu"] * 2, "chunks": 4, "sample": value()} | options))
+
+
+@pytest.mark.parametrize("chunks", [0, -2, 1.5, "many"])
+def test_chunks_below_one(chunks: Any, unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(InputError, match=rf"chunks={re.escape(repr(chunks))}.*at least 1"):
+        split(model, chunks=chunks)
+
+
+@pytest.mark.parametrize("devices", [0, -1])
+def test_no_device(devices: int, unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(DeviceError, match=rf"devices={devices}\b.*at least one"):
+        split(model, devices=devices)
+
+
+def test_an_empty_list_of_devices(unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(DeviceError, match=r"\[\].*number.*list"):
+        split(model, devices=[])
+
+
+def test_a_device_that_does_not_exist(unchanged: Unchanged) -> None:
+    count = torch.cuda.device_count()
+    model = chain()
+    with unchanged(model, value()), pytest.raises(DeviceError, match=rf"cuda:{count}.*{count} CUDA.*'cpu'"):
+        split(model, devices=["cpu", f"cuda:{count}"])
+
+
+def test_more_devices_than_the_machine_has_says_how_to_pass_a_list(
+    unchanged: Unchanged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model = chain()
+    with unchanged(model, value()), pytest.raises(DeviceError) as caught:
+        split(model, devices=3)
+    for part in ("devices=3", "2 CUDA", "['cuda:0', 'cuda:1', 'cuda:0']", "['cpu', 'cpu', 'cpu']"):
+        assert part in str(caught.value)
+
+
+def test_a_number_means_lanes_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pipe = split(chain(), devices=4)
+    assert [stage.device for stage in pipe.plan.stages] == ["cpu"] * 4
+
+
+@pytest.mark.parametrize("devices", ["toaster", ["cpu", "toaster"], ["cpu", "meta"]])
+def test_an_unknown_device_lists_the_valid_ones(devices: Any, unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(AutosplitError, match=r"(toaster|meta).*'cpu'"):
+        split(model, devices=devices)
+
+
+VALID = {
+    "schedule": ("gpipe", "1f1b"),
+    "lanes": ("inline", "threads"),
+    "rng": ("plain",),
+    "optimizer": ("sgd", "adamw"),
+    "batch_norm": ("micro",),
+    "recompute": ("never",),
+}
+
+
+@pytest.mark.parametrize("option", list(VALID))
+def test_an_unknown_choice_lists_the_valid_ones(option: str, unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(InputError) as caught:
+        split(model, **{option: "sideways"})
+    for part in (option, "sideways", *VALID[option]):
+        assert part in str(caught.value)
+
+
+def test_an_unknown_argument_is_no_option(unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(TypeError, match="chunk_size"):
+        split(model, chunk_size=4)
+
+
+def test_what_is_no_module(unchanged: Unchanged) -> None:
+    with pytest.raises(InputError, match=r"function.*nn\.Module"):
+        autosplit(value, devices=["cpu"] * 2)
+
+
+@pytest.mark.parametrize("limit", ["a lot", 0, -5])
+def test_a_memory_limit_that_is_no_size(limit: Any, unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(InputError, match=r"70GiB"):
+        split(model, memory_limit=limit)
+
+
+def test_a_memory_limit_that_cannot_hold_names_the_smallest_that_can(unchanged: Unchanged) -> None:
+    model = chain(width=32)
+    sample = value(width=32)
+    with unchanged(model, sample), pytest.raises(InfeasibleError, match=r"1000 B") as caught:
+        split(model, sample=sample, memory_limit=1000)
+    way_out = re.search(r"memory_limit=['\"]?([0-9][0-9_.]*\s?[A-Za-z]*)", str(caught.value))
+    assert way_out is not None, f"no way out in {caught.value}"
+    pipe = split(model, sample=sample, memory_limit=way_out[1])
+    assert len(pipe.plan.stages) == 2
+    torch.testing.assert_close(pipe(sample), model(sample))
+
+
+def test_more_stages_than_nodes_gives_fewer_with_a_warning() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.warns(UserWarning, match=r"(?s)5.*2 stages"):
+        pipe = split(model, devices=["cpu"] * 5)
+    assert len(pipe.plan.stages) == 2
+    torch.testing.assert_close(pipe(value()), model(value()))
+
+
+def test_as_many_stages_as_devices_wherever_nodes_can_be_separated() -> None:
+    for devices in (1, 2, 5, 8):
+        plan = split(chain(), devices=["cpu"] * devices).plan
+        assert [bool(stage.nodes) for stage in plan.stages] == [True] * devices
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    split(chain()).plan.save(path)
+    return path
+
+
+def test_a_plan_for_another_model(plan_file: Path, unchanged: Unchanged) -> None:
+    for model in (chain(depth=5), nn.Sequential(nn.Linear(8, 8), nn.GELU())):
+        with unchanged(model, value()), pytest.raises(PlanError, match=r"another model|other model"):
+            split(model, plan=plan_file)
+
+
+def test_a_file_that_is_no_plan(tmp_path: Path, unchanged: Unchanged) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"stages": 3}', encoding="utf-8")
+    model = chain()
+    with unchanged(model, value()), pytest.raises(PlanError, match=r"plan\.json.*no plan"):
+        split(model, plan=path)
+
+
+def test_a_plan_file_that_is_missing(tmp_path: Path, unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(PlanError, match=r"absent\.json"):
+        split(model, plan=str(tmp_path / "absent.json"))
+
+
+def test_a_plan_for_another_number_of_devices(plan_file: Path, unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises((PlanError, InputError), match=r"2.*3|3.*2"):
+        split(model, plan=plan_file, devices=["cpu"] * 3)

@@ -1,0 +1,247 @@
+"""Batches that cannot be used, and models whose forward cannot be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import InputError, Sample, TraceError, autosplit
+
+Unchanged = Callable[..., AbstractContextManager[None]]
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def split_and_call(model: nn.Module, *inputs: Tensor, early: bool) -> None:
+    """Plan at once from a sample, or on the first call."""
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=inputs if early else None)
+    if not early:
+        pipe(*inputs)
+
+
+class TwoInputs(nn.Module):
+    """Scores every row of the first input against every row of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 5), nn.Linear(3, 5), nn.Linear(4, 4)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(first)) @ self.second(second).T)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_ambiguous_batch_sizes_ask_for_batch_dims(early: bool, unchanged: Unchanged) -> None:
+    model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
+    with unchanged(model, *inputs), pytest.raises(InputError, match=r"(?s)8.*4.*batch_dims="):
+        split_and_call(model, *inputs, early=early)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_batch_dims_resolve_the_ambiguity(early: bool) -> None:
+    model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
+    pipe = autosplit(
+        model, devices=["cpu"] * 2, chunks=4, batch_dims=(0, None), sample=Sample(*inputs) if early else None
+    )
+    for rows in (8, 6):
+        results = []
+        for module in (pipe, model):
+            module.zero_grad()
+            output = module(numbers(rows, 3), inputs[1])
+            output.pow(2).mean().backward()
+            results.append((output, [parameter.grad for parameter in module.parameters()]))
+        torch.testing.assert_close(results[0], results[1])
+
+
+def test_batch_dims_that_do_not_match_the_inputs(unchanged: Unchanged) -> None:
+    model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
+    for batch_dims in ((0,), (5, None), (0, 1, 2)):
+        with unchanged(model, *inputs), pytest.raises(InputError, match="batch_dims"):
+            autosplit(model, devices=["cpu"] * 2, chunks=4, batch_dims=batch_dims, sample=inputs)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_an_empty_batch(planned: bool, unchanged: Unchanged) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(4, 3) if planned else None)
+    with unchanged(model, numbers(4, 3)), pytest.raises(InputError, match=r"(?i)0 rows|empty"):
+        pipe(numbers(0, 3))
+    torch.testing.assert_close(pipe(numbers(4, 3)), model(numbers(4, 3)))
+
+
+def test_a_call_without_tensors(unchanged: Unchanged) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with unchanged(model, numbers(4, 3)), pytest.raises(InputError, match="tensor"):
+        autosplit(model, devices=["cpu"] * 2, chunks=4)(3)
+
+
+def test_a_list_as_sample_says_what_to_give(unchanged: Unchanged) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with unchanged(model, numbers(4, 3)), pytest.raises(InputError, match=r"tuple.*dict.*Sample"):
+        autosplit(model, devices=["cpu"] * 2, sample=[numbers(4, 3)])
+
+
+class Inside(nn.Module):
+    """Linear layers around a module that decides in Python."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(4, 4), gate, nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(self.gate(torch.tanh(self.first(value))))
+
+
+class Branch(nn.Module):
+    """Its Python reads a value of the whole batch."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * 2 if value.sum() > 0 else value - 1
+
+
+class Item(nn.Module):
+    """Its Python reads a number."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * value.mean().item()
+
+
+class Square(nn.Module):
+    """A size that is the square of the batch."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + value.new_ones(value.shape[0] ** 2).sum() * 1e-3
+
+
+class SizeBranch(nn.Module):
+    """Another program for larger batches."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return F.gelu(value) if value.shape[0] % 2 else torch.tanh(value)
+
+
+@pytest.mark.parametrize("gate", [Branch, Item, Square])
+@pytest.mark.parametrize("early", [True, False])
+def test_python_that_reads_values_names_the_module(gate: type[nn.Module], early: bool, unchanged: Unchanged) -> None:
+    model = Inside(gate())
+    with unchanged(model, numbers(8, 4)), pytest.raises(TraceError, match="gate"):
+        split_and_call(model, numbers(8, 4), early=early)
+
+
+@pytest.mark.parametrize("gate", [Branch, Square, SizeBranch])
+def test_at_the_root_the_class_is_named(gate: type[nn.Module], unchanged: Unchanged) -> None:
+    model = gate()
+    with unchanged(model, numbers(8, 4)), pytest.raises(TraceError, match=gate.__name__):
+        autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 4))
+
+
+class Boom(RuntimeError):
+    """An error of the model's own."""
+
+
+class Armed(nn.Module):
+    """Raises in its forward once it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.armed:
+            raise Boom("the fuse is lit")
+        return torch.relu(value)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message with its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_forward_that_raises_while_planning_keeps_its_error(early: bool, unchanged: Unchanged) -> None:
+    model = Inside(Armed())
+    model.gate.armed = True
+    with unchanged(model), pytest.raises(Boom, match="the fuse is lit") as caught:
+        split_and_call(model, numbers(8, 4), early=early)
+    assert "gate" in text_of(caught.value)
+    model.gate.armed = False
+    model(numbers(8, 4))
+
+
+class Lookup(nn.Module):
+    """Raises at run time when an index is out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table, self.last = nn.Linear(4, 4), nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, value: Tensor, words: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(value)) + self.table(words))
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_a_forward_that_raises_at_run_time_keeps_its_error_and_leaves_the_pipe_usable(
+    lanes: str, unchanged: Unchanged
+) -> None:
+    model = Lookup()
+    value, words = numbers(8, 4), torch.arange(8) % 5
+    pipe = autosplit(model, devices=["cpu"] * 3, chunks=4, lanes=lanes, sample=(value, words))
+    wrong = words.clone()
+    wrong[5] = 77
+    for call in (pipe, lambda *args: pipe.train_step(*args, target=value, loss_fn=F.mse_loss)):
+        with unchanged(model, value, words), pytest.raises(IndexError, match="out of range") as caught:
+            call(value, wrong)
+        assert "table" in text_of(caught.value)
+        torch.testing.assert_close(pipe(value, words), model(value, words))
+
+
+class Refuse(torch.autograd.Function):
+    """Works forward and raises backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Boom("no way back")
+
+
+class OneWay(nn.Module):
+    """Calls a function that has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(Refuse.apply(torch.tanh(self.first(value))))
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_a_backward_that_raises_keeps_its_error(lanes: str) -> None:
+    model, value = OneWay(), numbers(8, 4)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, lanes=lanes)
+    with pytest.raises(Boom, match="no way back"):
+        pipe(value).sum().backward()
+    with pytest.raises(Boom, match="no way back"):
+        pipe.train_step(value, target=value, loss_fn=F.mse_loss)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(value), model(value))
+
+
+def test_wrong_inputs_after_planning_keep_torchs_error(unchanged: Unchanged) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 3))
+    with unchanged(model, numbers(8, 3)), pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        pipe(numbers(8, 5))
+    assert "0" in text_of(caught.value)
+    torch.testing.assert_close(pipe(numbers(8, 3)), model(numbers(8, 3)))

@@ -1,0 +1,159 @@
+"""Copies of a pipe: deepcopy, pickle, torch.save, and the optimizer that was made before the split."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from tests.equivalence.equality import assert_equal_runs, assert_same_bits, difference, forward_backward
+from tests.equivalence.named_models import CASES, Case, flat, numbers
+
+NAMES = ("nested skips", "shared weight", "tiny gpt", "lstm batch first", "dataclass output")
+
+
+@pytest.fixture(params=NAMES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def split(model: nn.Module) -> nn.Module:
+    return autosplit(model, devices=["cpu"] * 3, chunks=4)
+
+
+def through_pickle(pipe: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(pipe))
+
+
+def through_torch_save(pipe: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(pipe, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch_save}
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_copy_is_equal_and_independent(
+    case: Case, duplicate: Callable[[nn.Module], nn.Module], planned: bool
+) -> None:
+    pipe = split(case.build())
+    batch = case.batch(10)
+    if planned:
+        forward_backward(pipe, batch)
+    pipe.zero_grad(set_to_none=True)
+    twin = duplicate(pipe)
+    assert isinstance(twin, fx.GraphModule)
+    assert twin.plan == pipe.plan
+    assert (twin.plan is None) is not planned
+    assert list(twin.state_dict()) == list(pipe.state_dict())
+    assert not {id(parameter) for parameter in pipe.parameters()} & {id(parameter) for parameter in twin.parameters()}
+    before = forward_backward(pipe, batch)
+    assert_same_bits(forward_backward(twin, batch), before)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    assert_same_bits(forward_backward(pipe, batch), before)
+    assert difference(forward_backward(twin, batch).loss, before.loss) > 1e-6
+
+
+def test_a_copy_keeps_ties_and_the_model_inside_it() -> None:
+    pipe = split(CASES["tiny gpt"].build())
+    twin = copy.deepcopy(pipe)
+    assert twin.head.weight is twin.table.weight
+    assert dict(twin.unsplit().named_parameters()).keys() == dict(pipe.named_parameters()).keys()
+    assert all(mine is theirs for mine, theirs in zip(twin.unsplit().parameters(), twin.parameters(), strict=True))
+
+
+def test_a_copy_of_the_model_before_the_split_is_not_touched() -> None:
+    model = CASES["nested skips"].build()
+    plain = copy.deepcopy(model)
+    pipe = split(model)
+    run = forward_backward(pipe, flat(8))
+    assert all(parameter.grad is None for parameter in plain.parameters())
+    assert_equal_runs(run, forward_backward(plain, flat(8)))
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def steps(module: nn.Module, optimizer: torch.optim.Optimizer, *, count: int, first: int = 0) -> None:
+    """Take ``count`` ordinary steps, each on a batch of its own."""
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        value, target = numbers(9, 6, seed=step), numbers(9, 6, seed=100 + step)
+        F.mse_loss(module(value), target).backward()
+        optimizer.step()
+
+
+def assert_equal_parameters(module: nn.Module, plain: nn.Module) -> None:
+    for (name, parameter), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert difference(parameter.detach(), expected.detach()) <= 1e-11, name
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize("name", ["nested skips", "shared weight"])
+def test_an_optimizer_made_before_the_split(kind: str, name: str) -> None:
+    plain, model = CASES[name].build(), CASES[name].build()
+    optimizers = [OPTIMIZERS[kind](module.parameters()) for module in (plain, model)]
+    pipe = split(model)
+    steps(plain, optimizers[0], count=4)
+    steps(pipe, optimizers[1], count=4)
+    assert_equal_parameters(pipe, plain)
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_an_optimizer_with_state_from_before_the_split(kind: str) -> None:
+    plain, model = CASES["shared weight"].build(), CASES["shared weight"].build()
+    optimizers = [OPTIMIZERS[kind](module.parameters()) for module in (plain, model)]
+    for module, optimizer in zip((plain, model), optimizers, strict=True):
+        steps(module, optimizer, count=3)
+    pipe = split(model)
+    steps(plain, optimizers[0], count=4, first=3)
+    steps(pipe, optimizers[1], count=4, first=3)
+    assert_equal_parameters(pipe, plain)
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_optimizer_state_through_its_state_dict(kind: str) -> None:
+    plain = CASES["nested skips"].build()
+    optimizer = OPTIMIZERS[kind](plain.parameters())
+    steps(plain, optimizer, count=3)
+    pipe = split(CASES["nested skips"].build())
+    pipe.load_state_dict(plain.state_dict())
+    restored = OPTIMIZERS[kind](pipe.parameters())
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps(plain, optimizer, count=4, first=3)
+    steps(pipe, restored, count=4, first=3)
+    assert_equal_parameters(pipe, plain)
+    again = OPTIMIZERS[kind](plain.parameters())
+    again.load_state_dict(copy.deepcopy(restored.state_dict()))
+    steps(plain, again, count=1, first=7)
+    steps(pipe, restored, count=1, first=7)
+    assert_equal_parameters(pipe, plain)
+
+
+def test_train_step_and_the_ordinary_loop_train_alike() -> None:
+    looped, stepped = (split(CASES["nested skips"].build()) for _ in range(2))
+    optimizers = [OPTIMIZERS["adamw"](module.parameters()) for module in (looped, stepped)]
+    steps(looped, optimizers[0], count=4)
+    for step in range(4):
+        optimizers[1].zero_grad()
+        value, target = numbers(9, 6, seed=step), numbers(9, 6, seed=100 + step)
+        stepped.train_step(value, target=target, loss_fn=F.mse_loss)
+        optimizers[1].step()
+    assert_equal_parameters(stepped, looped)

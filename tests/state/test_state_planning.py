@@ -1,0 +1,201 @@
+"""Planning on the first call, pinned plans, and the program that can be read."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit import Plan, Sample, autosplit
+from tests.equivalence.equality import Batch, assert_equal_runs, assert_same_bits, forward_backward
+from tests.equivalence.named_models import CASES, Case, flat, numbers, tokens
+
+NAMES = ("chain", "nested skips", "shared weight", "tiny gpt", "lstm batch first", "weight norm", "keyword inputs")
+
+
+@pytest.fixture(params=NAMES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def split(model: nn.Module, **options: Any) -> nn.Module:
+    return autosplit(model, **({"devices": ["cpu"] * 3, "chunks": 4} | options))
+
+
+def partition(plan: Plan) -> list[tuple[str, ...]]:
+    return [stage.nodes for stage in plan.stages]
+
+
+def random_states() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())]
+
+
+@pytest.mark.parametrize("call", ["train", "eval", "no_grad", "step"])
+def test_the_first_call_is_as_if_planning_had_not_happened(case: Case, call: str) -> None:
+    plain, model = case.build(), case.build()
+    for module in (plain, model):
+        module.train(call not in ("eval", "no_grad"))
+        module.zero_grad()
+    pipe = split(model)
+    assert pipe.plan is None
+    flags = [module.training for module in model.modules()]
+    batch, states = case.batch(8), random_states()
+    if call == "step":
+        pipe.train_step(*batch.args, **batch.kwargs, target=numbers(8, seed=1), loss_fn=_loss)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    else:
+        with torch.set_grad_enabled(call != "no_grad"):
+            pipe(*batch.args, **batch.kwargs)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert isinstance(pipe.plan, Plan)
+    assert random_states() == states
+    assert [module.training for module in model.modules()] == flags
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    for tensor in batch.tensors().values():
+        assert tensor.grad is None or call == "step"
+
+
+def test_gradients_that_were_there_are_kept_by_the_first_call() -> None:
+    plain, model = CASES["chain"].build(), CASES["chain"].build()
+    for module in (plain, model):
+        module(numbers(4, 6)).sum().backward()
+    pipe = split(model)
+    kept = [parameter.grad for parameter in model.parameters()]
+    pipe(numbers(8, 6))
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), kept, strict=True))
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+def test_planning_counts_no_call_and_no_hook() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=torch.randn(8, 6))
+    assert isinstance(pipe.plan, Plan)
+    assert int(model[1].num_batches_tracked) == 0
+    assert torch.equal(model[1].running_mean, torch.zeros(6))
+    pipe(torch.randn(8, 6))
+    assert int(model[1].num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "Sample"])
+def test_every_form_of_sample_plans_at_once(form: str) -> None:
+    if form in ("tensor", "tuple"):
+        case = CASES["chain"]
+        value = case.batch(8).args[0]
+        sample: Any = value if form == "tensor" else (value,)
+    else:
+        case = CASES["keyword inputs"]
+        kwargs = case.batch(8).kwargs
+        sample = kwargs if form == "dict" else Sample(**kwargs)
+    plain, pipe = case.build(), split(case.build(), sample=sample)
+    planned = pipe.plan
+    assert isinstance(planned, Plan)
+    assert_equal_runs(forward_backward(pipe, case.batch(10)), forward_backward(plain, case.batch(10)))
+    assert pipe.plan == planned
+
+
+def test_a_sample_from_the_model_itself() -> None:
+    model = CASES["chain"].build()
+    model.example_input_array = numbers(8, 6)
+    assert isinstance(split(model).plan, Plan)
+
+
+@pytest.mark.parametrize("form", ["text", "path", "plan"])
+def test_a_pinned_plan_gives_the_same_stages(case: Case, form: str, tmp_path: Path) -> None:
+    first = split(case.build())
+    run = forward_backward(first, case.batch(8))
+    path = tmp_path / "plan.json"
+    first.plan.save(path)
+    assert Plan.load(path) == first.plan
+    pinned = {"text": str(path), "path": path, "plan": first.plan}[form]
+    second = split(case.build(), plan=pinned)
+    assert_same_bits(forward_backward(second, case.batch(8)), run)
+    assert partition(second.plan) == partition(first.plan)
+    assert second.plan.chunks == first.plan.chunks
+
+
+def test_an_edited_plan_is_followed(tmp_path: Path) -> None:
+    case = CASES["chain"]
+    first = split(case.build(), devices=["cpu"] * 2)
+    plain = case.build()
+    forward_backward(first, case.batch(8))
+    stages = first.plan.stages
+    moved = (*stages[0].nodes, *stages[1].nodes)
+    cuts = [moved[:1], moved[1:]]
+    edited = first.plan.model_copy(
+        update={"stages": tuple(s.model_copy(update={"nodes": n}) for s, n in zip(stages, cuts, strict=True))}
+    )
+    path = tmp_path / "plan.json"
+    edited.save(path)
+    second = split(case.build(), devices=["cpu"] * 2, plan=path)
+    assert_equal_runs(forward_backward(second, case.batch(8)), forward_backward(plain, case.batch(8)))
+    assert partition(second.plan) == cuts
+
+
+def test_a_plan_made_for_one_mode_and_length_serves_others(tmp_path: Path) -> None:
+    case = CASES["tiny gpt"]
+    first = split(case.build())
+    forward_backward(first, Batch((tokens(8, 6),)))
+    path = tmp_path / "plan.json"
+    first.plan.save(path)
+    plain, pipe = case.build().eval(), split(case.build().eval(), plan=path)
+    batch = Batch((tokens(5, 9),))
+    with torch.no_grad():
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+    assert partition(pipe.plan) == partition(first.plan)
+
+
+def test_a_plan_covers_the_model_and_its_parameters_once(case: Case) -> None:
+    model = case.build()
+    pipe = split(model, sample=Sample(*case.batch(8).args, **case.batch(8).kwargs))
+    nodes = [node for stage in pipe.plan.stages for node in stage.nodes]
+    assert len(nodes) == len(set(nodes))
+    assert all(stage.nodes for stage in pipe.plan.stages)
+    assert sum(stage.parameters for stage in pipe.plan.stages) == sum(p.numel() for p in model.parameters())
+    assert pipe.plan.chunks == 4
+    assert sum(pipe.plan.microbatch_rows) == 8
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_the_program_can_be_read(lanes: str) -> None:
+    pipe = split(CASES["nested skips"].build(), lanes=lanes)
+    pipe(*flat(8).args)
+    for word in ("split", "transfer", "record", "wait", "merge", "stage0", "stage2"):
+        assert re.search(rf"\b{word}", pipe.code), f"{word} is not in the program:\n{pipe.code}"
+    assert len(re.findall(r"stage1\b.*=|= .*stage1\b", pipe.code)) >= 4, pipe.code
+    pipe.graph.lint()
+
+
+def test_the_report_says_when_there_is_no_plan_yet() -> None:
+    pipe = split(CASES["chain"].build())
+    assert "plan" in str(pipe.report())
+    pipe(*flat(8).args)
+    assert "cpu" in str(pipe.report())
+
+
+def test_stages_are_not_registered() -> None:
+    model = CASES["chain"].build()
+    pipe = split(model, sample=flat(8).args)
+    assert len(pipe.stages) == 3
+    assert len(list(pipe.modules())) == len(list(model.modules()))
+
+
+def test_a_step_as_the_first_call_plans() -> None:
+    plain, pipe = CASES["chain"].build(), split(CASES["chain"].build())
+    value, target = numbers(8, 6), numbers(8, 6, seed=2)
+    loss = pipe.train_step(value, target=target, loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, F.mse_loss(plain(value), target).detach(), rtol=1e-12, atol=0)
+    assert isinstance(pipe.plan, Plan)
+
+
+def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    value = getattr(output, "logits", output)
+    return (value.flatten(1) - target[:, None]).pow(2).mean()
