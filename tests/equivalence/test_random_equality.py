@@ -22,7 +22,7 @@ from tests.equivalence.equality import (
     forward_backward,
     train_step,
 )
-from tests.equivalence.random_modules import OPERATIONS, Recipe, build, make_batch, recipes
+from tests.equivalence.random_modules import OPERATIONS, Recipe, Step, build, make_batch, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
 
@@ -55,14 +55,25 @@ def target_of(recipe: Recipe, rows: int) -> Tensor:
     return torch.rand(rows, recipe.width, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("kind", list(OPERATIONS))
+def test_every_kind_of_step_early_and_late(kind: str) -> None:
+    kinds = ("linear", kind, "tied_first", "multiply", kind, "repeated", "tied_weight", "add")
+    steps = tuple(Step(name, near=0, far=1 + index % 3) for index, name in enumerate(kinds))
+    recipe = Recipe(6, steps, inputs=2, outputs=(3, 6), form="dict", mean_output=False, frozen=0)
+    plain, pipe = build(recipe), autosplit(build(recipe), devices=["cpu"] * 3, chunks=4)
+    for rows in (9, 8):
+        batch = make_batch(recipe, rows=rows)
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+
+
 @settings(max_examples=45)
-@given(recipe=recipes(), rows=ROWS, later=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANES)
+@given(recipe=recipes(), rows=ROWS, later=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANES, gradients=st.booleans())
 def test_call_and_backward_equal_the_plain_model(
-    recipe: Recipe, rows: int, later: int, chunks: int, devices: int, lanes: str
+    recipe: Recipe, rows: int, later: int, chunks: int, devices: int, lanes: str, gradients: bool
 ) -> None:
     plain, pipe = build(recipe), autosplit(build(recipe), devices=["cpu"] * devices, chunks=chunks, lanes=lanes)
     for seed, size in enumerate((rows, later)):
-        batch = make_batch(recipe, rows=size, seed=seed)
+        batch = make_batch(recipe, rows=size, seed=seed, gradients=gradients)
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
