@@ -5,12 +5,21 @@ from __future__ import annotations
 import types
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """The twin of a module tree, and all tensors that it holds."""
+
+    module: nn.Module
+    tensors: tuple[torch.Tensor, ...]
 
 
 def shadow(root: nn.Module, *, replace: Callable[[torch.Tensor], torch.Tensor]) -> Shadow:
@@ -20,15 +29,7 @@ def shadow(root: nn.Module, *, replace: Callable[[torch.Tensor], torch.Tensor]) 
     the twin, also when it raises. Attributes that are no tensor, module or container are shared.
     """
     builder = _Builder(replace)
-    return Shadow(builder.value(root), tuple(builder.tensors.values()))
-
-
-class Shadow:
-    """The twin of a module tree, and all tensors that it holds."""
-
-    def __init__(self, module: nn.Module, tensors: tuple[torch.Tensor, ...]) -> None:
-        self.module = module
-        self.tensors = tensors
+    return Shadow(builder.module(root), tuple(builder.tensors.values()))
 
 
 class _Builder:
