@@ -25,8 +25,8 @@ from autosplit.schedule.catalog import in_flight
 TOLERANCE = 1e-9
 """Values that differ by less, relatively, are the same."""
 
-_FRACTIONS = (0.1, 0.06, 0.03, 0.015, 0.008, 0.004)
-_WIDTHS = (16, 64)
+_FRACTIONS = (0.1, 0.06, 0.03, 0.015, 0.008, 0.004, 0.002, 0.001, 0.0005)
+_WIDTHS = (16, 64, 256, 1024)
 _ROUNDS = 8
 
 
@@ -160,14 +160,22 @@ class _Search:
                     break
 
     def _settle(self) -> None:
-        """Among equally good chains of the table take the one whose fullest stage is emptiest."""
+        """Among equally good chains take the one whose fullest stage is emptiest."""
         assert self.best is not None
-        table = self.best.table
-        if table.graph.has_bytes:
-            goal = replace(self._limited(self.capacity), least="bytes")
+        if not self.base.has_bytes:
+            return
+        goal = replace(self._limited(self.capacity), least="bytes")
+        ideals = None
+        if not self.concern.bytes:
+            # The merges so far had no eye for bytes: look among the cuts that they hid, when these are not too many.
+            graph = condense(self.base, concern=Concern(loads=True, bytes=True))
+            ideals = all_ideals(graph, limit=self.ideal_limit)
+        tables = [self.best.table] if ideals is None else [self._table(graph, ideals), self.best.table]
+        for table in tables:
             chain = best_chain(table, goal=goal)
-            assert chain is not None, "the chain that was found is among those searched"
-            self.best = Found(replace(chain, value=self.best.chain.value), table)
+            if chain is not None:
+                self.best = Found(replace(chain, value=self.best.chain.value), table)
+                return
 
     def _try(self, table: Table) -> None:
         """Take the table's best chain if it is better than, or as good as, the best so far."""

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -64,7 +64,9 @@ def legal_assignments(problem: Problem, *, stages: int) -> Iterator[tuple[int, .
     precedence = problem.precedence
     colours = [work.colour for work in problem.works]
     for assignment in itertools.product(range(stages), repeat=len(problem.works)):
-        if len(set(assignment)) == stages and all(assignment[before] <= assignment[after] for before, after in precedence):
+        if len(set(assignment)) == stages and all(
+            assignment[before] <= assignment[after] for before, after in precedence
+        ):
             seen: dict[object, int] = {}
             pairs = zip(colours, assignment, strict=True)
             if all(colour is None or seen.setdefault(colour, stage) == stage for colour, stage in pairs):
@@ -140,7 +142,13 @@ def random_problem(seed: int, *, count: int, reach: int) -> Problem:
     """A layered graph with short and long tensors and uneven costs."""
     chance = random.Random(seed)
     works = tuple(
-        Work(f"w{index}", chance.choice((0, 1, 2, 7, 20)), chance.choice((0, 1, 3)), chance.randrange(50), chance.randrange(9))
+        Work(
+            f"w{index}",
+            chance.choice((0, 1, 2, 7, 20)),
+            chance.choice((0, 1, 3)),
+            chance.randrange(50),
+            chance.randrange(9),
+        )
         for index in range(count)
     )
     nets, holds = [], []
@@ -163,30 +171,39 @@ def oracle(problem: Problem, *, stages: int, capacity: float) -> float:
     ideals = {frozenset[int]()}
     level = set(ideals)
     while level:
-        level = {ideal | {index} for ideal in level for index in range(count) if index not in ideal and before[index] <= ideal}
+        level = {
+            ideal | {index}
+            for ideal in level
+            for index in range(count)
+            if index not in ideal and before[index] <= ideal
+        }
         ideals |= level
     everything = frozenset(range(count))
 
-    @lru_cache(maxsize=None)
+    @cache
     def stage_cost(inside: frozenset[int], stage: int) -> float:
         # Any assignment that puts just these works on this stage tells its cost; the others' legality plays no part.
         bare = replace(problem, order=(), nets=())
-        assignment = [stage if index in inside else (stages - 1 if stage != stages - 1 else 0) for index in range(count)]
+        assignment = [
+            stage if index in inside else (stages - 1 if stage != stages - 1 else 0) for index in range(count)
+        ]
         assignment_bytes = check(bare, assignment).stage_bytes
         needed = assignment_bytes[stage] if stage < len(assignment_bytes) else 0
         load = sum(problem.works[index].forward_s + problem.works[index].backward_s for index in inside)
         for net in problem.nets:
             pins = inside & {net.producer, *net.consumers}
-            if net.producer in inside and len(pins) <= len(net.consumers) or net.producer not in inside and pins:
+            if 0 < len(pins) < len({net.producer, *net.consumers}):
                 load += net.forward_s + net.backward_s
         return load if needed <= capacity else math.inf
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(ideal: frozenset[int], used: int) -> float:
         if used == 0:
             return 0.0 if not ideal else math.inf
         smaller = (other for other in ideals if other < ideal)
-        return min((max(best(other, used - 1), stage_cost(ideal - other, used - 1)) for other in smaller), default=math.inf)
+        return min(
+            (max(best(other, used - 1), stage_cost(ideal - other, used - 1)) for other in smaller), default=math.inf
+        )
 
     return best(everything, stages)
 

@@ -1,0 +1,134 @@
+"""Costs by hand, ties, errors, and what a caller's mistake says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from autosplit.errors import InfeasibleError
+from autosplit.partition.costs import check
+from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.partition.solve import smallest_capacity, solve
+
+CHAIN = Problem(
+    tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=100, transient_bytes=7 + index) for index in range(4)),
+    tuple(Net(index, (index + 1,), 0.25, 0.5) for index in range(3)),
+    tuple(Hold(10, index, (index + 1,), (index + 1,)) for index in range(3)),
+    microbatches=8,
+)
+
+
+def test_a_chain_by_hand() -> None:
+    partition = solve(CHAIN, stages=2)
+    assert partition.assignment == (0, 0, 1, 1)
+    assert partition.loads_s == (6.75, 6.75)
+    # Stage 0: two works, holds 0 and 1 for two microbatches. Stage 1: holds 1 (a boundary) and 2 for one.
+    assert partition.stage_bytes == (200 + 2 * 20 + 8, 200 + 1 * 20 + 10)
+    assert (partition.bottleneck_s, partition.lower_bound_s, partition.status) == (6.75, 6.75, "optimal")
+
+
+def test_a_tensor_for_two_stages_costs_its_producer_once() -> None:
+    works = tuple(Work(name, 1.0, 0.0) for name in "abc")
+    problem = Problem(works, (Net(0, (1, 2), 0.5, 0.25),), order=((1, 2),), microbatches=1)
+    assert check(problem, (0, 1, 2)).loads_s == (1.75, 1.75, 1.75)
+    assert check(problem, (0, 0, 1)).loads_s == (2.75, 1.75)
+
+
+def test_a_saved_input_is_held_where_it_is_used() -> None:
+    hold = Hold(5, None, (0, 2), ())
+    problem = Problem(tuple(Work(name, 1.0, 0.0) for name in "abc"), (), (hold,), microbatches=3, schedule="gpipe")
+    assert check(problem, (0, 1, 2)).stage_bytes == (15, 0, 15)
+
+
+def test_colours_and_the_cycles_they_make_leave_fewer_stages() -> None:
+    works = (Work("a", 1.0, 0.0, colour=1), Work("b", 1.0, 0.0), Work("c", 1.0, 0.0, colour=1), Work("d", 1.0, 0.0))
+    problem = Problem(works, tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(3)), microbatches=2)
+    partition = solve(problem, stages=4)
+    assert (partition.assignment, partition.stages) == ((0, 0, 0, 1), 2)
+
+
+def test_every_stage_gets_a_work_even_where_fewer_were_faster() -> None:
+    works = (Work("a", 1.0, 0.0), Work("b", 1.0, 0.0), Work("c", 1.0, 0.0))
+    problem = Problem(works, (Net(0, (1,), 9.0, 0.0), Net(1, (2,), 9.0, 0.0)), microbatches=2)
+    partition = solve(problem, stages=3)
+    assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 1, 2), 19.0, "optimal")
+
+
+def test_among_equal_bottlenecks_the_fullest_stage_is_emptiest() -> None:
+    works = tuple(Work(f"w{index}", time, 0.0, static_bytes=10) for index, time in enumerate((9.0, 0.0, 0.0, 0.0, 9.0)))
+    problem = Problem(works, tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(4)), microbatches=2)
+    partition = solve(problem, stages=2)
+    assert (partition.bottleneck_s, max(partition.stage_bytes)) == (9.0, 30)
+
+
+def test_capacities_move_the_cut() -> None:
+    smallest = smallest_capacity(CHAIN, stages=2)
+    assert smallest == 248
+    tight = replace(CHAIN, capacity_bytes=(140, 1000))
+    assert solve(tight, stages=2).assignment == (0, 1, 1, 1)
+
+
+def test_what_does_not_fit_is_said_with_its_numbers() -> None:
+    with pytest.raises(InfeasibleError) as error:
+        solve(replace(CHAIN, capacity_bytes=(247, 247)), stages=2)
+    assert str(error.value) == (
+        "no partition fits 2 stages: with the most even use of memory stage 0 needs 248 B (248 bytes), its device has "
+        "247 B (247 bytes); devices of 248 B (248 bytes) each would hold it, or use more devices or smaller "
+        "microbatches"
+    )
+
+
+def test_an_incomplete_search_says_so() -> None:
+    works = tuple(Work(f"w{index}", 1.0, 0.0, static_bytes=100) for index in range(12))
+    problem = Problem(works, (), microbatches=1, capacity_bytes=(10, 10))
+    with pytest.raises(InfeasibleError, match="no partition was found that fits"):
+        solve(problem, stages=2, ideal_limit=8)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ((0, 1, 0, 1), "'w1' in stage 1 must not come after 'w2' in stage 0"),
+        ((0, 0, 0), "3 stages are assigned to 4 works"),
+    ],
+)
+def test_the_checker_refuses_what_is_not_legal(assignment: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(CHAIN, assignment)
+
+
+def test_the_checker_refuses_a_torn_colour() -> None:
+    problem = Problem((Work("a", 1.0, 0.0, colour="red"), Work("b", 1.0, 0.0, colour="red")), (), microbatches=1)
+    with pytest.raises(ValueError, match="colour 'red' is in stages 0 and 1"):
+        check(problem, (0, 1))
+
+
+ONE = (Work("a", 1.0, 0.0),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"works": ()}, "at least one work"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"schedule": "zigzag"}, "no schedule 'zigzag'; choose one of gpipe, 1f1b, forward"),
+        ({"works": (Work("a", -1.0, 0.0),)}, "negative cost"),
+        ({"nets": (Net(0, (0,), -1.0, 0.0),)}, "negative cost"),
+        ({"nets": (Net(0, (1,), 1.0, 0.0),)}, r"outside 0\.\.0"),
+        ({"holds": (Hold(-1, 0, (), ()),)}, "negative bytes"),
+        ({"holds": (Hold(1, None, (), (3,)),)}, r"outside 0\.\.0"),
+        ({"order": ((0, 1),)}, r"outside 0\.\.0"),
+    ],
+)
+def test_a_problem_is_checked_when_it_is_made(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Problem(**{"works": ONE, "nets": (), "microbatches": 1} | arguments)
+
+
+def test_arguments_of_solve_are_checked() -> None:
+    with pytest.raises(ValueError, match="stages is 0"):
+        solve(CHAIN, stages=0)
+    with pytest.raises(ValueError, match="3 capacities are given for 2 stages"):
+        solve(replace(CHAIN, capacity_bytes=(1, 1, 1)), stages=2)
