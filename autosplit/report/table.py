@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -64,6 +64,27 @@ def render(plan: Plan, *, width: int | None = None) -> str:
 def summarise_modules(names: Iterable[str]) -> str:
     """Return module names as one short line: numbered neighbours become ranges, ``h.0, h.1, h.2`` is ``h.0-h.2``."""
     return ", ".join(_module_ranges(names))
+
+
+def _covers(plan: Plan) -> list[list[str]]:
+    """Return each stage's modules: the largest subtrees that no other stage shares, ``(part)`` where one is shared."""
+    owners: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        for path in stage.modules:
+            for prefix in _prefixes(path):
+                owners.setdefault(prefix, set()).add(stage.index)
+    return [list(dict.fromkeys(_largest_own(path, owners=owners) for path in stage.modules)) for stage in plan.stages]
+
+
+def _prefixes(path: str) -> list[str]:
+    """Return a module and those that hold it, the outermost first: ``a.b`` gives ``a``, ``a.b``."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _largest_own(path: str, *, owners: Mapping[str, set[int]]) -> str:
+    whole = (prefix for prefix in _prefixes(path) if len(owners[prefix]) == 1)
+    return next(whole, f"{path} (part)")
 
 
 def _module_ranges(names: Iterable[str]) -> list[str]:
@@ -138,8 +159,9 @@ def _stages(plan: Plan, *, width: int) -> list[str]:
     times = _time_columns(plan)
     basis = "measured" if plan.measured else "modelled"
     room = width - _table_width([index, device, *times]) - len(_GAP)
-    modules = _column(plan, "modules", lambda stage: _fit_modules(stage.modules, width=room), align="left")
-    aside = [] if room >= NARROWEST_MODULES else _modules_below(plan, width=width)
+    covers = _covers(plan)
+    modules = _column(plan, "modules", lambda stage: _fit_modules(covers[stage.index], width=room), align="left")
+    aside = [] if room >= NARROWEST_MODULES else _modules_below(covers, width=width)
     return [
         f"Stages (forward, backward and what a stage sends: per microbatch, {basis})",
         *_table([index, device, *([] if aside else [modules]), *times]),
@@ -151,9 +173,9 @@ def _stages(plan: Plan, *, width: int) -> list[str]:
     ]
 
 
-def _modules_below(plan: Plan, *, width: int) -> list[str]:
+def _modules_below(covers: Sequence[Sequence[str]], *, width: int) -> list[str]:
     """Return the modules as lines of their own, for a page on which the table has no room for them."""
-    lines = [f"  stage {stage.index}: {_fit_modules(stage.modules, width=width - 16)}" for stage in plan.stages]
+    lines = [f"  stage {index}: {_fit_modules(names, width=width - 16)}" for index, names in enumerate(covers)]
     return ["modules", *lines]
 
 
@@ -292,7 +314,7 @@ def _memory_verdict(plan: Plan) -> str:
     if not known:
         worst = max(plan.stages, key=lambda stage: stage.memory.peak_bytes)
         peak = f"the largest peak is {format_bytes(worst.memory.peak_bytes)} on stage {worst.index}"
-        return f"{plan.verdict}; no capacity is known (memory_limit= sets one), {peak}"
+        return f"not judged: no capacity is known (memory_limit= sets one), {peak}"
     tightest, capacity = max(known, key=lambda pair: pair[0].memory.peak_bytes / max(pair[1], 1))
     numbers = (
         f"stage {tightest.index} needs {format_bytes(tightest.memory.peak_bytes)}, "
@@ -300,8 +322,9 @@ def _memory_verdict(plan: Plan) -> str:
     )
     if plan.verdict == "fits":
         return f"fits; the tightest is {numbers}"
-    way_out = "more devices, more chunks or a smaller batch need less"
-    return f"{'DOES NOT FIT' if plan.verdict == 'no' else 'borderline'}: {numbers}; {way_out}"
+    if plan.verdict == "borderline":
+        return f"borderline: {numbers}"
+    return f"DOES NOT FIT: {numbers}; more devices, more chunks or a smaller batch need less"
 
 
 def _table_width(columns: Sequence[_Column]) -> int:

@@ -64,7 +64,13 @@ def gpt2_plan() -> Plan:
     stages = (
         make_stage(0, modules=("transformer.wte", "transformer.wpe", "transformer.drop", *blocks[:3])),
         make_stage(1, modules=(*blocks[3:6], "transformer.h.6.ln_1", "transformer.h.6.attn"), backward_s=0.0291),
-        make_stage(2, modules=tuple(blocks[7:10]), peak_bytes=int(91.4 * GIB), recompute="block", buffer_bytes=4096),
+        make_stage(
+            2,
+            modules=("transformer.h.6.mlp", *blocks[7:10]),
+            peak_bytes=int(91.4 * GIB),
+            recompute="block",
+            buffer_bytes=4096,
+        ),
         make_stage(3, modules=("lm_head", "transformer.ln_f", *blocks[10:]), parameters=768, forward_s=0.0000154),
     )
     stages = tuple(
@@ -125,16 +131,13 @@ def test_modules_go_below_the_table_where_it_has_no_room_for_them() -> None:
     assert "stage  device  modules " in render(gpt2_plan(), width=100)
     narrow = render(gpt2_plan(), width=80)
     assert "stage  device  params " in narrow
-    assert "  stage 2: transformer.h.7-h.9\n" in narrow
+    assert "  stage 2: transformer.h.6.mlp, transformer.h.7-h.9\n" in narrow
 
 
 def test_a_module_name_that_is_too_long_loses_its_start() -> None:
-    deep = "model." + "block." * 30 + "attention"
-    row = next(
-        line
-        for line in render(make_plan(stages=(make_stage(0, modules=(deep, "head")),), boundaries=())).splitlines()
-        if "attention" in line
-    )
+    deep = "model." + "block." * 30
+    stages = (make_stage(0, modules=(f"{deep}attention", "head")), make_stage(1, modules=(f"{deep}mlp",)))
+    row = next(line for line in render(make_plan(stages=stages)).splitlines() if "attention" in line)
     assert len(row) <= 120
     assert "cpu     ..." in row
     assert ".attention, +1 more  " in row
@@ -162,6 +165,21 @@ def test_the_default_page_is_120_columns() -> None:
 )
 def test_modules_become_ranges(names: tuple[str, ...], text: str) -> None:
     assert summarise_modules(names) == text
+
+
+def test_a_stage_lists_whole_subtrees_and_says_what_it_shares() -> None:
+    stages = (
+        make_stage(0, modules=("embed", "h.0.norm", "h.0.attn.query", "h.0.attn", "h.0", "h.1.norm", "h.1")),
+        make_stage(1, modules=("h.1.attn", "h.1", "h.2.norm", "h.2", "h.3.norm", "Net")),
+        make_stage(2, modules=("Net", "head.proj", "head.norm")),
+    )
+    rows = [line.split("  ") for line in render(make_plan(stages=stages), width=160).splitlines()[9:12]]
+    modules = [next(cell for cell in row if "h" in cell) for row in rows]
+    assert modules == [
+        "embed, h.0, h.1.norm, h.1 (part)",
+        "h.1.attn, h.1 (part), h.2-h.3, Net (part)",
+        "Net (part), head",
+    ]
 
 
 def line_of(plan: Plan, *, label: str) -> str:
@@ -216,12 +234,14 @@ def test_memory_names_the_stage_that_is_nearest_to_its_capacity() -> None:
     line = line_of(make_plan(stages=stages), label="memory ")
     assert line == "memory     fits; the tightest is stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB"
     borderline = line_of(make_plan(stages=stages, fits=None, verdict="borderline"), label="memory ")
-    assert borderline.startswith("memory     borderline: stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB; more devices")
+    assert borderline == "memory     borderline: stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB"
+    refused = line_of(make_plan(stages=stages, fits=False, verdict="no"), label="memory ")
+    assert refused.startswith("memory     DOES NOT FIT: stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB; more devices")
 
 
 def test_memory_without_a_capacity_gives_the_largest_peak() -> None:
     line = line_of(make_plan(stages=(make_stage(0), make_stage(1, peak_bytes=6 * GIB))), label="memory ")
-    assert "no capacity is known" in line
+    assert line.startswith("memory     not judged: no capacity is known (memory_limit= sets one)")
     assert line.endswith("the largest peak is 6.00 GiB on stage 1")
     assert "capacity" not in render(make_plan()).split("Boundaries")[0]
 
