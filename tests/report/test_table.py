@@ -174,7 +174,7 @@ def test_a_stage_lists_whole_subtrees_and_says_what_it_shares() -> None:
         make_stage(2, modules=("Net", "head.proj", "head.norm")),
     )
     rows = [line.split("  ") for line in render(make_plan(stages=stages), width=160).splitlines()[9:12]]
-    modules = [next(cell for cell in row if "h" in cell) for row in rows]
+    modules = [next(cell.strip() for cell in row if "h" in cell) for row in rows]
     assert modules == [
         "embed, h.0, h.1.norm, h.1 (part)",
         "h.1.attn, h.1 (part), h.2-h.3, Net (part)",
