@@ -57,7 +57,8 @@ def measure(
         own = _own_inputs(traced, inputs, rows=rows)
         written = _written(traced)
         twin = shadow(traced.root, replace=lambda tensor: _private(tensor, shared=id(tensor) not in written))
-    device = next((tensor.device for tensor in (*twin.tensors, *inputs)), torch.device("cpu"))
+    devices = [tensor.device for tensor in (*inputs, *twin.tensors)]
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
     with random_state(), _threads(threads), torch.inference_mode(False), torch.enable_grad():
         timing = _Timing(twin.module, traced, _clock(device), repeats)
         timing.run(rows, *own, initial_env=dict.fromkeys(epilogue))

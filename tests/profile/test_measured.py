@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.errors import InputError, ProfileError
+from autosplit.profile import measured
 from autosplit.profile.measured import measure
 from autosplit.trace.graph import NodeClass
 from tests.profile.graphs import Leaf, traced
@@ -197,6 +198,39 @@ def test_layers_with_other_settings_are_measured_apart():
     times = measure(traced(Two(), x), inputs=[x], rows=ROWS).nodes
     assert times["few"] != times["many"]
     assert times["again"] == times["many"]
+
+
+def test_on_cuda_events_take_the_time(monkeypatch):
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.name = "end" if "made" in order else "start"
+            order.append("made")
+
+        def record(self) -> None:
+            order.append(f"record {self.name}")
+
+        def synchronize(self) -> None:
+            order.append(f"wait {self.name}")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = measured._clock(torch.device("cuda", 1))
+    result, seconds = clock(lambda: order.append("run") or "done")
+    assert (result, seconds) == ("done", 0.25)
+    assert order == ["made", "made", "record start", "run", "record end", "wait end"]
+
+
+@pytest.mark.cuda
+def test_a_model_on_cuda_is_measured_there():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).cuda(), torch.randn(ROWS, 64, device="cuda")
+    times = measure(traced(model, x), inputs=[x], rows=ROWS)
+    assert times.device.startswith("cuda")
+    assert all(node.forward_s > 0 and node.backward_s > 0 for node in times.nodes.values())
 
 
 def test_a_caller_without_gradients_gets_the_times_of_training():
