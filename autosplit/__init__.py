@@ -1,0 +1,31 @@
+"""Split any PyTorch model over several devices and train it as a pipeline, exactly as it trains on one."""
+
+from autosplit.api import autosplit
+from autosplit.errors import (
+    AutosplitError,
+    DeviceError,
+    InfeasibleError,
+    InputError,
+    PlanError,
+    ProfileError,
+    ScheduleError,
+    TraceError,
+)
+from autosplit.options import Sample
+from autosplit.pipelined import PipelinedModule
+from autosplit.planning.plan import Plan
+
+__all__ = [
+    "AutosplitError",
+    "DeviceError",
+    "InfeasibleError",
+    "InputError",
+    "PipelinedModule",
+    "Plan",
+    "PlanError",
+    "ProfileError",
+    "Sample",
+    "ScheduleError",
+    "TraceError",
+    "autosplit",
+]

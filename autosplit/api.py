@@ -1,0 +1,108 @@
+"""The one line: ``pipe = autosplit(model, devices=4, chunks=8)``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.options import (
+    SCHEDULES,
+    Options,
+    Sample,
+    check_chunks,
+    check_memory_limit,
+    check_optimizer,
+    choose,
+    resolve_devices,
+)
+from autosplit.pipelined import PipelinedModule
+from autosplit.planning.plan import Plan
+
+
+def autosplit(
+    model: nn.Module,
+    devices: Any = 4,
+    chunks: int = 8,
+    *,
+    sample: Any = None,
+    batch_dims: Any = None,
+    schedule: str = "auto",
+    virtual_stages: int = 1,
+    recompute: Any = "auto",
+    memory_limit: int | float | str | None = None,
+    optimizer: str | int = "adamw",
+    precision: str | None = None,
+    plan: Plan | str | Path | None = None,
+    lanes: str = "auto",
+    rng: str = "auto",
+    batch_norm: str = "micro",
+    compile: bool = False,
+    graphs: bool = False,
+    mesh: Any = None,
+) -> PipelinedModule:
+    """Split a model over devices and return it as a pipelined ``torch.fx.GraphModule`` with the same state.
+
+    Args:
+        model: any module; its code, names and Parameter objects stay as they are.
+        devices: a number (CUDA devices where there are any, else CPU lanes), or a list of torch devices, one per stage;
+            a device may repeat.
+        chunks: how many microbatches to cut a batch into; a smaller batch uses fewer.
+        sample: a tensor, a tuple of positional inputs, a dict of keyword inputs, or a `Sample`. Without it the model's
+            ``example_input_array`` or ``dummy_inputs`` are used, else the pipe plans itself on its first call.
+        batch_dims: which dimension of each input is the batch, where that is not the first: an int, a tuple with an
+            entry per positional input, or a dict by name; None in it means no batch dimension.
+        schedule: "auto" (1f1b), "1f1b" or "gpipe": the order of work in `train_step`, and what the plan predicts.
+        memory_limit: bytes per stage that the plan must respect, or text such as "70GiB".
+        optimizer: what the memory prediction assumes: "adamw", "adam", "momentum", "sgd", "none", or state bytes per
+            parameter element.
+        plan: a `Plan` or the path of a saved one, to be followed instead of planning.
+        virtual_stages, recompute, precision, lanes, rng, batch_norm, compile, graphs, mesh: reserved; only the
+            defaults are available in this version, anything else is refused.
+
+    Returns:
+        The pipelined module. Calling it gives the model's outputs, transparent to autograd.
+
+    Raises:
+        InputError, DeviceError: an argument cannot be used. TraceError: no graph can follow the model.
+        InfeasibleError: the memory limit cannot hold. PlanError: the plan is of another model.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(model, PipelinedModule):
+        raise InputError("the model is a pipeline already; split pipe.unsplit() instead")
+    choose("virtual_stages", virtual_stages, (1,))
+    choose("recompute", recompute, ("auto", "never"))
+    choose("precision", precision, (None,))
+    choose("lanes", lanes, ("auto", "inline"))
+    choose("rng", rng, ("auto", "counter"))
+    choose("batch_norm", batch_norm, ("micro",))
+    choose("compile", compile, (False,))
+    choose("graphs", graphs, (False,))
+    choose("mesh", mesh, (None,))
+    options = Options(
+        devices=resolve_devices(devices),
+        chunks=check_chunks(chunks),
+        schedule=choose("schedule", schedule, SCHEDULES),
+        memory_limit=check_memory_limit(memory_limit),
+        optimizer=check_optimizer(optimizer),
+        batch_dims=batch_dims,
+    )
+    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    pipe = PipelinedModule(model, options, pinned)
+    if sample is None:
+        sample = _own_sample(model)
+    if sample is not None:
+        pipe.prepare(Sample.of(sample))
+    return pipe
+
+
+def _own_sample(model: nn.Module) -> Any:
+    """Return the sample that a model carries: Lightning's ``example_input_array``, transformers' ``dummy_inputs``."""
+    own = getattr(model, "example_input_array", None)
+    if own is None and type(model).__module__.split(".")[0] == "transformers":
+        own = getattr(model, "dummy_inputs", None)
+    return torch.as_tensor(own) if isinstance(own, (int, float)) else own

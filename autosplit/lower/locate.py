@@ -1,0 +1,35 @@
+"""Say where in the model an exception inside the pipelined program came from."""
+
+from __future__ import annotations
+
+import linecache
+import re
+
+from autosplit.lower.split import Lowered
+from autosplit.trace.graph import INFO
+
+_ASSIGNMENT = re.compile(r"\s*(\w+)(?::.*?)? = ")
+
+
+def add_location(error: Exception, lowered: Lowered, *, cell: str | None = None) -> None:
+    """Add a note with the stage, microbatch and recorded operation to an exception that a program raised."""
+    names = {n.name: n.meta[INFO].name for n in lowered.traced.graph.nodes if INFO in n.meta}
+    operation = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if "eval_with_key" in filename:
+            match = _ASSIGNMENT.match(linecache.getline(filename, traceback.tb_lineno))
+            if match is not None:
+                cell = match[1] if cell is None else cell
+                operation = names.get(match[1], operation)
+        traceback = traceback.tb_next
+    if operation is not None:
+        module, _, inside = operation.partition("#")
+        place = f"module {module!r}" if module else "the model's own forward"
+        error.add_note(f"raised in {place} ({operation if inside else module}), pipeline {_cell(cell)}")
+
+
+def _cell(name: str | None) -> str:
+    match = re.fullmatch(r"y(\d+)_(\d+)", name or "")
+    return f"stage {match[1]}, microbatch {match[2]}" if match else f"step {name}"

@@ -1,0 +1,218 @@
+"""The pipelined program: one fx graph that issues every cell of the step, in clock order.
+
+    clock        0      1      2      3          y<stage>_<microbatch>
+    stage 0    y0_0   y0_1   y0_2
+    stage 1           y1_0   y1_1   y1_2         each cell: wait, transfer, call the stage, record
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from autosplit.lower.layout import EPILOGUE, OUT, Slot
+from autosplit.lower.region import named
+from autosplit.lower.split import Lowered, program_alias
+from autosplit.runtime.ops import Key, fork, merge, record, split, transfer, wait
+from autosplit.trace.graph import INFO, NodeClass
+
+STATE = "_model"
+
+
+def emit(lowered: Lowered, *, microbatches: int, attributes: Mapping[str, str]) -> fx.Graph:
+    """Emit the program for a number of microbatches.
+
+    ``attributes`` maps ``stage0``, ``shared0``, ``epilogue`` to the attribute names under which the modules will lie.
+    """
+    program = _Program(lowered, attributes)
+    program.cells_and_end(microbatches)
+    return program.graph
+
+
+def emit_setup(lowered: Lowered) -> fx.GraphModule:
+    """Emit what happens once per step before the first cell, as a GraphModule of its own.
+
+    It returns ``(inputs, shared)``: per stage the microbatches of its inputs, and its shared bundle.
+    """
+    attributes = {f"shared{i}": f"shared{i}" for i in range(len(lowered.prologues))}
+    program = _Program(lowered, attributes)
+    program.graph.output((program.splits, program.shared))
+    module = fx.GraphModule(nn.Module(), fx.Graph())
+    module.__dict__[STATE] = lowered.traced.root
+    module.__dict__.update({f"shared{i}": part for i, part in enumerate(lowered.prologues)})
+    module.graph = program.graph
+    return module
+
+
+class _Program:
+    def __init__(self, lowered: Lowered, attributes: Mapping[str, str]) -> None:
+        self.lowered = lowered
+        self.layout = lowered.layout
+        self.attributes = attributes
+        self.graph = fx.Graph()
+        self.values: dict[Slot, fx.Node] = {}
+        self.done: dict[tuple[int, int], fx.Node] = {}
+        self.cells: dict[tuple[int, int], fx.Node] = {}
+        self._placeholders()
+        self._given()
+        self._prologues()
+        self.splits = {s: self._split(s) for s, stage in enumerate(self.layout.stages) if stage.inputs}
+        self.shared = {s: self._shared(s) for s, stage in enumerate(self.layout.stages) if stage.shared}
+
+    def cells_and_end(self, microbatches: int) -> None:
+        """Add every cell in clock order, the merges, the epilogue and the output."""
+        for clock in range(microbatches + len(self.lowered.stages) - 1):
+            for stage, layout in enumerate(self.layout.stages):
+                if 0 <= clock - stage < microbatches and layout.nodes:
+                    self._cell(stage, clock - stage)
+        self._merge(microbatches)
+        self._finish()
+
+    def _call(self, function: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        return named(self.graph, self.graph.call_function(function, args), name)
+
+    def _item(self, value: fx.Node, key: Any) -> fx.Node:
+        return self.graph.call_function(operator.getitem, (value, key))
+
+    def _placeholders(self) -> None:
+        self.inputs = {
+            node: named(self.graph, self.graph.placeholder(node.name), node.name)
+            for node in self.lowered.traced.graph.nodes
+            if node.op == "placeholder" and INFO in node.meta
+        }
+        self.rows, self.sizes, self.lanes, self.seed = (
+            named(self.graph, self.graph.placeholder(name), name) for name in ("rows", "sizes", "lanes", "seed")
+        )
+
+    def _given(self) -> None:
+        by_name: dict[str, fx.Node] = {node.name: new for node, new in self.inputs.items()}
+        for key, uses in self.layout.given.items():
+            if key not in by_name:
+                by_name[key] = self.graph.get_attr(f"{STATE}.{key}")
+            value = by_name[key]
+            if uses == 1:
+                self.values[Slot(key, 0)] = value
+            elif uses:
+                bundle = self._call(fork, (value, uses), f"{key.replace('.', '_')}_uses")
+                for use in range(uses):
+                    self.values[Slot(key, use)] = self._item(bundle, use)
+
+    def _prologues(self) -> None:
+        for stage, module in enumerate(self.lowered.prologues):
+            if module is None:
+                continue
+            prologue = self.layout.prologues[stage]
+            bundle = tuple(self._placed(slot, stage) for slot in prologue.takes)
+            given = {"rows": self.rows, "key": self._key(-1) if "key" in module.takes else None, "shared": bundle}
+            out = self.graph.call_module(self.attributes[f"shared{stage}"], tuple(given[name] for name in module.takes))
+            named(self.graph, out, f"shared{stage}_values")
+            for position, slot in enumerate(prologue.gives):
+                self.values[slot] = self._item(out, position)
+
+    def _key(self, microbatch: int) -> fx.Node:
+        return self.graph.call_function(Key, (self.seed, microbatch))
+
+    def _home(self, slot: Slot) -> int | None:
+        return self.layout.home.get(slot.value)
+
+    def _placed(self, slot: Slot, stage: int) -> fx.Node:
+        """Return a program-level value on a stage's device."""
+        home = self._home(slot)
+        if home == stage:
+            return self.values[slot]
+        source = self.lanes if home is None else home
+        moved = self._transfer((self.values[slot],), source, stage, f"{self.values[slot].name}_on{stage}")
+        return self._item(moved, 0)
+
+    def _transfer(self, bundle: Any, source: Any, target: int, name: str) -> fx.Node:
+        lane = self._item(self.lanes, -1 if source is self.lanes else source)
+        return self._call(transfer, (bundle, lane, self._item(self.lanes, target)), name)
+
+    def _split(self, stage: int) -> fx.Node:
+        slots = self.layout.stages[stage].inputs
+        placeholders = {node.name: node for node in self.inputs}
+        dims = tuple(placeholders[slot.value].meta[INFO].tensors[0].batch_dim for slot in slots)
+        bundle = tuple(self.values[slot] for slot in slots)
+        return self._call(split, (bundle, self.sizes, dims, self._item(self.lanes, stage)), f"inputs{stage}")
+
+    def _shared(self, stage: int) -> fx.Node:
+        """Send a stage, once per step, the shared values and tied parameters that it uses: one transfer per source."""
+        slots = self.layout.stages[stage].shared
+        homes = [self._home(slot) for slot in slots]
+        if len(set(homes)) == 1 and homes[0] != stage:
+            source = self.lanes if homes[0] is None else homes[0]
+            return self._transfer(tuple(self.values[s] for s in slots), source, stage, f"given{stage}")
+        return tuple(self._placed(slot, stage) for slot in slots)  # type: ignore[return-value]
+
+    def _cell(self, stage: int, microbatch: int) -> None:
+        layout, module = self.layout.stages[stage], self.lowered.stages[stage]
+        given: dict[str, Any] = {"shared": self.shared.get(stage)}
+        if "rows" in module.takes:
+            given["rows"] = self._item(self.sizes, microbatch)
+        if "key" in module.takes:
+            given["key"] = self._key(microbatch)
+        if layout.inputs:
+            given["inputs"] = self._item(self.splits[stage], microbatch)
+        for source in sorted(layout.received):
+            self.graph.call_function(wait, (self._item(self.lanes, stage), self.done[source, microbatch]))
+            bundle = self._item(self.cells[source, microbatch], str(stage))
+            name = f"y{source}_{microbatch}_on{stage}"
+            given[f"from{source}"] = self._transfer(bundle, source, stage, name)
+        cell = self.graph.call_module(self.attributes[f"stage{stage}"], tuple(given[name] for name in module.takes))
+        self.cells[stage, microbatch] = named(self.graph, cell, f"y{stage}_{microbatch}")
+        if set(layout.sent) - {OUT}:
+            lane = self._item(self.lanes, stage)
+            self.done[stage, microbatch] = self._call(record, (lane,), f"done{stage}_{microbatch}")
+
+    def _merge(self, microbatches: int) -> None:
+        nodes = {n.name: n for n in self.lowered.traced.graph.nodes}
+        for stage, layout in enumerate(self.layout.stages):
+            slots = layout.sent.get(OUT, [])
+            if not slots:
+                continue
+            dims = tuple(nodes[slot.value].meta[INFO].tensors[0].batch_dim for slot in slots)
+            bundles = [self._item(self.cells[stage, m], OUT) for m in range(microbatches)]
+            merged = self._call(merge, (bundles, dims), f"merged{stage}")
+            for position, slot in enumerate(slots):
+                self.values[Slot(slot.value)] = self._item(merged, position)
+
+    def _finish(self) -> None:
+        self.epilogue: dict[str, fx.Node] = {}
+        module = self.lowered.epilogue
+        if module is not None:
+            last = len(self.lowered.stages) - 1
+            bundle = tuple(self._for_epilogue(slot, last) for slot in self.lowered.epilogue_inputs)
+            given = {"rows": self.rows, "key": self._key(-2) if "key" in module.takes else None, "values": bundle}
+            out = self.graph.call_module(self.attributes["epilogue"], tuple(given[name] for name in module.takes))
+            named(self.graph, out, "epilogue_values")
+            self.epilogue = {n: self._item(out, i) for i, n in enumerate(self.lowered.epilogue_outputs)}
+        self.graph.output(tuple(self._output(value) for value in self.lowered.outputs))
+
+    def _for_epilogue(self, slot: Slot, last: int) -> fx.Node:
+        if slot in self.values:
+            home = self.layout.merged[slot.value]
+            if home == last:
+                return self.values[slot]
+            moved = self._transfer((self.values[slot],), home, last, f"{slot.value}_on{last}")
+            return self._item(moved, 0)
+        return self._placed(program_alias(self.layout, slot.value, EPILOGUE), last)
+
+    def _output(self, value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        if value.op == "get_attr":
+            return self.graph.get_attr(f"{STATE}.{value.target}")
+        if INFO not in value.meta:
+            return self._size(value)
+        node_class = value.meta[INFO].node_class
+        if value.op == "placeholder" or node_class is NodeClass.SHARED:
+            return self.values[program_alias(self.layout, value.name, OUT)]
+        return self.epilogue[value.name] if node_class is NodeClass.FULL else self.values[Slot(value.name)]
+
+    def _size(self, node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            return self.rows
+        return self.graph.call_function(node.target, tuple(self._size(a) if isinstance(a, fx.Node) else a for a in node.args))

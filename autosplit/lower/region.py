@@ -1,0 +1,222 @@
+"""Copy a set of recorded nodes into a graph of their own: the common part of stages, prologues and the epilogue."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autosplit.lower.layout import Layout, Slot
+from autosplit.runtime.ops import alias, draw, fork
+from autosplit.trace.calls import under
+from autosplit.trace.graph import INFO
+
+ROOT = "model"
+SINGLE_MODULES = (
+    nn.Linear,
+    nn.Embedding,
+    nn.modules.conv._ConvNd,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.dropout._DropoutNd,
+    nn.ReLU,
+    nn.GELU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Flatten,
+)
+SINGLE_FUNCTIONS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.getitem, torch.cat)
+SINGLE_METHODS = ("view", "reshape", "transpose", "permute", "add", "sub", "mul", "div", "flatten", "unsqueeze")
+
+
+class Region:
+    """A graph under construction: recorded nodes go in by :meth:`copy`, outside values by :meth:`bind`."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.traced = layout.traced
+        self.device = device
+        self.graph = fx.Graph()
+        self.rows = self.graph.placeholder("rows")
+        self.key = self.graph.placeholder("key")
+        self.slots: dict[Slot, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.functions: dict[str, Any] = {}
+
+    def bind(self, name: str, slots: Iterable[Slot], names: Mapping[str, str]) -> None:
+        """Add a placeholder for a bundle and unpack it."""
+        bundle = self.graph.placeholder(name)
+        for position, slot in enumerate(slots):
+            label = names[slot.value] if slot.use is None else f"{names[slot.value]}_use{slot.use}"
+            node = self.graph.call_function(operator.getitem, (bundle, position))
+            self.slots[slot] = named(self.graph, node, label)
+
+    def copy(self, nodes: Iterable[fx.Node]) -> None:
+        """Copy recorded nodes in model order."""
+        for node in nodes:
+            self._copy(node)
+            key = node.name
+            forks = key in self.layout.forked or (key in self.layout.home and self.layout.uses[key] > 1)
+            if forks and self.layout.uses[key] > 1:
+                self._fork(node, self.layout.uses[key])
+
+    def value(self, slot: Slot) -> fx.Node:
+        """Return the node for a slot that the region gives."""
+        if slot in self.slots:
+            return self.slots[slot]
+        return self.copies[next(n for n in self.copies if n.name == slot.value)]
+
+    def _fork(self, node: fx.Node, uses: int) -> None:
+        bundle = named(self.graph, self.graph.call_function(fork, (self.copies[node], uses)), f"{node.name}_uses")
+        for use in range(uses):
+            self.slots[Slot(node.name, use)] = self.graph.call_function(operator.getitem, (bundle, use))
+
+    def _copy(self, node: fx.Node) -> None:
+        env: dict[fx.Node, fx.Node] = {}
+        for operand in node.all_input_nodes:
+            env[operand] = self._operand(operand, node)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = self._placed(node, args, kwargs)
+        info = node.meta.get(INFO)
+        if info is not None and info.random:
+            new = self._drawn(node, info.name, args, kwargs)
+        elif node.op == "call_module":
+            new = self.graph.call_module(f"{ROOT}.{node.target}", args, kwargs)
+        else:
+            new = self.graph.create_node(node.op, node.target, args, kwargs)
+        self.copies[node] = named(self.graph, new, node.name)
+
+    def _drawn(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
+        if node.op == "call_module":
+            function = self.graph.get_attr(f"{ROOT}.{node.target}")
+        else:
+            held = f"random_{node.name}"
+            target = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+            self.functions[held] = target
+            function = self.graph.get_attr(held)
+        return self.graph.call_function(draw, (self.key, name, function, *args), kwargs)
+
+    def _operand(self, operand: fx.Node, consumer: fx.Node) -> fx.Node:
+        if operand.op == "get_attr":
+            use = self.layout.alias_of.get((str(operand.target), consumer.name))
+            if use is not None:
+                return self.slots[Slot(str(operand.target), use)]
+            epilogue = self.slots.get(Slot(str(operand.target), None))
+            return epilogue if epilogue is not None else self.graph.get_attr(f"{ROOT}.{operand.target}")
+        if operand.op == "placeholder" and INFO not in operand.meta:
+            return self.rows
+        if INFO not in operand.meta:
+            return self._plumbing(operand, consumer)
+        use = self.layout.alias_of.get((operand.name, consumer.name))
+        if use is not None and Slot(operand.name, use) in self.slots:
+            return self.slots[Slot(operand.name, use)]
+        value = self.slots.get(Slot(operand.name, None), self.copies.get(operand))
+        assert value is not None, f"{operand.name} is not at hand for {consumer.name}"
+        return self._alias(value, operand, consumer)
+
+    def _plumbing(self, operand: fx.Node, consumer: fx.Node) -> fx.Node:
+        """Copy a size expression (or a step into a structured result) to where it is used."""
+        if operand in self.copies:
+            return self.copies[operand]
+        env = {n: self._operand(n, consumer) for n in operand.all_input_nodes}
+        copy = self.graph.node_copy(operand, env.__getitem__)
+        copy.meta.clear()
+        self.copies[operand] = copy
+        return copy
+
+    def _alias(self, value: fx.Node, operand: fx.Node, consumer: fx.Node) -> fx.Node:
+        info = operand.meta[INFO]
+        if self.layout.uses.get(operand.name, 0) < 2 or info.mutated or len(info.tensors) != 1:
+            return value
+        if not info.tensors[0].dtype.is_floating_point or self._single_edge(operand, consumer):
+            return value
+        return self.graph.call_function(alias, (value,))
+
+    def _single_edge(self, operand: fx.Node, consumer: fx.Node) -> bool:
+        """Tell whether a consumer sends one gradient back to an operand, so that it needs no view of its own."""
+        if [*consumer.args, *consumer.kwargs.values()].count(operand) != 1 and consumer.target is not torch.cat:
+            return False
+        if consumer.op == "call_module":
+            module = self.traced.root.get_submodule(str(consumer.target))
+            return isinstance(module, SINGLE_MODULES) and not module._forward_hooks and not module._forward_pre_hooks
+        if consumer.op == "call_method":
+            return consumer.target in SINGLE_METHODS
+        if consumer.target is torch.cat:
+            return list(consumer.args[0]).count(operand) == 1  # type: ignore[arg-type]
+        return consumer.target in SINGLE_FUNCTIONS
+
+    def _placed(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Send devices named in the recording to the region's own device."""
+        if self.device.type == "cpu":
+            return args, kwargs
+        swap = fx.node.map_aggregate
+        args, kwargs = swap((args, kwargs), lambda v: self.device if isinstance(v, torch.device) else v)  # type: ignore[misc]
+        constructors = torch.utils._device._device_constructors()
+        target = args[1] if node.target is under and len(args) > 1 else node.target
+        if target in constructors and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.device}
+        return args, kwargs
+
+    def finish(self, output: Any, kind: str) -> RegionModule:
+        """Close the graph and return it as a GraphModule that reads the model's own state by name."""
+        self.graph.output(output)
+        for node in (self.key, self.rows):
+            if not node.users:
+                self.graph.erase_node(node)
+        module = RegionModule(nn.Module(), fx.Graph(), kind)
+        module.__dict__[ROOT] = self.traced.root
+        module.__dict__.update(self.functions)
+        module.training = self.traced.root.training
+        module.graph = self.graph
+        return module
+
+
+class RegionModule(fx.GraphModule):
+    """A piece of the model as a graph; its state is the model's own and is not registered here a second time."""
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The names of the graph's inputs, in order."""
+        return tuple(node.name for node in self.graph.nodes if node.op == "placeholder")
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the parameters that the graph uses, by their names in the model, each once."""
+        seen: set[int] = set()
+        for name, parameter in self._state("parameters"):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the buffers that the graph uses, by their names in the model, each once."""
+        seen: set[int] = set()
+        for name, buffer in self._state("buffers"):
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield name, buffer
+
+    def _state(self, kind: str) -> Any:
+        for node in self.graph.nodes:
+            if node.op not in ("call_module", "get_attr") or not str(node.target).startswith(f"{ROOT}."):
+                continue
+            path = str(node.target).removeprefix(f"{ROOT}.")
+            parent, _, name = path.rpartition(".")
+            holder = self.__dict__[ROOT].get_submodule(parent)
+            tensor = getattr(holder, "_" + kind).get(name)
+            if tensor is not None:
+                yield path, tensor
+            elif name in holder._modules:
+                module = holder.get_submodule(name)
+                yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())
+
+
+def named(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    """Give a node a readable name."""
+    if node.name != name:
+        node.name = graph._graph_namespace.create_name(name, None)
+    return node

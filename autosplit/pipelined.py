@@ -1,0 +1,364 @@
+"""The module that the caller gets: the model's own state, and a pipelined program that runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from autosplit.errors import DeviceError
+from autosplit.lower.locate import add_location
+from autosplit.lower.place import place
+from autosplit.lower.program import STATE, emit
+from autosplit.lower.split import Lowered, lower
+from autosplit.options import Options, Sample
+from autosplit.planning.apply import assign
+from autosplit.planning.fingerprint import check_plan
+from autosplit.planning.plan import Plan
+from autosplit.planning.search import make_plan
+from autosplit.report.table import render
+from autosplit.runtime import engine
+from autosplit.runtime.lanes import Lane, lane
+from autosplit.runtime.ops import sizes_of
+from autosplit.trace.calls import Ambient
+from autosplit.trace.graph import TracedGraph
+from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.ladder import Trace, trace
+from autosplit.trace.state import random_state
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_RECORDINGS = 32
+_SEED_BITS = 62
+
+
+_Shapes = tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A call's signature: all but the shapes, and the shapes."""
+
+    rest: Any
+    shapes: _Shapes
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A recording's signature: shapes without the rows, and where the rows were."""
+
+    rest: Any
+    shapes: _Shapes
+    batch_dims: tuple[int | None, ...]
+
+
+@dataclass
+class Recorded:
+    """One signature of the model: its recording, cut by the plan, and the programs made of it per microbatch count."""
+
+    traced: TracedGraph
+    lowered: Lowered
+    kind: _Kind
+    programs: dict[int, fx.Graph] = field(default_factory=dict)
+    setup: Any = None
+
+
+@dataclass
+class _Core:
+    model: nn.Module
+    options: Options
+    plan: Plan | None
+    recordings: OrderedDict[Any, Recorded] = field(default_factory=OrderedDict)
+    suspects: dict[Any, frozenset[str]] = field(default_factory=dict)
+    compiled: dict[fx.Graph, Any] = field(default_factory=dict)
+    losses: dict[Any, str] = field(default_factory=dict)
+    lanes: tuple[Lane, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+
+
+class PipelinedModule(fx.GraphModule):
+    """A model that runs as a pipeline over several devices; made by :func:`autosplit.autosplit`.
+
+    It shares the model's own tree: parameters, buffers and child modules are the same objects under the same names, so
+    ``state_dict()``, optimizers made before the split and ``load_state_dict(assign=True)`` work as with the model. It
+    records the model at its first call of each kind (modes, shapes without the batch, dtypes, keywords), plans at the
+    very first, and runs a program whose text is :attr:`code`.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None) -> None:
+        graph = fx.Graph()
+        graph.output(None)
+        super().__init__(nn.Module(), graph, "PipelinedModule")
+        for name in (*_TABLES, *_HOOKS):
+            if name in model.__dict__:
+                self.__dict__[name] = model.__dict__[name]
+        self.__dict__["training"] = model.training
+        self.__dict__["_autosplit"] = _Core(model, options, plan)
+
+    # -- what the caller sees ------------------------------------------------------------------------------------
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the first call when no sample was given."""
+        return self._core.plan
+
+    @property
+    def stages(self) -> tuple[fx.GraphModule, ...]:
+        """The stages of the last program, as GraphModules; empty before the first call."""
+        core = self._core
+        return next(reversed(core.recordings.values())).lowered.stages if core.recordings else ()
+
+    def report(self) -> str:
+        """Return the partition report as text."""
+        if self._core.plan is None:
+            return "not planned yet: the pipe plans itself on its first call, or give autosplit a sample="
+        return render(self._core.plan)
+
+    def prepare(self, sample: Sample) -> None:
+        """Record, plan and compile for a kind of call without running it.
+
+        Raises what the recording and the planning raise; the model is then as it was.
+        """
+        with random_state():
+            step = self._prepare(sample.args, sample.kwargs)
+        self._show(step.recorded, self._program(step))
+
+    def unsplit(self) -> nn.Module:
+        """Return the model itself."""
+        return self._core.model
+
+    def train_step(
+        self, *args: Any, target: Any = None, loss_fn: Any = None, loss_reduction: str = "auto", **kwargs: Any
+    ) -> torch.Tensor:
+        """Run one training step in the plan's schedule; gradients are added to ``.grad``, the optimizer is left to you.
+
+        Args:
+            *args: positional inputs of the model, the whole batch.
+            target: a tensor (or any nesting of tensors) whose first dimension is the batch; cut as the inputs are.
+            loss_fn: ``loss_fn(output, target)`` returns a scalar.
+            loss_reduction: "mean" (over rows), "sum", or "auto": known for torch's losses, proved on the first batch
+                for any other.
+            **kwargs: keyword inputs of the model.
+
+        Returns:
+            The loss of the whole batch, detached, 0-dim.
+
+        Raises:
+            InputError: the loss is neither a mean nor a sum over rows, or the target does not fit the batch.
+        """
+        step = self._prepare(args, kwargs)
+        return engine.train_step(
+            step, target=target, loss_fn=loss_fn, reduction=loss_reduction, proved=self._core.losses, whole=self._run
+        )
+
+    def train(self, mode: bool = True) -> PipelinedModule:
+        """Set training or eval mode of the pipe and of the model."""
+        self._core.model.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    # -- running -------------------------------------------------------------------------------------------------
+    @property
+    def _core(self) -> _Core:
+        return self.__dict__["_autosplit"]  # type: ignore[no-any-return]
+
+    def recompile(self) -> Any:
+        """Compile the program of :attr:`graph`; calls go on choosing the program by their signature."""
+        code = super().recompile()
+        kind = type(self)
+        core = self.__dict__.get("_autosplit")
+        if core is not None:
+            core.compiled[self._graph] = kind.forward, code.src
+        kind.forward = PipelinedModule._dispatch  # type: ignore[method-assign]
+        kind.__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return code
+
+    def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._prepare(args, kwargs))
+
+    def _run(self, step: engine.Step) -> Any:
+        recorded, graph = step.recorded, self._program(step)
+        self._show(recorded, graph)
+        program = self._core.compiled[graph][0]
+        try:
+            flat = program(self, *step.tensors, step.rows, step.sizes, step.lanes, step.seed)
+        except Exception as error:
+            add_location(error, recorded.lowered)
+            raise
+        return recorded.traced.unflatten(list(flat))
+
+    def _program(self, step: engine.Step) -> fx.Graph:
+        programs, count = step.recorded.programs, len(step.sizes)
+        if count not in programs:
+            programs[count] = emit(step.recorded.lowered, microbatches=count, attributes=self._core.names)
+        return programs[count]  # type: ignore[no-any-return]
+
+    def _show(self, recorded: Recorded, graph: fx.Graph) -> None:
+        """Make ``graph`` the one that ``.graph`` and ``.code`` show and that its modules' names lead to."""
+        if self._graph is graph:
+            return
+        core = self._core
+        self._attach(recorded)
+        if graph in core.compiled:
+            self._graph = graph
+            self._code = core.compiled[graph][1]
+        else:
+            self.graph = graph
+
+    def _attach(self, recorded: Recorded) -> None:
+        lowered = recorded.lowered
+        parts: dict[str, Any] = {f"stage{i}": stage for i, stage in enumerate(lowered.stages)}
+        parts |= {f"shared{i}": prologue for i, prologue in enumerate(lowered.prologues)}
+        parts["epilogue"] = lowered.epilogue
+        for name, part in parts.items():
+            self.__dict__[self._core.names[name]] = part
+        self.__dict__[STATE] = recorded.traced.root
+
+    def _prepare(self, args: Any, kwargs: Any) -> engine.Step:
+        core = self._core
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = self._key(leaves, spec)
+        recorded = core.recordings.get(key)
+        if recorded is None:
+            recorded = self._known(key) or self._record(key, Sample(*args, **kwargs))
+            core.recordings[key] = recorded
+            while len(core.recordings) > _RECORDINGS:
+                core.recordings.popitem(last=False)
+        rows = _rows(key.shapes, recorded.kind.batch_dims)
+        sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows)
+        caller = next((lane(t.device) for t in tensors), lane(torch.device("cpu")))
+        seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
+        assert core.plan is not None
+        return engine.Step(
+            recorded, tensors, rows, sizes, (*core.lanes, caller), seed, core.plan.schedule
+        )
+
+    def _key(self, leaves: list[Any], spec: Any) -> _Key:
+        """Return what a recording depends on: modes, input structure, shapes, dtypes, constants and module numbers."""
+        state: list[Any] = [Ambient.current()]
+        for module in self._core.model.modules():
+            kind = type(module)
+            state += (kind, module.training, *(p.dtype for p in module._parameters.values() if p is not None))
+            if not kind.__module__.startswith("torch.nn"):
+                numbers = module.__dict__.items()
+                state += [v for k, v in numbers if isinstance(v, (bool, int, float, str)) and k != "training"]
+            elif isinstance(module, nn.modules.dropout._DropoutNd):
+                state.append(module.p)
+        shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
+        kinds = tuple((v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), repr(v)) for v in leaves)
+        return _Key((tuple(state), spec, kinds), shapes)
+
+    def _known(self, key: _Key) -> Recorded | None:
+        """Return a recording of the same kind of call at another batch size."""
+        for recorded in self._core.recordings.values():
+            kind = recorded.kind
+            if kind.rest == key.rest and kind.shapes == _without_rows(key.shapes, kind.batch_dims):
+                if _rows(key.shapes, kind.batch_dims):
+                    return recorded
+        return None
+
+    def _record(self, key: _Key, sample: Sample) -> Recorded:
+        """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
+        core = self._core
+        with torch.inference_mode(False):
+            flat = flatten(core.model, sample, core.options.batch_dims)
+            rows = batch_rows(flat)
+            values = key.rest[1:], _without_rows(key.shapes, flat.batch_dims)
+            found = trace(core.model, sample, batch_dims=core.options.batch_dims, suspects=core.suspects.get(values))
+            core.suspects[values] = found.suspects
+            if core.plan is None:
+                sizes = sizes_of(rows, core.options.chunks, found.graph.min_rows)
+                core.plan = make_plan(core.model, found, core.options, sizes=sizes)
+            elif not core.recordings:
+                check_plan(core.plan, core.model, stages=len(core.options.devices))
+            return self._cut(found, core.plan, key)
+
+    def _cut(self, found: Trace, plan: Plan, key: _Key) -> Recorded:
+        core = self._core
+        devices = core.options.devices[: len(plan.stages)]
+        stage_of = assign(found.graph, plan.stage_of(), stages=len(devices))
+        lowered = lower(found.graph, stage_of, devices)
+        if not core.lanes:
+            core.lanes = tuple(lane(device) for device in devices)
+            core.names = _free_names(core.model, len(devices))
+        place(core.model, lowered, devices)
+        dims = found.inputs.batch_dims
+        return Recorded(found.graph, lowered, _Kind(key.rest, _without_rows(key.shapes, dims), dims))
+
+    # -- copies and moves ----------------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
+        core = self._core
+        twin = PipelinedModule(copy.deepcopy(core.model, memo), core.options, core.plan)
+        memo[id(self)] = twin
+        return twin
+
+    def __copy__(self) -> PipelinedModule:
+        return PipelinedModule(self._core.model, self._core.options, self._core.plan)
+
+    def __reduce__(self) -> Any:
+        return PipelinedModule, (self._core.model, self._core.options, self._core.plan)
+
+    def to(self, *args: Any, **kwargs: Any) -> PipelinedModule:
+        """Change the dtype; a device is refused when the stages lie on others, since it would collapse the placement."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        self._refuse_collapse(device)
+        super().to(*args, **kwargs)
+        return self
+
+    def cpu(self) -> PipelinedModule:
+        """Do nothing when all stages are on the CPU; else refuse, as :meth:`to` does."""
+        return self.to("cpu")
+
+    def cuda(self, device: Any = None) -> PipelinedModule:
+        """Do nothing when all stages are on that CUDA device; else refuse, as :meth:`to` does."""
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def _refuse_collapse(self, device: torch.device | None) -> None:
+        own = {str(d) for d in self._core.options.devices}
+        if device is not None and own != {str(device)} and own != {f"{device.type}:{device.index or 0}"}:
+            raise DeviceError(
+                f"the stages lie on {', '.join(sorted(own))}; moving all to {device} would collapse the pipeline. "
+                f"Take the model back with pipe.unsplit().to({str(device)!r}), or split it anew with devices="
+            )
+
+
+def _rows(shapes: _Shapes, dims: tuple[int | None, ...]) -> int:
+    """Return the batch size, or 0 when the inputs disagree or are empty."""
+    rows = {shape[d] for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None}
+    return rows.pop() if len(rows) == 1 else 0
+
+
+def _without_rows(shapes: _Shapes, dims: tuple[int | None, ...]) -> _Shapes:
+    return tuple(
+        shape if shape is None or d is None or d >= len(shape) else (*shape[:d], -1, *shape[d + 1 :])
+        for shape, d in zip(shapes, dims, strict=True)
+    )
+
+
+def _free_names(model: nn.Module, stages: int) -> dict[str, str]:
+    """Choose attribute names for the parts that hide nothing of the model's own."""
+    names = {}
+    for part in (*(f"stage{i}" for i in range(stages)), *(f"shared{i}" for i in range(stages)), "epilogue"):
+        name = part
+        while hasattr(model, name):
+            name = f"pipe_{name}"
+        names[part] = name
+    return names

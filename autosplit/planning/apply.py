@@ -1,0 +1,89 @@
+"""Apply an assignment by stable names to a recording: also one with other nodes, of another mode or length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+
+
+def assign(traced: TracedGraph, stage_of: Mapping[str, int], *, stages: int) -> dict[str, int]:
+    """Return a legal stage for every tensor-computing node of a recording.
+
+    A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
+    node before). Then stages are raised until data flows forward and colours are together. Shared nodes run where they
+    are used first, full nodes on the last stage.
+    """
+    wanted = _wanted(traced, stage_of)
+    micro = [(node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.MICRO]
+    names = {node.name for node, _ in micro}
+    by_name = {node.name: node for node, _ in micro}
+    before = {node: [d for d in sources(node) if d.name in names] for node, _ in micro}
+    for first, second in traced.order:
+        if first in names and second in names:
+            before[by_name[second]].append(by_name[first])
+    placed = {node: wanted[info.name] for node, info in micro}
+    colours: dict[int, list[fx.Node]] = {}
+    for node, info in micro:
+        if info.colour is not None:
+            colours.setdefault(info.colour, []).append(node)
+    changed = True
+    while changed:
+        changed = False
+        for node, info in micro:
+            group = colours[info.colour] if info.colour is not None else [node]
+            lowest = max([placed[node], *(placed[d] for d in before[node]), *(placed[g] for g in group)])
+            if lowest != placed[node]:
+                placed[node] = lowest
+                changed = True
+    result = {node.meta[INFO].name: stage for node, stage in placed.items()}
+    result.update({info.name: stages - 1 for _, info in traced.compute_nodes() if info.node_class is NodeClass.FULL})
+    _place_shared(traced, result)
+    return result
+
+
+def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for name, stage in stage_of.items():
+        path = name.split("#")[0]
+        last[path] = max(stage, last.get(path, 0))
+    wanted: dict[str, int] = {}
+    previous = 0
+    for _, info in traced.compute_nodes():
+        stage = stage_of.get(info.name)
+        path = info.name.split("#")[0]
+        while stage is None and path:
+            stage = last.get(path)
+            path = path.rpartition(".")[0]
+        wanted[info.name] = previous = previous if stage is None else stage
+    return wanted
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor nodes behind a node's operands, through sizes and plumbing; ``rows`` and attributes are none."""
+    found = []
+    for operand in node.all_input_nodes:
+        found += [operand] if INFO in operand.meta else sources(operand)
+    return found
+
+
+def _place_shared(traced: TracedGraph, placed: dict[str, int]) -> None:
+    shared = [(node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.SHARED]
+    consumers: dict[fx.Node, list[fx.Node]] = {}
+    for node, _ in traced.compute_nodes():
+        for source in sources(node):
+            consumers.setdefault(source, []).append(node)
+    together: dict[str, list[fx.Node]] = {}
+    by_name = {node.name: node for node, _ in shared}
+    for first, second in traced.order:
+        if first in by_name and second in by_name:
+            together.setdefault(first, []).append(by_name[second])
+    for node, info in reversed(shared):
+        users = [*consumers.get(node, ()), *together.get(node.name, ())]
+        placed[info.name] = min((placed[u.meta[INFO].name] for u in users), default=0)
+    for node, info in shared:
+        for first, second in traced.order:
+            if second == node.name and first in by_name:
+                placed[info.name] = max(placed[info.name], placed[by_name[first].meta[INFO].name])

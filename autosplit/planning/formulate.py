@@ -1,0 +1,205 @@
+"""From a profiled recording to the pure numbers that the solver cuts.
+
+Every micro node is a work. All full nodes together are one more work that comes after all others. A parameter's bytes
+lie with its first use; a shared node's with the first micro node that it serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autosplit.options import Options
+from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.planning.apply import sources
+from autosplit.profile.types import Profile, StateProfile
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+from cost_models import registry
+
+EPILOGUE = "epilogue"
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """The problem, and which stable names each work stands for."""
+
+    problem: Problem
+    names: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a parameter or buffer takes at home: itself, its gradient, its optimizer state."""
+
+    own: int
+    gradient: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.own + self.gradient + self.optimizer
+
+
+def state_bytes(state: StateProfile, options: Options) -> StateBytes:
+    """Return the bytes of one parameter or buffer under the optimizer that was named."""
+    if not (state.is_parameter and state.trainable):
+        return StateBytes(state.bytes, 0, 0)
+    return StateBytes(state.bytes, state.bytes, state.elements * options.optimizer_bytes_per_element)
+
+
+def formulate(
+    traced: TracedGraph, profile: Profile, options: Options, *, microbatches: int, schedule: str
+) -> Formulation:
+    """Return the partition problem of a profiled recording."""
+    return _Formulator(traced, profile, options, microbatches, schedule).formulation()
+
+
+def link_seconds(options: Options, count: int) -> float:
+    """Return how long ``count`` bytes take between two of the devices; lanes of one device pass them by reference."""
+    if len(set(options.devices)) == 1:
+        return 0.0
+    kind = "cpu-lane" if any(d.type == "cpu" for d in options.devices) else _known_device(options.devices[0])
+    link = registry.link(kind, kind)
+    return link.latency_s + count / link.bandwidth_bytes_per_s
+
+
+def _known_device(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    matches = [known for known in registry.names() if known.split("-")[0] in name]
+    return matches[0] if matches else "A100-PCIe-80GB"
+
+
+class _Formulator:
+    def __init__(
+        self, traced: TracedGraph, profile: Profile, options: Options, microbatches: int, schedule: str
+    ) -> None:
+        self.traced, self.profile, self.options = traced, profile, options
+        self.microbatches, self.schedule = microbatches, schedule
+        self.micro = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.MICRO]
+        self.full = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.FULL]
+        self.work_of = {info.name: index for index, (_, info) in enumerate(self.micro)}
+        self.work_of.update({info.name: len(self.micro) for _, info in self.full})
+        self.count = len(self.micro) + bool(self.full)
+
+    def formulation(self) -> Formulation:
+        static = self._static()
+        works = [self._work(info, static[index]) for index, (_, info) in enumerate(self.micro)]
+        names = [(info.name,) for _, info in self.micro]
+        order = [(a, b) for a, b in self._order() if a != b]
+        if self.full:
+            works.append(self._epilogue(static[len(self.micro)]))
+            names.append(tuple(info.name for _, info in self.full))
+            order += [(index, len(self.micro)) for index in range(len(self.micro))]
+        limit = self.options.memory_limit
+        problem = Problem(
+            tuple(works),
+            tuple(self._nets()),
+            tuple(self._holds()),
+            tuple(dict.fromkeys(order)),
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            capacity_bytes=None if limit is None else (limit,) * len(self.options.devices),
+        )
+        return Formulation(problem, tuple(names))
+
+    def _work(self, info: TracedNode, static_bytes: int) -> Work:
+        node = self.profile.nodes[info.name]
+        transient = max(node.forward_transient_bytes, node.backward_transient_bytes)
+        return Work(info.name, node.forward_s, node.backward_s, static_bytes, transient, info.colour)
+
+    def _epilogue(self, static_bytes: int) -> Work:
+        """The full nodes as one work: their time once per step, their saved values once as a transient."""
+        nodes = [self.profile.nodes[info.name] for _, info in self.full]
+        saved: dict[int, int] = {}
+        for node in nodes:
+            saved.update(node.saved)
+            saved.update(node.outputs)
+        transient = max(max(n.forward_transient_bytes, n.backward_transient_bytes) for n in nodes)
+        return Work(
+            EPILOGUE,
+            sum(n.forward_s for n in nodes) / self.microbatches,
+            sum(n.backward_s for n in nodes) / self.microbatches,
+            static_bytes,
+            sum(saved.values()) + transient,
+        )
+
+    def _static(self) -> list[int]:
+        static = [0] * self.count
+        first = self._first_micro()
+        for state in self.profile.state.values():
+            index = next((first[name] for name in state.uses if first.get(name) is not None), None)
+            if index is not None and static:
+                static[index] += state_bytes(state, self.options).total
+        return static
+
+    def _first_micro(self) -> dict[str, int | None]:
+        """Map every node to a work: itself, or for a shared node the first work that it serves."""
+        first: dict[str, int | None] = dict(self.work_of)
+        users: dict[fx.Node, list[fx.Node]] = {}
+        nodes = list(self.traced.compute_nodes())
+        for node, _ in nodes:
+            for source in sources(node):
+                users.setdefault(source, []).append(node)
+        for node, info in reversed(nodes):
+            if info.node_class is NodeClass.SHARED:
+                served = [first.get(u.meta[INFO].name) for u in users.get(node, ())]
+                first[info.name] = min((s for s in served if s is not None), default=0 if self.count else None)
+        return first
+
+    def _order(self) -> list[tuple[int, int]]:
+        by_node = {node.name: self.work_of[info.name] for node, info in (*self.micro, *self.full)}
+        return [(by_node[a], by_node[b]) for a, b in self.traced.order if a in by_node and b in by_node]
+
+    def _consumers(self) -> dict[str, list[int]]:
+        consumers: dict[str, list[int]] = {}
+        for node, info in (*self.micro, *self.full):
+            for source in sources(node):
+                consumers.setdefault(source.meta[INFO].name, []).append(self.work_of[info.name])
+        return consumers
+
+    def _nets(self) -> list[Net]:
+        consumers = self._consumers()
+        nets = []
+        for index, (_, info) in enumerate(self.micro):
+            others = tuple(dict.fromkeys(c for c in consumers.get(info.name, ()) if c != index))
+            if others:
+                seconds = link_seconds(self.options, self.profile.nodes[info.name].output_bytes)
+                back = seconds if info.tensors and info.tensors[0].dtype.is_floating_point else 0.0
+                nets.append(Net(index, others, seconds, back))
+        return nets
+
+    def _holds(self) -> list[Hold]:
+        """One hold per storage: views of one storage are one, whoever makes, uses or saves them."""
+        sizes: dict[int, int] = {}
+        producers: dict[int, int] = {}
+        users: dict[int, list[int]] = {}
+        savers: dict[int, list[int]] = {}
+        consumers = self._consumers()
+        for index, (_, info) in enumerate(self.micro):
+            node = self.profile.nodes[info.name]
+            for storage, size in node.outputs.items():
+                sizes[storage] = size
+                producers.setdefault(storage, index)
+                users.setdefault(storage, []).extend(consumers.get(info.name, ()))
+            for storage, size in node.saved.items():
+                sizes.setdefault(storage, size)
+                savers.setdefault(storage, []).append(index)
+        holds = [
+            Hold(
+                size,
+                producers.get(storage, savers.get(storage, [0])[0]),
+                tuple(dict.fromkeys(users.get(storage, ()))),
+                tuple(dict.fromkeys(savers.get(storage, ()))),
+            )
+            for storage, size in sizes.items()
+        ]
+        for node in self.traced.graph.nodes:
+            info = node.meta.get(INFO)
+            if node.op == "placeholder" and info is not None and info.node_class is NodeClass.MICRO:
+                taken = tuple(dict.fromkeys(consumers.get(info.name, ())))
+                holds.append(Hold(self.profile.input_bytes[info.name], None, taken, ()))
+        return holds
+

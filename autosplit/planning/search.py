@@ -1,0 +1,218 @@
+"""Profile, solve, simulate: the plan for one model on given devices."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from autosplit.errors import TraceError
+from autosplit.options import Options
+from autosplit.partition.costs import check
+from autosplit.partition.solve import Partition, solve
+from autosplit.planning.apply import assign, sources
+from autosplit.planning.fingerprint import fingerprint
+from autosplit.planning.formulate import Formulation, formulate, link_seconds, state_bytes
+from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
+from autosplit.profile.combine import profile
+from autosplit.profile.types import Profile
+from autosplit.schedule.catalog import build
+from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.trace.ladder import Trace
+from autosplit.trace.probe import probe_rows
+
+
+def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
+    """Return the plan with the least bottleneck for microbatches of the given sizes.
+
+    Raises InfeasibleError when the memory limit cannot hold; warns when there are fewer separable nodes than devices.
+    """
+    traced = found.graph
+    costs = _profile(model, found, options, sizes)
+    schedule = "1f1b" if options.schedule == "auto" else options.schedule
+    formulation = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule)
+    if not formulation.problem.works:
+        raise TraceError("the recording has no operation that depends on the batch: there is nothing to pipeline")
+    partition = solve(formulation.problem, stages=len(options.devices))
+    if partition.stages < len(options.devices):
+        warnings.warn(
+            f"{len(options.devices)} devices were given, but the model has only {partition.stages} parts that can be "
+            f"separated: using {partition.stages} stages",
+            UserWarning,
+            stacklevel=2,
+        )
+    return _Writer(model, traced, costs, options, sizes, schedule, formulation, partition).plan()
+
+
+def _profile(model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...]) -> Profile:
+    leaves = []
+    for position in found.inputs.tensors():
+        leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
+        leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
+    return profile(
+        found.graph, rows=sizes[0], batch_rows=sum(sizes), inputs=leaves, measure=options.measure, device="cpu-lane"
+    )
+
+
+class _Writer:
+    """Writes the solver's answer down as a plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        traced: TracedGraph,
+        costs: Profile,
+        options: Options,
+        sizes: tuple[int, ...],
+        schedule: str,
+        formulation: Formulation,
+        partition: Partition,
+    ) -> None:
+        self.model, self.traced, self.costs, self.options = model, traced, costs, options
+        self.sizes, self.schedule, self.formulation, self.partition = sizes, schedule, formulation, partition
+        pairs = zip(formulation.names, partition.assignment, strict=True)
+        solved = {name: stage for names, stage in pairs for name in names}
+        self.stage_of = assign(traced, solved, stages=partition.stages)
+        self.checked = check(formulation.problem, partition.assignment)
+
+    def plan(self) -> Plan:
+        """Return the plan with its prediction."""
+        stages = tuple(self._stage(index) for index in range(self.partition.stages))
+        boundaries = tuple(self._boundaries())
+        timeline = simulate(
+            build(self.schedule, stages=len(stages), microbatches=len(self.sizes)),
+            forward_s=[stage.forward_s for stage in stages],
+            backward_s=[stage.backward_s for stage in stages],
+            transfers=self._transfers(boundaries),
+        )
+        limit = self.options.memory_limit
+        return Plan(
+            fingerprint=fingerprint(self.model, self.traced),
+            devices=tuple(str(device) for device in self.options.devices[: len(stages)]),
+            stages=stages,
+            boundaries=boundaries,
+            chunks=self.options.chunks,
+            microbatch_rows=self.sizes,
+            schedule=self.schedule,
+            optimizer=str(self.options.optimizer),
+            step_s=timeline.step_s + self._shared_s(),
+            bubble=timeline.bubble,
+            bottleneck_s=self.partition.bottleneck_s,
+            lower_bound_s=self.partition.lower_bound_s,
+            status=self.partition.status,
+            fits=None if limit is None else True,
+            verdict="borderline" if limit is None else "fits",
+            class_flops=self._class_flops(),
+            measured=self.costs.measured,
+            notes=tuple(self._notes()),
+        )
+
+    def _stage(self, index: int) -> StagePlan:
+        names = [info.name for _, info in self.traced.compute_nodes() if self.stage_of[info.name] == index]
+        works = zip(self.formulation.problem.works, self.partition.assignment, strict=True)
+        own = [work for work, stage in works if stage == index]
+        states = [s for s in self.costs.state.values() if self._home(s.uses) == index]
+        totals = [state_bytes(state, self.options) for state in states]
+        parameters = [s for s in states if s.is_parameter]
+        memory = self.checked.stages[index]
+        device = self.options.devices[index]
+        capacity = self.options.memory_limit
+        if capacity is None and device.type == "cuda":
+            capacity = torch.cuda.get_device_properties(device).total_memory
+        return StagePlan(
+            index=index,
+            device=str(device),
+            nodes=tuple(names),
+            modules=tuple(covered_modules(self.model, names)),
+            parameters=sum(s.elements for s in parameters),
+            forward_s=sum(work.forward_s for work in own),
+            backward_s=sum(work.backward_s for work in own),
+            memory=StageMemory(
+                parameter_bytes=sum(s.bytes for s in parameters),
+                buffer_bytes=sum(s.bytes for s in states if not s.is_parameter),
+                gradient_bytes=sum(t.gradient for t in totals),
+                optimizer_bytes=sum(t.optimizer for t in totals),
+                activation_bytes=memory.activation_bytes,
+                transient_bytes=memory.transient_bytes,
+                peak_bytes=memory.peak_bytes,
+                capacity_bytes=capacity,
+            ),
+        )
+
+    def _home(self, uses: Iterable[str]) -> int:
+        return min((self.stage_of[name] for name in uses), default=0)
+
+    def _boundaries(self) -> Iterable[Boundary]:
+        consumers: dict[str, set[int]] = {}
+        for node, info in self.traced.compute_nodes():
+            for source in sources(node):
+                consumers.setdefault(source.meta[INFO].name, set()).add(self.stage_of[info.name])
+        for node in self.traced.graph.nodes:
+            info = node.meta.get(INFO)
+            if info is None:
+                continue
+            producer = -1 if node.op == "placeholder" else self.stage_of[info.name]
+            others = tuple(sorted(consumers.get(info.name, set()) - {producer}))
+            once = info.node_class is not NodeClass.MICRO
+            if others and not (producer >= 0 and once and info.node_class is NodeClass.FULL):
+                size = self.costs.input_bytes[info.name] if producer < 0 else self.costs.nodes[info.name].output_bytes
+                yield Boundary(value=info.name, producer=producer, consumers=others, bytes=size, per_step=once)
+        for state in self.costs.state.values():
+            stages = sorted({self.stage_of[name] for name in state.uses})
+            if len(stages) > 1:
+                yield Boundary(
+                    value=state.name, producer=stages[0], consumers=tuple(stages[1:]), bytes=state.bytes, per_step=True
+                )
+
+    def _transfers(self, boundaries: Sequence[Boundary]) -> tuple[TransferTime, ...]:
+        counts: dict[tuple[int, int], int] = {}
+        for boundary in boundaries:
+            for consumer in boundary.consumers:
+                if 0 <= boundary.producer < consumer and not boundary.per_step:
+                    pair = boundary.producer, consumer
+                    counts[pair] = counts.get(pair, 0) + boundary.bytes
+        return tuple(
+            TransferTime(producer, consumer, seconds, seconds)
+            for (producer, consumer), count in counts.items()
+            for seconds in (link_seconds(self.options, count),)
+        )
+
+    def _shared_s(self) -> float:
+        shared = (i.name for _, i in self.traced.compute_nodes() if i.node_class is NodeClass.SHARED)
+        return sum(self.costs.nodes[name].forward_s + self.costs.nodes[name].backward_s for name in shared)
+
+    def _class_flops(self) -> dict[str, float]:
+        """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""
+        totals = dict.fromkeys((c.value for c in NodeClass), 0.0)
+        for _, info in self.traced.compute_nodes():
+            times = len(self.sizes) if info.node_class is NodeClass.MICRO else 1
+            totals[info.node_class.value] += times * self.costs.nodes[info.name].forward_flops
+        whole = sum(totals.values())
+        return {name: total / whole if whole else 0.0 for name, total in totals.items()}
+
+    def _notes(self) -> Iterable[str]:
+        infos = [info for _, info in self.traced.compute_nodes()]
+        if self.traced.min_rows > 1:
+            yield "one row alone behaves differently in this model: microbatches have at least two rows"
+        norms = [i.name for i in infos if i.writes and i.node_class is NodeClass.MICRO]
+        if norms:
+            yield f"{len(norms)} batch norm layers normalise and count per microbatch (first: {norms[0]})"
+        random = sum(info.random for info in infos)
+        if random:
+            yield f"{random} random operations draw per microbatch from seeded generators"
+        full = [i.name for i in infos if i.node_class is NodeClass.FULL]
+        if full:
+            yield f"{len(full)} operations mix rows and run once per step on the whole batch, on the last device (first: {full[0]})"
+        if self.costs.estimated:
+            name, why = next(iter(self.costs.estimated.items()))
+            yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"
+
+
+def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the deepest common description of a stage: the modules whose own operations lie in it, in order."""
+    paths = dict.fromkeys(name.split("#")[0] for name in names)
+    return [path or type(model).__name__ for path in paths]
+

@@ -1,0 +1,277 @@
+"""One training step, action by action: every cell has borders of its own and its backward is called when its turn comes.
+
+    forward of a cell     detach what comes in ─► stage ─► keep inputs and outputs until the backward
+    backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
+
+Contributions to a parameter add over the microbatches in ascending order, whatever the cut. Nothing reaches ``.grad``
+before the last action has succeeded; then one backward hands all sums over, so that hooks fire once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autosplit.errors import InputError
+from autosplit.lower.layout import OUT
+from autosplit.lower.locate import add_location
+from autosplit.lower.program import emit_setup
+from autosplit.runtime import loss as losses
+from autosplit.runtime.lanes import Lane
+from autosplit.runtime.ops import Bundle, Key, transfer
+from autosplit.schedule.catalog import build
+from autosplit.schedule.order import issue_order
+from autosplit.trace import state
+from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.record import flatten_output
+
+
+@dataclass
+class Step:
+    """One call of the pipe: what to run, on what, in which schedule."""
+
+    recorded: Any
+    tensors: list[torch.Tensor]
+    rows: int
+    sizes: tuple[int, ...]
+    lanes: tuple[Lane, ...]
+    """One lane per stage, and last the caller's device."""
+    seed: int | None
+    schedule: str
+
+
+def train_step(
+    step: Step,
+    *,
+    target: Any,
+    loss_fn: Any,
+    reduction: str,
+    proved: dict[Any, str],
+    whole: Callable[[Step], Any],
+) -> torch.Tensor:
+    """Run forward, loss and backward of a whole batch; see :meth:`PipelinedModule.train_step`.
+
+    ``whole`` runs the ordinary program on a step; it is used where the loss needs the whole batch at once.
+    """
+    if loss_fn is None:
+        raise InputError("train_step needs loss_fn=, a function loss_fn(output, target) that returns a scalar")
+    lowered = step.recorded.lowered
+    targets = losses.split_target(target, step.sizes)
+    if lowered.epilogue is not None or _has_hooks(lowered) or len(step.sizes) == 1:
+        value = losses.call_loss(loss_fn, whole(step), target)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.detach()
+    kind = losses.known_reduction(loss_fn, reduction) or proved.get(loss_fn)
+    if kind is None:
+        kind = proved[loss_fn] = _prove(step, loss_fn, target, targets, whole)
+    factors = losses.weights(kind, loss_fn, step.sizes, targets)
+    return _Run(step, lambda output, m: losses.call_loss(loss_fn, output, targets[m]) * factors[m]).run()
+
+
+def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole: Callable[[Step], Any]) -> str:
+    traced = step.recorded.traced
+    with torch.no_grad(), state.random_state(), state.buffer_contents(traced.root):
+        output = whole(step)
+    flat, rebuild = flatten_output(output)
+
+    def part(microbatch: int | None) -> Any:
+        if microbatch is None:
+            return output
+        start = sum(step.sizes[:microbatch])
+        leaves = []
+        for leaf, dim in zip(flat, traced.batch_outputs, strict=True):
+            if dim is None:
+                leaves.append(leaf)
+            else:
+                factor = leaf.shape[dim] // step.rows
+                leaves.append(leaf.narrow(dim, start * factor, step.sizes[microbatch] * factor))
+        return rebuild(leaves)
+
+    return losses.prove(loss_fn, part, target, targets, step.sizes)
+
+
+def _has_hooks(lowered: Any) -> bool:
+    """Tell whether a parameter has hooks: those want the whole gradient, once."""
+    return any(p._backward_hooks for p in lowered.traced.root.parameters())
+
+
+@dataclass
+class _Border:
+    """What one cell keeps from its forward to its backward."""
+
+    leaves: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """Detached inputs by the name of the bundle that they came in."""
+    sent: dict[str, Bundle] = field(default_factory=dict)
+    loss: torch.Tensor | None = None
+    gradients: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
+    """Gradients of what was sent, by target."""
+
+
+class _Run:
+    def __init__(self, step: Step, loss: Callable[[Any, int], torch.Tensor]) -> None:
+        self.step = step
+        self.loss = loss
+        self.lowered = step.recorded.lowered
+        self.layout = self.lowered.layout
+        self.count = len(self.lowered.stages)
+        self.cells: dict[tuple[int, int], _Border] = {}
+        self.losses: list[torch.Tensor] = []
+        with torch.enable_grad():
+            self.inputs, self.shared = self._setup()
+        self.given = {s: _detached(bundle) for s, bundle in self.shared.items()}
+        self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
+        self.sums: list[list[torch.Tensor | None]] = [[None] * len(own) for own in self.parameters]
+        self.given_sums = {s: [None] * len(bundle) for s, bundle in self.given.items()}
+        self.input_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def run(self) -> torch.Tensor:
+        """Issue every action and hand the gradients over."""
+        schedule = build(self.step.schedule, stages=self.count, microbatches=len(self.step.sizes))
+        for action in issue_order(schedule):
+            try:
+                if action.kind == "F":
+                    self._forward(action.stage, action.microbatch)
+                else:
+                    self._backward(action.stage, action.microbatch)
+            except Exception as error:
+                add_location(error, self.lowered, cell=f"y{action.stage}_{action.microbatch}")
+                raise
+        self._hand_over()
+        total = self.losses[0]
+        for value in self.losses[1:]:
+            total = total + value
+        return total
+
+    def _setup(self) -> tuple[dict[int, Sequence[Bundle]], dict[int, Bundle]]:
+        recorded = self.step.recorded
+        if recorded.setup is None:
+            recorded.setup = emit_setup(self.lowered)
+        step = self.step
+        return recorded.setup(*step.tensors, step.rows, step.sizes, step.lanes, step.seed)  # type: ignore[no-any-return]
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        module, layout = self.lowered.stages[stage], self.layout.stages[stage]
+        border = self.cells[stage, microbatch] = _Border()
+        given: dict[str, Any] = {"rows": self.step.sizes[microbatch], "shared": self.given.get(stage)}
+        given["key"] = None if self.step.seed is None else Key(self.step.seed, microbatch)
+        if layout.inputs:
+            given["inputs"] = border.leaves["inputs"] = _detached(self.inputs[stage][microbatch])
+        for source in layout.received:
+            bundle = self.cells[source, microbatch].sent[str(stage)]
+            given[f"from{source}"] = border.leaves[str(source)] = self._received(bundle, source, stage)
+        with torch.enable_grad():
+            border.sent = module(*(given[name] for name in module.takes))
+            if stage == self.count - 1:
+                border.loss = self.loss(self._output(microbatch, border), microbatch)
+                self.losses.append(border.loss.detach())
+
+    def _received(self, bundle: Bundle, source: int, target: int) -> list[torch.Tensor]:
+        lanes = self.step.lanes
+        lanes[target].wait(lanes[source].record())
+        with torch.no_grad():
+            moved = transfer(bundle, lanes[source], lanes[target])
+        return [m.detach().requires_grad_(b.requires_grad) for m, b in zip(moved, bundle, strict=True)]
+
+    def _output(self, microbatch: int, last: _Border) -> Any:
+        """Rebuild the model's output for one microbatch; what earlier stages made comes over a border of its own."""
+        values: dict[str, torch.Tensor] = {}
+        for stage, layout in enumerate(self.layout.stages):
+            slots = layout.sent.get(OUT, ())
+            bundle: Any = self.cells[stage, microbatch].sent.get(OUT, ())
+            if slots and stage < self.count - 1:
+                bundle = last.leaves[f"{OUT}{stage}"] = self._received(bundle, stage, self.count - 1)
+            values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
+        flat = [self._flat(value, values, microbatch) for value in self.lowered.outputs]
+        return self.step.recorded.traced.unflatten(flat)
+
+    def _flat(self, value: Any, values: dict[str, torch.Tensor], microbatch: int) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        if value.name in values:
+            return values[value.name]
+        info = value.meta.get(INFO)
+        if info is not None and value.op == "placeholder" and info.node_class is NodeClass.MICRO:
+            return self._input(value, microbatch)
+        raise InputError(
+            f"train_step cannot hand {value.name!r} of the output to the loss per microbatch: it is no value of the batch's "
+            "rows; call pipe(x) and loss.backward() instead"
+        )
+
+    def _input(self, node: fx.Node, microbatch: int) -> torch.Tensor:
+        names = [n.name for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
+        tensor = self.step.tensors[names.index(node.name)]
+        dim = node.meta[INFO].tensors[0].batch_dim
+        start = sum(self.step.sizes[:microbatch])
+        return tensor.narrow(dim, start, self.step.sizes[microbatch])
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        border = self.cells.pop((stage, microbatch)) if stage == 0 else self.cells[stage, microbatch]
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor | None] = []
+        if border.loss is not None:
+            roots.append(border.loss)
+            seeds.append(None)
+        for target, bundle in border.sent.items():
+            for tensor, gradient in zip(bundle, border.gradients.get(target, [None] * len(bundle)), strict=True):
+                if gradient is not None:
+                    roots.append(tensor)
+                    seeds.append(gradient)
+        leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
+        given = [(i, t) for i, t in enumerate(self.given.get(stage, ())) if t.requires_grad]
+        wanted = [t for *_, t in leaves] + [t for _, t in given] + self.parameters[stage]
+        if not roots or not wanted:
+            return
+        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        for (name, position, _), gradient in zip(leaves, found, strict=False):
+            self._send_back(stage, microbatch, name, position, gradient)
+        rest = found[len(leaves) :]
+        for (position, _), gradient in zip(given, rest, strict=False):
+            _add(self.given_sums[stage], position, gradient)
+        for position, gradient in enumerate(rest[len(given) :]):
+            _add(self.sums[stage], position, gradient)
+        border.leaves.clear()
+        border.sent = {}
+
+    def _send_back(
+        self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor | None
+    ) -> None:
+        if gradient is None:
+            return
+        if name == "inputs":
+            self.input_gradients.append((self.inputs[stage][microbatch][position], gradient))
+            return
+        target = OUT if name.startswith(OUT) else str(stage)
+        source = int(name.removeprefix(OUT))
+        lanes = self.step.lanes
+        lanes[source].wait(lanes[stage].record())
+        (moved,) = transfer((gradient,), lanes[stage], lanes[source])
+        border = self.cells[source, microbatch]
+        gradients = border.gradients.setdefault(target, [None] * len(border.sent[target]))
+        gradients[position] = moved
+
+    def _hand_over(self) -> None:
+        """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
+        pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for own, sums in zip(self.parameters, self.sums, strict=True):
+            pairs.update((id(p), (p, g)) for p, g in zip(own, sums, strict=True) if g is not None)
+        for stage, sums in self.given_sums.items():
+            bundle = self.shared[stage]
+            pairs.update((id(t), (t, g)) for t, g in zip(bundle, sums, strict=True) if g is not None)
+        pairs.update((id(t), (t, g)) for t, g in self.input_gradients)
+        if not pairs:
+            raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
+        tensors, gradients = zip(*pairs.values(), strict=True)
+        torch.autograd.backward(tensors, gradients)
+
+
+def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in bundle]
+
+
+def _add(sums: list[Any], position: int, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        sums[position] = gradient if sums[position] is None else sums[position] + gradient

@@ -1,0 +1,128 @@
+"""The words of the pipelined program: split, transfer, record, wait, merge, and what keeps the numbers the same.
+
+A *bundle* is a tuple of tensors that travel together: everything that one stage sends to one other stage for one
+microbatch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.node import has_side_effect
+
+from autosplit.runtime.lanes import Lane
+
+Bundle = tuple[torch.Tensor, ...]
+
+
+class Key(NamedTuple):
+    """What the random draws of one cell are seeded by."""
+
+    seed: int
+    microbatch: int
+
+
+def sizes_of(rows: int, chunks: int, min_rows: int) -> tuple[int, ...]:
+    """Return the rows of each microbatch, as ``torch.tensor_split`` does: at most ``chunks`` of at least ``min_rows``."""
+    count = max(1, min(chunks, rows // min_rows))
+    base, extra = divmod(rows, count)
+    return tuple(base + (i < extra) for i in range(count))
+
+
+def split(bundle: Bundle, sizes: Sequence[int], dims: Sequence[int], lane: Lane) -> tuple[Bundle, ...]:
+    """Cut every tensor into microbatches along its batch dimension and place them on a lane's device."""
+    rows = sum(sizes)
+    parts = []
+    for tensor, dim in zip(bundle, dims, strict=True):
+        factor = tensor.shape[dim] // rows
+        pieces = tensor.split([size * factor for size in sizes], dim) if len(sizes) > 1 else (tensor,)
+        parts.append([_to(piece, lane) for piece in pieces])
+    return tuple(zip(*parts, strict=True))
+
+
+def merge(bundles: Sequence[Bundle], dims: Sequence[int]) -> Bundle:
+    """Join the microbatches of every tensor of a bundle along its batch dimension."""
+    if len(bundles) == 1:
+        return tuple(bundles[0])
+    return tuple(torch.cat(pieces, dim) for pieces, dim in zip(zip(*bundles, strict=True), dims, strict=True))
+
+
+def transfer(bundle: Bundle, source: Lane, target: Lane) -> Bundle:
+    """Copy a bundle from one lane's device to another's; between lanes of one device it stays where it is."""
+    if source.device == target.device:
+        return bundle
+    return tuple(_to(tensor, target) for tensor in bundle)
+
+
+def _to(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
+    return tensor if tensor.device == lane.device else tensor.to(lane.device, non_blocking=True)
+
+
+def record(lane: Lane) -> Any:
+    """Return an event for the work that the lane was given so far."""
+    return lane.record()
+
+
+def wait(lane: Lane, event: Any) -> None:
+    """Let the lane's later work wait for another lane's event."""
+    lane.wait(event)
+
+
+def pick(bundle: Sequence[Any], position: int) -> Any:
+    """Return one entry of a bundle."""
+    return bundle[position]
+
+
+def alias(value: torch.Tensor) -> torch.Tensor:
+    """Return a view of its own for one use of a value that is used several times.
+
+    What one use sends back is summed in its view before it meets the other uses' gradients, so that the order of
+    additions, and with it every bit, is the same wherever the cut falls.
+    """
+    return value.view_as(value) if torch.is_grad_enabled() and value.requires_grad else value
+
+
+def fork(value: torch.Tensor, uses: int) -> Bundle:
+    """Return one alias per use of a value; their gradients add from the last use to the first, on any cut."""
+    if uses > 1 and torch.is_grad_enabled() and value.requires_grad:
+        return _Fork.apply(value, uses)  # type: ignore[no-any-return]
+    return (value,) * uses
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, uses: int) -> Bundle:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.device = value.device
+        return tuple(value.view_as(value) for _ in range(uses))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        total: torch.Tensor | None = None
+        for gradient in reversed(gradients):
+            if gradient is not None:
+                gradient = gradient.to(ctx.device)
+                total = gradient if total is None else total + gradient
+        return total, None
+
+
+def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a random operation with its own seed per step, node and microbatch; the default generators stay untouched."""
+    seed = zlib.crc32(f"{key.seed}/{name}/{key.microbatch}".encode()) ^ (key.seed & 0x7FFFFFFF) << 32
+    devices = {leaf.device for leaf in args if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        return function(*args, **kwargs)
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+for _function in (record, wait):
+    has_side_effect(_function)
