@@ -53,8 +53,6 @@ class Invocation:
     """One node with its arguments: ``leaves`` are the tensors that its backward computes gradients for."""
 
     run: Callable[[], Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     leaves: tuple[torch.Tensor, ...]
     lent: tuple[_Lent, ...]
 
@@ -110,14 +108,16 @@ class BorderInterpreter(fx.Interpreter):
             return value
 
         args = fx.node.map_aggregate(node.args, load)
-        kwargs = fx.node.map_aggregate(node.kwargs, load)
+        kwargs = dict(fx.node.map_aggregate(node.kwargs, load))
+        if self._device is not None and kwargs.get("device") is not None:
+            kwargs["device"] = self._device
         if node.op == "call_module":
             _add_leaves(leaves, self.fetch_attr(str(node.target)).parameters())
 
         def run() -> Any:
             return getattr(self, node.op)(node.target, args, kwargs)
 
-        return Invocation(run, tuple(args), dict(kwargs), tuple(leaves.values()), tuple(lent))
+        return Invocation(run, tuple(leaves.values()), tuple(lent))
 
     def _lend(
         self, value: torch.Tensor, leaves: dict[int, torch.Tensor], lent: list[_Lent], private: bool

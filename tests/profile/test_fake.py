@@ -255,3 +255,13 @@ def test_a_model_on_meta_costs_the_same():
         n.name: n.forward_flops for n in real.nodes.values()
     }
     assert union([dict(n.saved) for n in on_meta.nodes.values()]) == union([dict(n.saved) for n in real.nodes.values()])
+
+
+def test_devices_in_a_recording_do_not_matter():
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones_like(x, device="meta") + torch.ones_like(x, device=torch.device("meta"))
+            return (x * mask).to(torch.device("meta"))
+
+    nodes = costs_of(traced(Masked(), torch.randn(ROWS, 4, device="meta"))).nodes
+    assert nodes["to"].outputs == nodes["mul"].outputs, "already there"
