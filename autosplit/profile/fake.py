@@ -70,18 +70,19 @@ def fake_costs(
     when gradients are switched off around the call.
     """
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = shadow(traced.root, replace=lambda tensor: _fake(tensor, mode))
     epilogue = epilogue_nodes(traced)
-    everything = frozenset(node for node, _ in traced.compute_nodes())
-    with random_state(), torch.inference_mode(False), torch.enable_grad(), mode, Ledger() as ledger:
-        first = _FakePass(traced, twin, ledger, everything - epilogue, {})
-        first.sweep(rows, grads, skip=epilogue)
-        costs = first.costs
-        if epilogue:
-            second = _FakePass(traced, twin, ledger, epilogue, first.output_ids)
-            second.sweep(batch_rows, grads, skip=frozenset())
-            costs |= second.costs
+    before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    with random_state(), torch.inference_mode(False), torch.enable_grad():
+        twin = shadow(traced.root, replace=lambda tensor: _fake(tensor, mode))
+        with mode, ledger:
+            first = _FakePass(traced, twin, ledger, before_epilogue, {})
+            first.sweep(rows, grads, skip=epilogue)
+            costs = first.costs
+            if epilogue:
+                second = _FakePass(traced, twin, ledger, epilogue, first.output_ids)
+                second.sweep(batch_rows, grads, skip=frozenset())
+                costs |= second.costs
     names = [info.name for _, info in traced.compute_nodes()]
     return FakeCosts({name: costs[name] for name in names})
 
@@ -229,7 +230,7 @@ class _FakePass(BorderInterpreter):
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return mode.from_tensor(tensor, static_shapes=True)
-    with torch.inference_mode(False), torch.enable_grad(), mode:
+    with mode:
         twin = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=_CPU)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)

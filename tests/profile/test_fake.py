@@ -265,3 +265,11 @@ def test_devices_in_a_recording_do_not_matter():
 
     nodes = costs_of(traced(Masked(), torch.randn(ROWS, 4, device="meta"))).nodes
     assert nodes["to"].outputs == nodes["mul"].outputs, "already there"
+
+
+def test_a_caller_without_gradients_gets_the_costs_of_training():
+    graph = recording("attention")[1]
+    expected = costs_of(graph)
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off:
+            assert costs_of(graph) == expected
