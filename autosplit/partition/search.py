@@ -26,7 +26,7 @@ TOLERANCE = 1e-9
 """Values that differ by less, relatively, are the same."""
 
 _FRACTIONS = (0.1, 0.06, 0.03, 0.015, 0.008, 0.004, 0.002, 0.001, 0.0005)
-_WIDTHS = (16, 64, 256, 1024)
+_WIDTHS = (16, 64, 256)
 _ROUNDS = 8
 
 

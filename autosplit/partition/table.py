@@ -20,48 +20,42 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bits = NDArray[np.uint64]
 
+_SAVER = 2**15
+_PRODUCER = 2**30
 _QUANTA = 2**40
 """Weights are whole numbers of about this many parts of the total: sums in float64 are exact, so order is safe."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """For each tensor or storage (rows) and ideal (columns): is the producer inside, how many consumers and savers."""
+    """Which pins of each tensor or storage (rows) lie in each ideal (columns), as one number per pair.
+
+        bit 30: the producer | bits 15-29: number of savers | bits 0-14: number of consumers
+
+    No field shrinks from an ideal to a larger one, so the number of a stage is a difference. The stage pays unless that
+    is 0 (no pin inside) or ``whole`` (producer and all consumers inside, no saver).
+    """
 
     cost: Floats
-    producer: NDArray[np.bool_]
-    consumers: NDArray[np.int16]
-    savers: NDArray[np.int16]
-    consumer_count: NDArray[np.int16]
-    pin_count: NDArray[np.int16]
-    paid: NDArray[np.bool_]
-    """Whether the whole ideal, as one stage, pays."""
-    paid_cost: Floats
-    """Sum of what the whole ideal pays, per ideal."""
-
-    def straddling(self, ideal: int) -> Ints:
-        """Return the rows with a pin inside the ideal and one outside."""
-        inside = self.producer[:, ideal] + self.consumers[:, ideal] + self.savers[:, ideal]
-        return np.flatnonzero((inside > 0) & (inside < self.pin_count))
-
-    def closed_cost(self, ideal: int) -> float:
-        """Return what every larger ideal pays for rows whose pins all lie inside this one."""
-        inside = self.producer[:, ideal] + self.consumers[:, ideal] + self.savers[:, ideal]
-        return float(self.cost @ (self.paid[:, ideal] & (inside == self.pin_count)))
+    inside: NDArray[np.int32]
+    whole: NDArray[np.int32]
+    every: NDArray[np.int32]
+    """The number when all pins are inside."""
+    closed_cost: Floats
+    """What an ideal pays for a row even when all its pins are inside."""
+    paid: Floats
+    """Sum of what the whole ideal, as one stage, pays, per ideal."""
 
     def stage_cost(self, ideal: int, larger: Ints) -> Floats:
         """Return what the stages ``larger`` minus ``ideal`` pay."""
-        cost = self.paid_cost[larger] - self.closed_cost(ideal)
-        rows = self.straddling(ideal)
+        own = self.inside[:, ideal]
+        cost = self.paid[larger] - self.closed_cost @ (own == self.every)
+        rows = np.flatnonzero((own != 0) & (own != self.every))
         if len(rows):
-            block = np.ix_(rows, larger)
-            pays = _pays(
-                producer=self.producer[block] & ~self.producer[rows, ideal][:, None],
-                consumers=self.consumers[block] - self.consumers[rows, ideal][:, None],
-                savers=self.savers[block] - self.savers[rows, ideal][:, None],
-                consumer_count=self.consumer_count[rows][:, None],
-            )
-            cost += self.cost[rows] @ (pays.astype(np.float64) - self.paid[block])
+            block = self.inside[np.ix_(rows, larger)]
+            whole = self.whole[rows][:, None]
+            pays = _pays(block - own[rows][:, None], whole).astype(np.int8) - _pays(block, whole)
+            cost += self.cost[rows] @ pays
         return cost
 
 
@@ -133,44 +127,29 @@ class Table:
         return self.resident[larger] - self.resident[ideal] + self.storages.stage_cost(ideal, larger)
 
 
-def _pays(
-    *,
-    producer: NDArray[np.bool_],
-    consumers: NDArray[np.int16],
-    savers: NDArray[np.int16],
-    consumer_count: NDArray[np.int16],
-) -> NDArray[np.bool_]:
-    cut = np.where(producer, consumers < consumer_count, consumers > 0)
-    return cut | (savers > 0)
+def _pays(inside: NDArray[np.int32], whole: NDArray[np.int32]) -> NDArray[np.bool_]:
+    return (inside != 0) & (inside != whole)
 
 
 def _pins(columns: NDArray[np.bool_], rows: Sequence[tuple[float, int | None, frozenset[int], frozenset[int]]]) -> Pins:
-    shape = (len(rows), columns.shape[1])
-    producer = np.zeros(shape, dtype=np.bool_)
-    consumers = np.zeros(shape, dtype=np.int16)
-    savers = np.zeros(shape, dtype=np.int16)
-    for row, (_, own, consumer_set, saver_set) in enumerate(rows):
-        if own is not None:
-            producer[row] = columns[own]
-        for pins, into in ((consumer_set, consumers), (saver_set, savers)):
-            for pin in pins:
-                into[row] += columns[pin]
-    consumer_count = np.array([len(consumer_set) for _, _, consumer_set, _ in rows], dtype=np.int16)
-    sizes = [(own is not None) + len(consumer_set) + len(saver_set) for _, own, consumer_set, saver_set in rows]
-    paid = _pays(producer=producer, consumers=consumers, savers=savers, consumer_count=consumer_count[:, None])
-    paid_cost = np.zeros(shape[1])
-    for row, (cost, _, _, _) in enumerate(rows):
-        paid_cost += cost * paid[row]
-    return Pins(
-        cost=np.array([row[0] for row in rows], dtype=np.float64),
-        producer=producer,
-        consumers=consumers,
-        savers=savers,
-        consumer_count=consumer_count,
-        pin_count=np.array(sizes, dtype=np.int16),
-        paid=paid,
-        paid_cost=paid_cost,
+    inside = np.zeros((len(rows), columns.shape[1]), dtype=np.int32)
+    paid = np.zeros(columns.shape[1])
+    whole = np.array([_PRODUCER + len(consumers) for _, _, consumers, _ in rows], dtype=np.int32)
+    for row, (each, producer, consumers, savers) in enumerate(rows):
+        for consumer in consumers:
+            inside[row] += columns[consumer]
+        for saver in savers:
+            inside[row] += columns[saver] * np.int32(_SAVER)
+        if producer is not None:
+            inside[row] += columns[producer] * np.int32(_PRODUCER)
+        paid += each * _pays(inside[row], whole[row])
+    cost: Floats = np.array([row[0] for row in rows], dtype=np.float64)
+    every = np.array(
+        [(own is not None) * _PRODUCER + len(savers) * _SAVER + len(consumers) for _, own, consumers, savers in rows],
+        dtype=np.int32,
     )
+    closed_cost: Floats = np.where(_pays(every, whole), cost, 0.0)
+    return Pins(cost=cost, inside=inside, whole=whole, every=every, closed_cost=closed_cost, paid=paid)
 
 
 def _membership(pool: Sequence[int], size: int) -> Floats:

@@ -56,6 +56,13 @@ def test_every_stage_gets_a_work_even_where_fewer_were_faster() -> None:
     assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 1, 2), 19.0, "optimal")
 
 
+def test_a_leaf_that_may_be_merged_can_still_be_the_stage_that_saves_the_cut() -> None:
+    works = (Work("a", 10.0, 0.0), Work("b", 10.0, 0.0), Work("leaf", 0.0, 0.0))
+    problem = Problem(works, (Net(0, (1,), 100.0, 0.0), Net(0, (2,), 0.0, 0.0)), microbatches=2)
+    partition = solve(problem, stages=2)
+    assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 0, 1), 20.0, "optimal")
+
+
 def test_among_equal_bottlenecks_the_fullest_stage_is_emptiest() -> None:
     works = tuple(Work(f"w{index}", time, 0.0, static_bytes=10) for index, time in enumerate((9.0, 0.0, 0.0, 0.0, 9.0)))
     problem = Problem(works, tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(4)), microbatches=2)

@@ -1,0 +1,86 @@
+"""Merges keep the best value: checked on random graphs, each concern by itself."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from autosplit.partition.chains import Goal, best_chain
+from autosplit.partition.condense import Concern, condense, glue_costly
+from autosplit.partition.graph import Graph, base_graph
+from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
+from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.partition.table import Table
+
+GOALS = {
+    "load": (Goal((2, 1, 1)), Concern(loads=True, bytes=False)),
+    "bytes": (Goal((2, 1, 1), least="bytes"), Concern(loads=False, bytes=True)),
+    "both": (Goal((3, 2, 1), capacity_bytes=(14.0, 12.0, 10.0)), Concern(loads=True, bytes=True)),
+}
+
+
+def thin_graph(seed: int) -> Graph:
+    """A graph of few branches whose works are light and whose tensors are dear, so that much can be merged."""
+    chance = random.Random(seed)
+    count = chance.randint(3, 7)
+    works = tuple(
+        Work(f"w{index}", chance.choice((0, 0, 1, 4)), 0.0, chance.choice((0, 0, 0, 3)), chance.choice((0, 1, 2, 5)))
+        for index in range(count)
+    )
+    nets, holds = [], []
+    for index in range(count - 1):
+        if chance.random() < 0.9:
+            consumers = {index + 1, chance.randint(index + 1, count - 1)} if chance.random() < 0.5 else {index + 1}
+            nets.append(Net(index, tuple(sorted(consumers)), chance.choice((0, 1, 2, 5)), 0.0))
+            savers = {chance.choice((index, *consumers))} if chance.random() < 0.4 else set()
+            holds.append(Hold(chance.choice((1, 2, 4)), index, tuple(sorted(consumers)), tuple(savers)))
+    return base_graph(Problem(works, tuple(nets), tuple(holds), microbatches=4))
+
+
+def value(graph: Graph, goal: Goal) -> float:
+    ideals = all_ideals(graph, limit=10**6)
+    assert ideals is not None
+    chain = best_chain(Table(graph, ideals), goal=goal)
+    return math.inf if chain is None else chain.value
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_condensing_keeps_the_best_value_when_stages_may_be_empty(name: str) -> None:
+    goal, concern = GOALS[name]
+    merged = finite = 0
+    for seed in range(700):
+        graph = thin_graph(seed)
+        smaller = condense(graph, concern=concern)
+        expected = value(graph, replace(goal, empty=True))
+        assert value(smaller, replace(goal, empty=True)) == pytest.approx(expected), seed
+        merged += smaller.size < graph.size
+        finite += expected < math.inf
+    assert merged > 100
+    assert finite > 100
+
+
+def test_gluing_what_is_dear_to_cut_keeps_the_optimum() -> None:
+    glued = 0
+    for seed in range(300):
+        graph = thin_graph(seed)
+        goal = Goal((1,) * min(3, graph.size))
+        least = value(graph, goal)
+        smaller = glue_costly(graph, bound_s=least)
+        assert value(smaller, goal) == pytest.approx(least), seed
+        glued += smaller.size < graph.size
+    assert glued > 30
+
+
+def test_ideals_of_a_diamond() -> None:
+    works = tuple(Work(name, 1.0, 0.0) for name in "abcd")
+    nets = (Net(0, (1, 2), 1.0, 0.0), Net(1, (3,), 1.0, 0.0), Net(2, (3,), 1.0, 0.0))
+    graph = base_graph(Problem(works, nets, microbatches=1))
+    everything = [0b0000, 0b0001, 0b0011, 0b0101, 0b0111, 0b1111]
+    assert all_ideals(graph, limit=6) == everything
+    assert all_ideals(graph, limit=5) is None
+    assert set(prefix_ideals(some_orders(graph))) <= set(everything)
+    assert sorted(neighbourhood(graph, [0b0011], width=3)) == [0b0001, 0b0011, 0b0111]
+    assert sorted(neighbourhood(graph, [0b0011], width=10)) == everything
