@@ -120,8 +120,7 @@ def _slack(graph: Graph, concern: Concern, *, toward_tail: bool) -> _Slack:
         if storage.producer is None:
             continue
         # Both stages hold a storage that crosses between them, so moving a pin of it to its other side adds nothing.
-        crossing = storage.consumers if toward_tail or len(storage.consumers) == 1 else frozenset[int]()
-        for consumer in crossing:
+        for consumer in storage.consumers:
             pair = (storage.producer, consumer)
             spared_bytes[pair] = spared_bytes.get(pair, 0) + storage.bytes
             if len(storage.consumers) == 1 and not storage.savers:

@@ -57,10 +57,10 @@ def test_every_stage_gets_a_work_even_where_fewer_were_faster() -> None:
 
 
 def test_a_leaf_that_may_be_merged_can_still_be_the_stage_that_saves_the_cut() -> None:
-    works = (Work("a", 10.0, 0.0), Work("b", 10.0, 0.0), Work("leaf", 0.0, 0.0))
-    problem = Problem(works, (Net(0, (1,), 100.0, 0.0), Net(0, (2,), 0.0, 0.0)), microbatches=2)
+    works = (*(Work(name, 10.0, 0.0) for name in "abc"), Work("leaf", 0.0, 0.0))
+    problem = Problem(works, (Net(0, (1, 2), 100.0, 0.0), Net(0, (3,), 0.0, 0.0)), microbatches=2)
     partition = solve(problem, stages=2)
-    assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 0, 1), 20.0, "optimal")
+    assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 0, 0, 1), 30.0, "optimal")
 
 
 def test_among_equal_bottlenecks_the_fullest_stage_is_emptiest() -> None:
