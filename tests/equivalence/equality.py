@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+LANES = ("inline",)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 

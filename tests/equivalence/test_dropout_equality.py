@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from tests.equivalence.equality import Batch, Run, assert_equal_runs, assert_same_bits, forward_backward, train_step
+from tests.equivalence.equality import (
+    LANES,
+    Batch,
+    Run,
+    assert_equal_runs,
+    assert_same_bits,
+    forward_backward,
+    train_step,
+)
 from tests.equivalence.named_models import WIDTH, flat, numbers, sequence
 
 SHARE = 0.3
@@ -93,7 +101,7 @@ def masked(*, rows: int = 64, chunks: int = 5, lanes: str = "auto") -> Run:
 pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
 
 
-@pytest.mark.parametrize("lanes", ["inline", "threads"])
+@pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_same_seed_same_bits_for_every_device_count_and_run(name: str, lanes: str) -> None:
     batch = MODELS[name][1](10)
@@ -148,18 +156,7 @@ def test_eval_mode_draws_nothing(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_with_the_plain_tape_the_draws_are_the_plain_models(name: str) -> None:
-    batch = MODELS[name][1](10)
-    plain, pipe = build(name), autosplit(build(name), devices=["cpu"] * 2, chunks=4, rng="plain")
-    for seed in (1, 2):
-        expected = seeded(seed, plain, batch)
-        state = torch.get_rng_state()
-        assert_equal_runs(seeded(seed, pipe, batch), expected)
-        assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("lanes", ["inline", "threads"])
+@pytest.mark.parametrize("lanes", LANES)
 def test_the_share_that_is_dropped_and_the_scale_of_the_rest(lanes: str) -> None:
     output = masked(lanes=lanes).outputs["/"].detach()
     kept = output[output != 0]

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import (
+    LANES,
     Batch,
     Run,
     assert_equal_gradients,
@@ -20,7 +21,7 @@ from tests.equivalence.equality import (
 )
 from tests.equivalence.named_models import CASES, flat, numbers, sequence, tokens
 
-pytestmark = pytest.mark.parametrize("lanes", ["inline", "threads"])
+pytestmark = pytest.mark.parametrize("lanes", LANES)
 
 
 def pair(name: str, lanes: str) -> tuple[nn.Module, nn.Module]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import (
+    LANES,
     Batch,
     Run,
     assert_equal_gradients,
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
 ROWS = st.integers(1, 13)
 CHUNKS = st.integers(1, 9)
 DEVICES = st.integers(1, 5)
-LANES = st.sampled_from(("inline", "threads"))
+LANE = st.sampled_from(LANES)
 ROW_WISE = tuple(kind for kind in OPERATIONS if not kind.startswith("batch_"))
 
 
@@ -67,7 +68,7 @@ def test_every_kind_of_step_early_and_late(kind: str) -> None:
 
 
 @settings(max_examples=45)
-@given(recipe=recipes(), rows=ROWS, later=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANES, gradients=st.booleans())
+@given(recipe=recipes(), rows=ROWS, later=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANE, gradients=st.booleans())
 def test_call_and_backward_equal_the_plain_model(
     recipe: Recipe, rows: int, later: int, chunks: int, devices: int, lanes: str, gradients: bool
 ) -> None:
@@ -78,7 +79,7 @@ def test_call_and_backward_equal_the_plain_model(
 
 
 @settings(max_examples=12)
-@given(recipe=recipes(), rows=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANES)
+@given(recipe=recipes(), rows=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANE)
 def test_float32_is_within_its_tolerance(recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str) -> None:
     plain, model = build(recipe, dtype=torch.float32), build(recipe, dtype=torch.float32)
     pipe = autosplit(model, devices=["cpu"] * devices, chunks=chunks, lanes=lanes)
@@ -108,7 +109,7 @@ def test_train_step_equals_the_plain_model(
 
 
 @settings(max_examples=20)
-@given(recipe=recipes(forms=("tensor",)), rows=ROWS, chunks=CHUNKS, devices=st.integers(2, 5), lanes=LANES)
+@given(recipe=recipes(forms=("tensor",)), rows=ROWS, chunks=CHUNKS, devices=st.integers(2, 5), lanes=LANE)
 def test_bits_do_not_depend_on_the_cut_or_the_run(
     recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str
 ) -> None:

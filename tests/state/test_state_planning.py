@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit import Plan, Sample, autosplit
-from tests.equivalence.equality import Batch, assert_equal_runs, assert_same_bits, forward_backward
+from tests.equivalence.equality import LANES, Batch, assert_equal_runs, assert_same_bits, forward_backward
 from tests.equivalence.named_models import CASES, Case, flat, numbers, tokens
 
 NAMES = ("chain", "nested skips", "shared weight", "tiny gpt", "lstm batch first", "weight norm", "keyword inputs")
@@ -82,7 +82,7 @@ def test_planning_counts_no_call_and_no_hook() -> None:
     assert int(model[1].num_batches_tracked) == 0
     assert torch.equal(model[1].running_mean, torch.zeros(6))
     pipe(torch.randn(8, 6))
-    assert int(model[1].num_batches_tracked) == 1
+    assert int(model[1].num_batches_tracked) == 4  # once per microbatch
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "Sample"])
@@ -120,6 +120,13 @@ def test_a_pinned_plan_gives_the_same_stages(case: Case, form: str, tmp_path: Pa
     assert_same_bits(forward_backward(second, case.batch(8)), run)
     assert partition(second.plan) == partition(first.plan)
     assert second.plan.chunks == first.plan.chunks
+
+
+def test_a_pinned_plan_brings_its_own_number_of_stages() -> None:
+    first = split(CASES["chain"].build(), devices=["cpu"] * 2, sample=flat(8).args)
+    second = autosplit(CASES["chain"].build(), chunks=4, plan=first.plan)
+    assert_same_bits(forward_backward(split(CASES["chain"].build()), flat(8)), forward_backward(second, flat(8)))
+    assert partition(second.plan) == partition(first.plan)
 
 
 def test_an_edited_plan_is_followed(tmp_path: Path) -> None:
@@ -164,7 +171,7 @@ def test_a_plan_covers_the_model_and_its_parameters_once(case: Case) -> None:
     assert sum(pipe.plan.microbatch_rows) == 8
 
 
-@pytest.mark.parametrize("lanes", ["inline", "threads"])
+@pytest.mark.parametrize("lanes", LANES)
 def test_the_program_can_be_read(lanes: str) -> None:
     pipe = split(CASES["nested skips"].build(), lanes=lanes)
     pipe(*flat(8).args)
