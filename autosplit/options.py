@@ -36,7 +36,9 @@ class Sample:
         if isinstance(value, tuple):
             return cls(*value)
         if isinstance(value, list):
-            raise InputError("sample is a list; give a tuple of positional inputs, a dict of keyword inputs, or a Sample")
+            raise InputError(
+                "sample is a list; give a tuple of positional inputs, a dict of keyword inputs, or a Sample"
+            )
         return cls(value)
 
 
@@ -102,7 +104,9 @@ def resolve_devices(devices: Any) -> tuple[torch.device, ...]:
     if isinstance(devices, (str, torch.device)):
         devices = [devices]
     if not isinstance(devices, Sequence) or not devices:
-        raise DeviceError(f"devices={devices!r}: give a number, or a list such as ['cpu', 'cpu'] or ['cuda:0', 'cuda:1']")
+        raise DeviceError(
+            f"devices={devices!r}: give a number, or a list such as ['cpu', 'cpu'] or ['cuda:0', 'cuda:1']"
+        )
     return tuple(_device(entry) for entry in devices)
 
 

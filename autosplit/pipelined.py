@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx, nn
 from autosplit.errors import DeviceError
 from autosplit.lower.locate import add_location
 from autosplit.lower.place import place
-from autosplit.lower.program import STATE, emit
+from autosplit.lower.program import STATE, emit, emit_setup
 from autosplit.lower.split import Lowered, lower
 from autosplit.options import Options, Sample
 from autosplit.planning.apply import assign
@@ -78,7 +79,18 @@ class Recorded:
     lowered: Lowered
     kind: _Kind
     programs: dict[int, fx.Graph] = field(default_factory=dict)
-    setup: Any = None
+    setup: fx.GraphModule | None = None
+
+    def start(self, *args: Any) -> Any:
+        """Run the part of the program before the first cell."""
+        if self.setup is None:
+            self.setup = emit_setup(self.lowered)
+        return self.setup(*args)
+
+
+@dataclass
+class _Step(engine.Step):
+    recorded: Recorded
 
 
 @dataclass
@@ -193,18 +205,18 @@ class PipelinedModule(fx.GraphModule):
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._prepare(args, kwargs))
 
-    def _run(self, step: engine.Step) -> Any:
+    def _run(self, step: _Step) -> Any:
         recorded, graph = step.recorded, self._program(step)
         self._show(recorded, graph)
         program = self._core.compiled[graph][0]
         try:
             flat = program(self, *step.tensors, step.rows, step.sizes, step.lanes, step.seed)
         except Exception as error:
-            add_location(error, recorded.lowered)
+            add_location(error, lowered=recorded.lowered)
             raise
         return recorded.traced.unflatten(list(flat))
 
-    def _program(self, step: engine.Step) -> fx.Graph:
+    def _program(self, step: _Step) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
         if count not in programs:
             programs[count] = emit(step.recorded.lowered, microbatches=count, attributes=self._core.names)
@@ -231,7 +243,7 @@ class PipelinedModule(fx.GraphModule):
             self.__dict__[self._core.names[name]] = part
         self.__dict__[STATE] = recorded.traced.root
 
-    def _prepare(self, args: Any, kwargs: Any) -> engine.Step:
+    def _prepare(self, args: Any, kwargs: Any) -> _Step:
         core = self._core
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -247,8 +259,17 @@ class PipelinedModule(fx.GraphModule):
         caller = next((lane(t.device) for t in tensors), lane(torch.device("cpu")))
         seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
         assert core.plan is not None
-        return engine.Step(
-            recorded, tensors, rows, sizes, (*core.lanes, caller), seed, core.plan.schedule
+        return _Step(
+            recorded.lowered,
+            recorded.start,
+            partial(add_location, lowered=recorded.lowered),
+            tensors,
+            rows,
+            sizes,
+            (*core.lanes, caller),
+            seed,
+            core.plan.schedule,
+            recorded,
         )
 
     def _key(self, leaves: list[Any], spec: Any) -> _Key:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autosplit.runtime.ops import OUT
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 EPILOGUE = "epilogue"
-OUT = "out"
 
 
 @dataclass(frozen=True)

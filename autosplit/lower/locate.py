@@ -11,7 +11,7 @@ from autosplit.trace.graph import INFO
 _ASSIGNMENT = re.compile(r"\s*(\w+)(?::.*?)? = ")
 
 
-def add_location(error: Exception, lowered: Lowered, *, cell: str | None = None) -> None:
+def add_location(error: Exception, *, lowered: Lowered, cell: str | None = None) -> None:
     """Add a note with the stage, microbatch and recorded operation to an exception that a program raised."""
     names = {n.name: n.meta[INFO].name for n in lowered.traced.graph.nodes if INFO in n.meta}
     operation = None

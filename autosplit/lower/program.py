@@ -1,8 +1,8 @@
 """The pipelined program: one fx graph that issues every cell of the step, in clock order.
 
-    clock        0      1      2      3          y<stage>_<microbatch>
-    stage 0    y0_0   y0_1   y0_2
-    stage 1           y1_0   y1_1   y1_2         each cell: wait, transfer, call the stage, record
+clock        0      1      2      3          y<stage>_<microbatch>
+stage 0    y0_0   y0_1   y0_2
+stage 1           y1_0   y1_1   y1_2         each cell: wait, transfer, call the stage, record
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from autosplit.lower.layout import EPILOGUE, OUT, Slot
+from autosplit.lower.layout import EPILOGUE, Slot
 from autosplit.lower.region import named
 from autosplit.lower.split import Lowered, program_alias
-from autosplit.runtime.ops import Key, fork, merge, record, split, transfer, wait
+from autosplit.lower.text import readable
+from autosplit.runtime.ops import OUT, Key, fork, merge, record, split, transfer, wait
 from autosplit.trace.graph import INFO, NodeClass
 
 STATE = "_model"
@@ -29,6 +30,7 @@ def emit(lowered: Lowered, *, microbatches: int, attributes: Mapping[str, str]) 
     """
     program = _Program(lowered, attributes)
     program.cells_and_end(microbatches)
+    readable(program.graph)
     return program.graph
 
 
@@ -157,7 +159,8 @@ class _Program:
         if layout.inputs:
             given["inputs"] = self._item(self.splits[stage], microbatch)
         for source in sorted(layout.received):
-            self.graph.call_function(wait, (self._item(self.lanes, stage), self.done[source, microbatch]))
+            done = self.done[source, microbatch]
+            self._call(wait, (self._item(self.lanes, stage), done), f"waited{stage}_{microbatch}_{source}")
             bundle = self._item(self.cells[source, microbatch], str(stage))
             name = f"y{source}_{microbatch}_on{stage}"
             given[f"from{source}"] = self._transfer(bundle, source, stage, name)
@@ -215,4 +218,6 @@ class _Program:
     def _size(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
             return self.rows
-        return self.graph.call_function(node.target, tuple(self._size(a) if isinstance(a, fx.Node) else a for a in node.args))
+        return self.graph.call_function(
+            node.target, tuple(self._size(a) if isinstance(a, fx.Node) else a for a in node.args)
+        )

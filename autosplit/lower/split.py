@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autosplit.lower.layout import EPILOGUE, OUT, Layout, Slot, lay_out
+from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out
 from autosplit.lower.region import Region, RegionModule
+from autosplit.runtime.ops import OUT
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 

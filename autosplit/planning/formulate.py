@@ -202,4 +202,3 @@ class _Formulator:
                 taken = tuple(dict.fromkeys(consumers.get(info.name, ())))
                 holds.append(Hold(self.profile.input_bytes[info.name], None, taken, ()))
         return holds
-

@@ -215,4 +215,3 @@ def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the deepest common description of a stage: the modules whose own operations lie in it, in order."""
     paths = dict.fromkeys(name.split("#")[0] for name in names)
     return [path or type(model).__name__ for path in paths]
-

@@ -17,24 +17,27 @@ import torch
 from torch import fx
 
 from autosplit.errors import InputError
-from autosplit.lower.layout import OUT
-from autosplit.lower.locate import add_location
-from autosplit.lower.program import emit_setup
 from autosplit.runtime import loss as losses
 from autosplit.runtime.lanes import Lane
-from autosplit.runtime.ops import Bundle, Key, transfer
+from autosplit.runtime.ops import OUT, Bundle, Key, transfer
 from autosplit.schedule.catalog import build
 from autosplit.schedule.order import issue_order
 from autosplit.trace import state
 from autosplit.trace.graph import INFO, NodeClass
-from autosplit.trace.record import flatten_output
+from autosplit.trace.structure import flatten_output
 
 
 @dataclass
 class Step:
-    """One call of the pipe: what to run, on what, in which schedule."""
+    """One call of the pipe: what to run, on what, in which schedule.
 
-    recorded: Any
+    ``lowered`` are the pieces (:class:`autosplit.lower.split.Lowered`), ``setup`` the part of the program before the first
+    cell, ``locate`` adds a note to an exception of a cell.
+    """
+
+    lowered: Any
+    setup: Callable[..., Any]
+    locate: Callable[..., None]
     tensors: list[torch.Tensor]
     rows: int
     sizes: tuple[int, ...]
@@ -59,7 +62,7 @@ def train_step(
     """
     if loss_fn is None:
         raise InputError("train_step needs loss_fn=, a function loss_fn(output, target) that returns a scalar")
-    lowered = step.recorded.lowered
+    lowered = step.lowered
     targets = losses.split_target(target, step.sizes)
     if lowered.epilogue is not None or _has_hooks(lowered) or len(step.sizes) == 1:
         value = losses.call_loss(loss_fn, whole(step), target)
@@ -73,7 +76,7 @@ def train_step(
 
 
 def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole: Callable[[Step], Any]) -> str:
-    traced = step.recorded.traced
+    traced = step.lowered.traced
     with torch.no_grad(), state.random_state(), state.buffer_contents(traced.root):
         output = whole(step)
     flat, rebuild = flatten_output(output)
@@ -115,7 +118,7 @@ class _Run:
     def __init__(self, step: Step, loss: Callable[[Any, int], torch.Tensor]) -> None:
         self.step = step
         self.loss = loss
-        self.lowered = step.recorded.lowered
+        self.lowered = step.lowered
         self.layout = self.lowered.layout
         self.count = len(self.lowered.stages)
         self.cells: dict[tuple[int, int], _Border] = {}
@@ -138,7 +141,7 @@ class _Run:
                 else:
                     self._backward(action.stage, action.microbatch)
             except Exception as error:
-                add_location(error, self.lowered, cell=f"y{action.stage}_{action.microbatch}")
+                self.step.locate(error, cell=f"y{action.stage}_{action.microbatch}")
                 raise
         self._hand_over()
         total = self.losses[0]
@@ -147,11 +150,8 @@ class _Run:
         return total
 
     def _setup(self) -> tuple[dict[int, Sequence[Bundle]], dict[int, Bundle]]:
-        recorded = self.step.recorded
-        if recorded.setup is None:
-            recorded.setup = emit_setup(self.lowered)
         step = self.step
-        return recorded.setup(*step.tensors, step.rows, step.sizes, step.lanes, step.seed)  # type: ignore[no-any-return]
+        return step.setup(*step.tensors, step.rows, step.sizes, step.lanes, step.seed)  # type: ignore[no-any-return]
 
     def _forward(self, stage: int, microbatch: int) -> None:
         module, layout = self.lowered.stages[stage], self.layout.stages[stage]
@@ -186,7 +186,7 @@ class _Run:
                 bundle = last.leaves[f"{OUT}{stage}"] = self._received(bundle, stage, self.count - 1)
             values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
         flat = [self._flat(value, values, microbatch) for value in self.lowered.outputs]
-        return self.step.recorded.traced.unflatten(flat)
+        return self.lowered.traced.unflatten(flat)
 
     def _flat(self, value: Any, values: dict[str, torch.Tensor], microbatch: int) -> Any:
         if not isinstance(value, fx.Node):
@@ -236,9 +236,7 @@ class _Run:
         border.leaves.clear()
         border.sent = {}
 
-    def _send_back(
-        self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor | None
-    ) -> None:
+    def _send_back(self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             return
         if name == "inputs":

@@ -31,9 +31,15 @@ def split_target(target: Any, sizes: Sequence[int]) -> list[Any]:
             continue
         factor, rest = divmod(leaf.shape[0], rows)
         if rest or not factor:
-            raise InputError(f"the target has shape {list(leaf.shape)}, the batch {rows} rows; give one target row per batch row")
+            raise InputError(
+                f"the target has shape {list(leaf.shape)}, the batch {rows} rows; give one target row per batch row"
+            )
         pieces.append(list(leaf.split([size * factor for size in sizes])))
-    return [pytree.tree_unflatten(list(parts), spec) for parts in zip(*pieces, strict=True)] if pieces else [target] * len(sizes)
+    return (
+        [pytree.tree_unflatten(list(parts), spec) for parts in zip(*pieces, strict=True)]
+        if pieces
+        else [target] * len(sizes)
+    )
 
 
 def call_loss(loss_fn: Callable[..., Any], output: Any, target: Any) -> torch.Tensor:
@@ -59,7 +65,9 @@ def known_reduction(loss_fn: Any, reduction: str) -> str | None:
             return "sum"
         if own in ("mean", "batchmean"):
             return "counted" if isinstance(loss_fn, _COUNTED) else "mean"
-        raise InputError(f"{type(loss_fn).__name__}(reduction={own!r}) returns no scalar; use reduction='mean' or 'sum'")
+        raise InputError(
+            f"{type(loss_fn).__name__}(reduction={own!r}) returns no scalar; use reduction='mean' or 'sum'"
+        )
     return None
 
 
@@ -86,7 +94,9 @@ def _valid(loss_fn: Any, target: torch.Tensor) -> torch.Tensor:
     return class_weights[target.where(counted, 0)].where(counted, 0).sum().to(torch.float64)
 
 
-def prove(loss_fn: Any, output: Callable[[int | None], Any], target: Any, targets: Sequence[Any], sizes: Sequence[int]) -> str:
+def prove(
+    loss_fn: Any, output: Callable[[int | None], Any], target: Any, targets: Sequence[Any], sizes: Sequence[int]
+) -> str:
     """Find out on one batch whether a loss is a mean or a sum over rows.
 
     ``output(m)`` returns the model's output for microbatch ``m``, or for the whole batch when ``m`` is None. Raises

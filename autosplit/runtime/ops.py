@@ -16,6 +16,8 @@ from torch.fx.node import has_side_effect
 from autosplit.runtime.lanes import Lane
 
 Bundle = tuple[torch.Tensor, ...]
+OUT = "out"
+"""The name, among a stage's bundles, of the one for the epilogue and the caller."""
 
 
 class Key(NamedTuple):

@@ -69,9 +69,7 @@ def classify(
     suspect = {n for n in batched if INFO in n.meta and n.meta[INFO].name in suspects}
     output = next(iter(reversed(graph.nodes)))
     seeds = {n for n in output.all_input_nodes if n in suspect}
-    seeds |= {
-        n for n in batched if INFO in n.meta and n.meta[INFO].writes and not _keeps_statistics(n, root)
-    }
+    seeds |= {n for n in batched if INFO in n.meta and n.meta[INFO].writes and not _keeps_statistics(n, root)}
     full: set[fx.Node] = set()
     grown = _chain(seeds, depends, suspect)
     while grown - full:

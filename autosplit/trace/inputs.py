@@ -45,7 +45,9 @@ def batch_rows(flat: FlatInputs) -> int:
     }
     rows = {shape[dim] for shape, dim in sizes.values()}
     if not rows:
-        raise InputError("no input has a batch dimension; give at least one tensor of rows, or say which by batch_dims=")
+        raise InputError(
+            "no input has a batch dimension; give at least one tensor of rows, or say which by batch_dims="
+        )
     if len(rows) > 1:
         listed = ", ".join(f"{n}: {list(shape)} (dim {dim})" for n, (shape, dim) in sizes.items())
         example = ", ".join("0" if i == 0 else "None" for i in range(len(sizes)))
@@ -79,7 +81,9 @@ def _dimension(leaf: Any, told: Any, name: str) -> int | None:
     if told is None:
         return None
     if not isinstance(told, int) or not -leaf.dim() <= told < leaf.dim():
-        raise InputError(f"batch_dims says {told!r} for input {name!r} of shape {list(leaf.shape)}; give a dimension or None")
+        raise InputError(
+            f"batch_dims says {told!r} for input {name!r} of shape {list(leaf.shape)}; give a dimension or None"
+        )
     return told % leaf.dim()
 
 
@@ -110,7 +114,9 @@ def _told(batch_dims: Any, path: Any, name: str) -> Any:
         if group == 0 and first.idx < len(batch_dims):
             return batch_dims[first.idx]
         return UNTOLD
-    raise InputError(f"batch_dims={batch_dims!r}: give an int, a tuple with one entry per positional input, or a dict by name")
+    raise InputError(
+        f"batch_dims={batch_dims!r}: give an int, a tuple with one entry per positional input, or a dict by name"
+    )
 
 
 def _input_names(model: nn.Module, paths: list[Any]) -> Iterator[str]:

@@ -124,15 +124,8 @@ def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
     found = set()
     for name, users in _uses(calls).items():
         if name in parameters and len(users) > 1:
-            paths = [c.target if c.kind == "module" else getattr(c.args[1], "name", "") for c in users if _is_leaf(c)]
-            found.update(path for path in paths if _enterable(model.get_submodule(path)))
+            found.update(c.leaf for c in users if c.leaf is not None and _enterable(model.get_submodule(c.leaf)))
     return frozenset(found)
-
-
-def _is_leaf(call: Call) -> bool:
-    from autosplit.trace.calls import under
-
-    return call.kind == "module" or (call.target is under and hasattr(call.args[1], "name"))
 
 
 def _enterable(module: nn.Module) -> bool:
@@ -189,9 +182,7 @@ def _mark(raw: RawGraph, merged: MergedRecording) -> Effects:
 def _accept(model: nn.Module, flat: FlatInputs, merged: _Merged, suspects: frozenset[str]) -> TracedGraph:
     raw = build(model, merged.recording)
     found = _mark(raw, merged.recording)
-    inputs = tuple(
-        InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors()
-    )
+    inputs = tuple(InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors())
     batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
     classes = classify(raw.graph, raw.root, found, batched, suspects | structural_suspects(batched))
     with_classes(raw.graph, classes)
@@ -261,4 +252,6 @@ def _projects(node: fx.Node) -> bool:
         return False
     source = node.args[0]
     structured = INFO not in source.meta or len(source.meta[INFO].tensors) > 1
-    return structured and source.op not in ("placeholder", "get_attr") and node.target.__name__ in ("getitem", "getattr")
+    return (
+        structured and source.op not in ("placeholder", "get_attr") and node.target.__name__ in ("getitem", "getattr")
+    )

@@ -111,7 +111,9 @@ def _same_constants(recordings: Sequence[Recording]) -> None:
     for other in recordings[1:]:
         for name, value in first.items():
             if isinstance(value, torch.Tensor) and other.constants.get(name) is not value:
-                raise TraceError(f"forward captures another constant tensor ({name}) at every call; register it as a buffer")
+                raise TraceError(
+                    f"forward captures another constant tensor ({name}) at every call; register it as a buffer"
+                )
 
 
 def _values(values: Sequence[Any]) -> Any:
@@ -166,9 +168,7 @@ def _equals(expected: Any, value: Any, rows: int) -> bool:
     if isinstance(expected, dict):
         return list(expected) == list(value) and all(_equals(expected[k], value[k], rows) for k in expected)
     if isinstance(expected, (list, tuple)):
-        return len(expected) == len(value) and all(
-            _equals(e, v, rows) for e, v in zip(expected, value, strict=True)
-        )
+        return len(expected) == len(value) and all(_equals(e, v, rows) for e, v in zip(expected, value, strict=True))
     if isinstance(expected, slice):
         parts = ("start", "stop", "step")
         return all(_equals(getattr(expected, p), getattr(value, p), rows) for p in parts)

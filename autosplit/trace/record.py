@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import TraceError
 from autosplit.trace.calls import Ambient, apply_function, assign_buffer, under
+from autosplit.trace.structure import Field, flatten_output, projections, tensors_in
 
 VALUE_READS = frozenset(
     "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "
@@ -68,6 +68,8 @@ class Call:
     dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
     reads: list[str] = dataclasses.field(default_factory=list)
     writes: list[str] = dataclasses.field(default_factory=list)
+    leaf: str | None = None
+    """The leaf module that the call runs, also when it is wrapped in an ambient state."""
     random: bool = False
     mutates: list[int] = dataclasses.field(default_factory=list)
     """Indices of the calls that produced a storage which this call changes in place."""
@@ -83,48 +85,6 @@ class Recording:
     constants: dict[str, Any]
     output: list[Any]
     unflatten: Callable[[list[Any]], Any]
-
-
-def flatten_output(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Flatten nested tuples, lists, dicts and dataclasses; also return the function that rebuilds the structure."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
-        names = [f.name for f in dataclasses.fields(value)]
-        parts = [flatten_output(getattr(value, name)) for name in names]
-
-        def rebuild(leaves: list[Any], template: Any = value) -> Any:
-            copy = object.__new__(type(template))
-            copy.__dict__.update(template.__dict__)
-            rest = iter(leaves)
-            for name, (flat, build) in zip(names, parts, strict=True):
-                object.__setattr__(copy, name, build([next(rest) for _ in flat]))
-            return copy
-
-        return [leaf for flat, _ in parts for leaf in flat], rebuild
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_plain_dataclass)
-    if leaves == [value] or (len(leaves) == 1 and leaves[0] is value):
-        return [value], lambda flat: flat[0]
-    parts = [flatten_output(leaf) if _is_plain_dataclass(leaf) else ([leaf], lambda f: f[0]) for leaf in leaves]
-
-    def rebuild_tree(flat: list[Any]) -> Any:
-        rest = iter(flat)
-        return pytree.tree_unflatten([build([next(rest) for _ in part]) for part, build in parts], spec)
-
-    return [leaf for flat, _ in parts for leaf in flat], rebuild_tree
-
-
-def _is_plain_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, (type, dict))
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors inside nested arguments, slices included."""
-    found = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, slice):
-            found += [v for v in (leaf.start, leaf.stop, leaf.step) if isinstance(v, torch.Tensor)]
-    return found
 
 
 class _RandomWatch(TorchDispatchMode):
@@ -253,6 +213,7 @@ class Recorder(TorchFunctionMode):
             inputs = tensors_in((args, kwargs))
             versions = [t._version for t in inputs]
             call = Call(kind, target, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
+            call.leaf = target if kind == "module" else None
             self.random.drew = False
             out = run()
             call.random = self.random.drew
@@ -293,21 +254,16 @@ class Recorder(TorchFunctionMode):
 
     def _track_state(self, call: Call, inputs: list[torch.Tensor]) -> None:
         call.reads += [n for t in inputs if (n := self._attributes.get(id(t))) and n not in self.constants]
-        if call.kind == "module" or call.target is under:
-            path = call.target if call.kind == "module" else getattr(call.args[1], "name", "")
-            if path in self._paths.values():
-                module = self.model.get_submodule(path)
-                state = (*module.parameters(), *module.buffers())
-                call.reads += [self._attributes[id(t)] for t in state]
+        module = None if call.leaf is None else self.model.get_submodule(call.leaf)
+        if module is not None:
+            call.reads += [self._attributes[id(t)] for t in (*module.parameters(), *module.buffers())]
         for name, (buffer, version) in self._buffers.items():
             if buffer._version != version:
                 call.writes.append(name)
                 self._buffers[name] = (buffer, buffer._version)
-        if call.kind == "module":
-            module = self.model.get_submodule(call.target)
-            if isinstance(module, STATEFUL_LEAVES) and module.training and module.track_running_stats:
-                own = [self._attributes[id(b)] for b in module.buffers()]
-                call.writes += [n for n in own if n not in call.writes]
+        if isinstance(module, STATEFUL_LEAVES) and module.training and module.track_running_stats:
+            own = {self._attributes[id(b)] for b in module.buffers()}
+            call.writes += sorted(own - set(call.writes))
         elif call.target in _STATISTICS and _is_training(call):
             own = {name for name in self._buffers if name in call.reads}
             call.writes += sorted(own - set(call.writes))
@@ -317,13 +273,13 @@ class Recorder(TorchFunctionMode):
             self._note(self.calls[index], index, out)
             self._refs[id(out)] = index
             return
-        for leaf, steps in _projections(out):
+        for leaf, steps in projections(out):
             self._note(self.calls[index], index, leaf)
             parent = Ref(index)
             base = self.calls[index].name
             for step in steps:
                 base = f"{base}.{step}"
-                call = Call("project", "attribute" if isinstance(step, _Field) else "item", (parent, step), {}, "", base)
+                call = Call("project", "attribute" if isinstance(step, Field) else "item", (parent, step), {}, "", base)
                 call.module = self.calls[index].module
                 self.calls.append(call)
                 parent = Ref(len(self.calls) - 1)
@@ -403,24 +359,6 @@ class Recorder(TorchFunctionMode):
         flat, unflatten = flatten_output(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
         return Recording(self.calls, self.constants, encoded, unflatten)
-
-
-class _Field(str):
-    """An attribute name in a projection."""
-
-
-def _projections(value: Any, steps: tuple[Any, ...] = ()) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    if isinstance(value, torch.Tensor):
-        yield value, steps
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _projections(part, (*steps, key))
-    elif isinstance(value, (list, tuple)):
-        for position, part in enumerate(value):
-            yield from _projections(part, (*steps, position))
-    elif _is_plain_dataclass(value):
-        for f in dataclasses.fields(value):
-            yield from _projections(getattr(value, f.name), (*steps, _Field(f.name)))
 
 
 def _has_hooks(module: nn.Module) -> bool:
