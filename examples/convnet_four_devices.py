@@ -1,7 +1,8 @@
 """The ConvNet of four parts on four devices: trained unsplit, split without microbatches, and pipelined.
 
 The images are handwritten digits in the shape of CIFAR-10. The network ends in a softmax and is trained with the
-cross entropy of its probabilities, as its author did.
+cross entropy of its probabilities, as its author did. The default precision is double, see
+``comparison.add_dtype``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def accuracy(model: nn.Module, *, images: Tensor, labels: Tensor) -> float:
     return float((probabilities.argmax(dim=1).cpu() == labels).float().mean())
 
 
-def run(*, devices: Devices, chunks: int, steps: int) -> Outcome:
+def run(*, devices: Devices, chunks: int, steps: int, dtype: torch.dtype) -> Outcome:
     """Train three copies of one network in the three ways and compare their losses and answers."""
     comparison.prepare()
-    digits = data.digits(size=32, channels=3)
-    model = ConvNet()
+    digits = data.digits(size=32, channels=3).to(dtype)
+    model = ConvNet().to(dtype)
     pipe = autosplit(copy.deepcopy(model), devices=devices, chunks=chunks)
     networks: dict[str, nn.Module] = {
         "unsplit": comparison.place(copy.deepcopy(model), devices=devices),
@@ -59,8 +60,11 @@ def run(*, devices: Devices, chunks: int, steps: int) -> Outcome:
 
 def main(argv: Sequence[str] | None = None) -> Outcome:
     """Run the comparison from the command line."""
-    options = comparison.parser(__doc__, devices="4", chunks=8, steps=56).parse_args(argv)
-    outcome = run(devices=options.devices, chunks=options.chunks, steps=options.steps)
+    parser = comparison.parser(__doc__, devices="4", chunks=8, steps=56)
+    comparison.add_dtype(parser)
+    options = parser.parse_args(argv)
+    dtype = getattr(torch, options.dtype)
+    outcome = run(devices=options.devices, chunks=options.chunks, steps=options.steps, dtype=dtype)
     comparison.print_losses(outcome.losses)
     for what, figure in outcome.figures.items():
         print(f"  {what}: {figure:.4g}")

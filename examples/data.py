@@ -22,6 +22,11 @@ class Batch:
     inputs: Tensor
     targets: Tensor
 
+    def to(self, dtype: torch.dtype) -> Batch:
+        """Return the batch with its floating-point tensors in another precision."""
+        cast = (t.to(dtype) if t.is_floating_point() else t for t in (self.inputs, self.targets))
+        return Batch(*cast)
+
 
 def digits(*, size: int = 32, channels: int = 3) -> Batch:
     """Return all 1797 digits as images [1797, channels, size, size] within [-1, 1], and their labels.

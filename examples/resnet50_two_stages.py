@@ -6,7 +6,8 @@ accumulated; that run and the pipelined one must agree. In eval mode nothing dep
 pipelined model must agree with the plain one on the whole batch.
 
 Batch norm after batch norm over few values multiplies rounding errors with every step, in any two runs that add in
-another order. Hence few steps, images of 64x64 (four values per channel and image in the last layer) and no momentum.
+another order. Hence double precision, few steps, images of 64x64 (four values per channel and image in the last layer)
+and no momentum.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ def train_on_microbatches(model: nn.Module, batches: Sequence[Batch], *, chunks:
     return tuple(losses)
 
 
-def run(*, devices: Devices, chunks: int, steps: int, width: int, blocks: tuple[int, ...], rows: int) -> Outcome:
+def run(
+    *, devices: Devices, chunks: int, steps: int, width: int, blocks: tuple[int, ...], rows: int, dtype: torch.dtype
+) -> Outcome:
     """Train plain and pipelined on equal microbatches, then compare the trained model's answers in eval mode."""
     comparison.prepare()
-    digits = data.digits(size=64, channels=3)
+    digits = data.digits(size=64, channels=3).to(dtype)
     batches = list(data.batches(digits, rows=rows, count=steps))
-    model = ResNet(num_classes=10, width=width, blocks=blocks)
+    model = ResNet(num_classes=10, width=width, blocks=blocks).to(dtype)
     plain = comparison.place(copy.deepcopy(model), devices=devices)
     pipe = autosplit(model, devices=devices, chunks=chunks)
     lr = 0.05
@@ -86,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
     parser.add_argument("--width", type=int, default=64, help="channels of the first layer; 64 is ResNet-50's")
     parser.add_argument("--blocks", type=int, nargs="+", default=[3, 4, 6, 3], help="bottlenecks per layer")
     parser.add_argument("--rows", type=int, default=120, help="images per batch")
+    comparison.add_dtype(parser)
     options = parser.parse_args(argv)
     outcome = run(
         devices=options.devices,
@@ -94,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
         width=options.width,
         blocks=tuple(options.blocks),
         rows=options.rows,
+        dtype=getattr(torch, options.dtype),
     )
     comparison.print_losses(outcome.losses)
     comparison.print_verdict(outcome)

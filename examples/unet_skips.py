@@ -1,7 +1,8 @@
 """A U-Net, whose skips jump over every stage between, on four stages: it finds the ink in noisy digits.
 
 A value that crosses cuts goes straight from its producer to its consumer. Group norm works row by row, so the
-pipelined model computes what the plain one computes.
+pipelined model computes what the plain one computes. The default precision is double, see
+``comparison.add_dtype``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from examples.comparison import Devices, Outcome
 from examples.models import UNet
 
 
-def run(*, devices: Devices, chunks: int, steps: int, rows: int) -> Outcome:
+def run(*, devices: Devices, chunks: int, steps: int, rows: int, dtype: torch.dtype) -> Outcome:
     """Train plain and pipelined; compare losses, first gradients and the masks of the trained models."""
     comparison.prepare()
-    segments = data.noisy_segments(size=32)
+    segments = data.noisy_segments(size=32).to(dtype)
     batches = list(data.batches(segments, rows=rows, count=steps))
-    model = UNet()
+    model = UNet().to(dtype)
     plain = comparison.place(copy.deepcopy(model), devices=devices)
     pipe = autosplit(model, devices=devices, chunks=chunks)
     criterion = nn.BCEWithLogitsLoss()
@@ -40,17 +41,20 @@ def run(*, devices: Devices, chunks: int, steps: int, rows: int) -> Outcome:
         losses[name] = first + comparison.train(network, batches[1:], loss_fn=criterion, optimizer=optimizer)
         with torch.no_grad():
             logits = network(segments.inputs[:rows].to(next(network.parameters()).device))
-        masks[name] = (logits > 0).float().cpu()
+        masks[name] = (logits > 0).cpu()
     print(pipe.report())
     differences = {
         "loss": comparison.loss_difference(losses["plain"], losses["pipelined"]),
         "gradients of the first step": comparison.tensor_difference(grads["plain"], grads["pipelined"]),
     }
-    right = {
-        f"pixels right, {name}": float((mask == segments.targets[:rows]).float().mean()) for name, mask in masks.items()
+    assert pipe.plan is not None
+    figures = {
+        "stages": float(len(pipe.plan.stages)),
+        "values that cross several cuts": float(long_skips(pipe.plan)),
     }
-    skips = {"values that cross several cuts": float(long_skips(pipe.plan))}
-    return Outcome(losses, differences, right | skips)
+    for name, mask in masks.items():
+        figures[f"pixels right, {name}"] = float((mask == (segments.targets[:rows] > 0)).float().mean())
+    return Outcome(losses, differences, figures)
 
 
 def long_skips(plan: Plan) -> int:
@@ -64,8 +68,15 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
     """Run the comparison from the command line."""
     parser = comparison.parser(__doc__, devices="4", chunks=8, steps=24)
     parser.add_argument("--rows", type=int, default=32, help="images per batch")
+    comparison.add_dtype(parser)
     options = parser.parse_args(argv)
-    outcome = run(devices=options.devices, chunks=options.chunks, steps=options.steps, rows=options.rows)
+    outcome = run(
+        devices=options.devices,
+        chunks=options.chunks,
+        steps=options.steps,
+        rows=options.rows,
+        dtype=getattr(torch, options.dtype),
+    )
     comparison.print_losses(outcome.losses)
     for what, figure in outcome.figures.items():
         print(f"  {what}: {figure:.4g}")

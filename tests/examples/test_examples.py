@@ -1,0 +1,144 @@
+"""Every example runs, and its pipelined model is the plain one: losses, gradients, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from examples import (
+    convnet_four_devices,
+    demo,
+    gpt_tied,
+    resnet50_two_stages,
+    seed_blocks,
+    sequential_pipe,
+    toy_model,
+    unet_skips,
+)
+from examples.comparison import TOLERANCE, Outcome, loss_difference, tensor_difference
+from examples.data import batches, digits, noisy_segments, python_text, text_batches
+from examples.models import GPT, GPTConfig, ResNet
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Give back the number of threads that the examples change."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.differences
+    assert max(outcome.differences.values()) <= TOLERANCE, outcome.differences
+    assert outcome.equal
+    assert outcome.exit_code == 0
+
+
+def falls(losses: tuple[float, ...], *, by: float) -> bool:
+    return losses[-1] < losses[0] * (1 - by)
+
+
+def test_toy_model_has_the_losses_and_parameters_of_the_unsplit_one() -> None:
+    outcome = toy_model.main(["--steps", "4"])
+    check(outcome)
+    assert {len(curve) for curve in outcome.losses.values()} == {4}
+    assert sum("parameters" in what for what in outcome.differences) == 2
+
+
+def test_convnet_has_one_loss_curve_in_three_ways_and_learns() -> None:
+    outcome = convnet_four_devices.main(["--steps", "28"])
+    check(outcome)
+    assert len(outcome.losses) == 3
+    assert all(falls(curve, by=0.1) for curve in outcome.losses.values())
+    assert outcome.figures["stages"] == 4
+    accuracies = [figure for what, figure in outcome.figures.items() if what.startswith("accuracy")]
+    assert len(accuracies) == 3
+    assert max(accuracies) - min(accuracies) < 0.002
+    assert min(accuracies) > 0.3
+
+
+def test_convnet_agrees_in_float32_as_well() -> None:
+    outcome = convnet_four_devices.main(["--steps", "4", "--dtype", "float32"])
+    check(outcome)
+    assert max(outcome.differences.values()) < 2e-6
+
+
+def test_resnet_agrees_with_the_plain_model_on_the_same_microbatches() -> None:
+    outcome = resnet50_two_stages.main(["--width", "8", "--steps", "3"])
+    check(outcome)
+    assert outcome.figures["stages"] == 2
+    assert all(falls(curve, by=0.01) for curve in outcome.losses.values())
+
+
+def test_sequential_pipe_has_the_outputs_and_gradients_of_the_sequential() -> None:
+    outcome = sequential_pipe.main([])
+    check(outcome)
+    assert set(outcome.differences) == {"outputs", "gradients"}
+
+
+def test_tied_gpt_keeps_one_parameter_with_the_plain_gradient() -> None:
+    outcome = gpt_tied.main(["--steps", "12", "--rows", "8"])
+    check(outcome)
+    assert set(outcome.losses) == {"plain", "pipelined", "train_step"}
+    assert outcome.figures["tied"] == 1.0
+    assert outcome.figures["stages"] == 4
+    assert all(falls(curve, by=0.1) for curve in outcome.losses.values())
+    assert sum("tied table" in what for what in outcome.differences) == 2
+
+
+def test_unet_is_split_across_its_skips_and_learns() -> None:
+    outcome = unet_skips.main(["--steps", "8", "--rows", "16"])
+    check(outcome)
+    assert outcome.figures["stages"] == 4
+    assert outcome.figures["values that cross several cuts"] >= 1
+    assert all(falls(curve, by=0.3) for curve in outcome.losses.values())
+
+
+def test_blocks_of_the_tensor_and_data_parallel_explanations() -> None:
+    outcome = seed_blocks.main(["--steps", "20"])
+    check(outcome)
+    assert {what.partition(":")[0] for what in outcome.differences} == {"MLP", "SelfAttention", "Model", "Net"}
+
+
+def test_demo_says_that_both_models_train_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = demo.main(["--steps", "8", "--rows", "32"])
+    check(outcome)
+    assert "exactly as they train plain" in capsys.readouterr().out
+    assert falls(outcome.losses["GPT, pipelined"], by=0.05)
+
+
+def test_a_difference_gives_exit_code_1() -> None:
+    curves = {"plain": (1.0, 0.5), "pipelined": (1.0, 0.51)}
+    outcome = Outcome(curves, {"loss": loss_difference(*curves.values())})
+    assert outcome.differences["loss"] == pytest.approx(0.02)
+    assert outcome.exit_code == 1
+    assert Outcome(curves, {"loss": float("nan")}).exit_code == 1
+
+
+def test_tensor_difference_is_relative_to_each_tensor() -> None:
+    small = {"a": torch.tensor([1e-6, 0.0]), "b": torch.tensor([100.0])}
+    off = {"a": torch.tensor([2e-6, 0.0]), "b": torch.tensor([100.0])}
+    assert tensor_difference(small, small) == 0.0
+    assert tensor_difference(small, off) == pytest.approx(1.0)
+
+
+def test_models_have_their_published_sizes() -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in GPT(GPTConfig.gpt2_small()).parameters()) == 124_439_808
+        assert sum(p.numel() for p in ResNet().parameters()) == 25_557_032
+
+
+def test_data_is_deterministic_and_in_shape() -> None:
+    images = digits(size=32, channels=3)
+    assert images.inputs.shape == (1797, 3, 32, 32)
+    assert images.inputs.abs().max() <= 1
+    first, second = (list(batches(images, rows=64, count=30)) for _ in range(2))
+    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True))
+    assert {len(batch.targets) for batch in first} == {64}
+    share = noisy_segments(size=32).targets.mean()
+    assert 0.2 < share < 0.5
+    window = next(text_batches(python_text(), rows=4, length=16, count=1))
+    assert torch.equal(window.inputs[:, 1:], window.targets[:, :-1])
