@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.errors import InputError
+from autosplit.errors import InputError, PlanError
 from autosplit.options import (
     SCHEDULES,
     Options,
@@ -59,7 +59,7 @@ def autosplit(
         memory_limit: bytes per stage that the plan must respect, or text such as "70GiB".
         optimizer: what the memory prediction assumes: "adamw", "adam", "momentum", "sgd", "none", or state bytes per
             parameter element.
-        plan: a `Plan` or the path of a saved one, to be followed instead of planning.
+        plan: a `Plan` or the path of a saved one, to be followed instead of planning: its stages, schedule and chunks.
         virtual_stages, recompute, precision, lanes, rng, batch_norm, compile, graphs, mesh: reserved; only the
             defaults are available in this version, anything else is refused.
 
@@ -83,21 +83,30 @@ def autosplit(
     choose("compile", compile, (False,))
     choose("graphs", graphs, (False,))
     choose("mesh", mesh, (None,))
+    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     options = Options(
         devices=resolve_devices(devices),
-        chunks=check_chunks(chunks),
+        chunks=check_chunks(chunks) if pinned is None else _pinned_chunks(pinned, check_chunks(chunks)),
         schedule=choose("schedule", schedule, SCHEDULES),
         memory_limit=check_memory_limit(memory_limit),
         optimizer=check_optimizer(optimizer),
         batch_dims=batch_dims,
     )
-    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     pipe = PipelinedModule(model, options, pinned)
     if sample is None:
         sample = _own_sample(model)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
     return pipe
+
+
+def _pinned_chunks(plan: Plan, chunks: int) -> int:
+    """Return the plan's chunks; the default 8 gives way to them, any other number that differs is an error."""
+    if chunks not in (8, plan.chunks):
+        raise PlanError(
+            f"the plan has chunks={plan.chunks}, chunks={chunks} was given; leave chunks out, or plan again"
+        )
+    return plan.chunks
 
 
 def _own_sample(model: nn.Module) -> Any:

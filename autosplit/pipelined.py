@@ -193,7 +193,12 @@ class PipelinedModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Compile the program of :attr:`graph`; calls go on choosing the program by their signature."""
-        code = super().recompile()
+        children = self.__dict__["_modules"]
+        self.__dict__["_modules"] = {}  # a child may have the name of an attribute that fx sets
+        try:
+            code = super().recompile()
+        finally:
+            self.__dict__["_modules"] = children
         kind = type(self)
         core = self.__dict__.get("_autosplit")
         if core is not None:
@@ -229,10 +234,11 @@ class PipelinedModule(fx.GraphModule):
         core = self._core
         self._attach(recorded)
         if graph in core.compiled:
-            self._graph = graph
-            self._code = core.compiled[graph][1]
+            self.__dict__["_graph"], self.__dict__["_code"] = graph, core.compiled[graph][1]
         else:
-            self.graph = graph
+            self.__dict__["_graph"] = graph
+            graph.owning_module = self
+            self.recompile()
 
     def _attach(self, recorded: Recorded) -> None:
         lowered = recorded.lowered
@@ -275,9 +281,13 @@ class PipelinedModule(fx.GraphModule):
     def _key(self, leaves: list[Any], spec: Any) -> _Key:
         """Return what a recording depends on: modes, input structure, shapes, dtypes, constants and module numbers."""
         state: list[Any] = [Ambient.current()]
+        ties: dict[int, int] = {}
         for module in self._core.model.modules():
             kind = type(module)
-            state += (kind, module.training, *(p.dtype for p in module._parameters.values() if p is not None))
+            state += (kind, module.training)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    state += (parameter.dtype, ties.setdefault(id(parameter), len(ties)))
             if not kind.__module__.startswith("torch.nn"):
                 numbers = module.__dict__.items()
                 state += [v for k, v in numbers if isinstance(v, (bool, int, float, str)) and k != "training"]
@@ -291,9 +301,9 @@ class PipelinedModule(fx.GraphModule):
         """Return a recording of the same kind of call at another batch size."""
         for recorded in self._core.recordings.values():
             kind = recorded.kind
-            if kind.rest == key.rest and kind.shapes == _without_rows(key.shapes, kind.batch_dims):
-                if _rows(key.shapes, kind.batch_dims):
-                    return recorded
+            same = kind.rest == key.rest and kind.shapes == _without_rows(key.shapes, kind.batch_dims)
+            if same and _rows(key.shapes, kind.batch_dims):
+                return recorded
         return None
 
     def _record(self, key: _Key, sample: Sample) -> Recorded:
@@ -338,7 +348,7 @@ class PipelinedModule(fx.GraphModule):
         return PipelinedModule, (self._core.model, self._core.options, self._core.plan)
 
     def to(self, *args: Any, **kwargs: Any) -> PipelinedModule:
-        """Change the dtype; a device is refused when the stages lie on others, since it would collapse the placement."""
+        """Change the dtype; a device is refused when stages lie on others: it would collapse the placement."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         self._refuse_collapse(device)
         super().to(*args, **kwargs)

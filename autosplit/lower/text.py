@@ -54,8 +54,8 @@ class _Inliner:
     def __init__(self, text: str) -> None:
         self.source = text.split("\n")
         self.uses = Counter(re.findall(r"\bgetitem(?:_\d+)?\b(?! = )", text))
+        self.locals: set[str] = set()
         self.items: dict[str, str] = {}
-        self.gone: dict[str, list[str]] = {}
         self.block: list[str] = []
         self.out: list[str] = []
         self.clock = -1
@@ -67,30 +67,23 @@ class _Inliner:
             if match is None or line.startswith("#"):
                 self.block.append(self._inlined(line))
             else:
-                self._assignment(
-                    match["name"], match["value"], match["gone"].split(" = ")[:-1] if match["gone"] else []
-                )
-        return [f"{line}\n" for line in (*self.out, *self.block)]
+                self.locals.update((match["gone"] or "").split(" = ")[:-1])
+                self._assignment(match["name"], self._inlined(match["value"]))
+        return [f"{line}\n" for line in self._with_deletions([*self.out, *self.block])]
 
-    def _assignment(self, name: str, value: str, gone: list[str]) -> None:
-        inside = [n for n in re.findall(r"\w+", value) if n in self.items]
-        gone = [n for n in (*(g for item in inside for g in self.gone[item]), *gone) if n not in self.items]
-        value = self._inlined(value)
-        if re.fullmatch(r"getitem(_\d+)?", name) and self.uses[name] <= 1:
-            self.items[name], self.gone[name] = value, gone
+    def _assignment(self, name: str, value: str) -> None:
+        if re.fullmatch(r"getitem(_\d+)?", name) and self.uses[name] <= 2 and "(" not in value:
+            self.items[name] = value
         elif value.startswith("wait("):
-            self._keep(value, [n for n in gone if n != name])
+            self.block.append(value)
         else:
-            self._keep(f"{name} = {value}", gone)
+            self.block.append(f"{name} = {value}")
             cell = _CELL.fullmatch(name)
             if cell is not None:
                 self._flush(int(cell[1]) + int(cell[2]))
 
     def _inlined(self, text: str) -> str:
         return re.sub(r"\bgetitem(_\d+)?\b", lambda m: self.items.get(m[0], m[0]), text)
-
-    def _keep(self, line: str, gone: list[str]) -> None:
-        self.block.append(f"{line}; del {', '.join(gone)}" if gone else line)
 
     def _flush(self, clock: int) -> None:
         """Move the lines up to and including a cell to the output, under a comment when a new tick begins."""
@@ -100,3 +93,17 @@ class _Inliner:
             self.block.insert(start, f"# clock {clock}")
         self.out += self.block
         self.block = []
+
+    def _with_deletions(self, lines: list[str]) -> list[str]:
+        """Delete every local variable behind its last use, as fx does, so that its memory is free."""
+        last: dict[str, int] = {}
+        for number, line in enumerate(lines):
+            if not line.startswith("#"):
+                last.update(dict.fromkeys((n for n in re.findall(r"\b\w+\b", line) if n in self.locals), number))
+        gone: dict[int, list[str]] = {}
+        for name, number in last.items():
+            gone.setdefault(number, []).append(name)
+        return [
+            f"{line}; del {', '.join(gone[number])}" if number in gone and not line.startswith("return") else line
+            for number, line in enumerate(lines)
+        ]

@@ -57,12 +57,13 @@ def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
         while stage is None and path:
             stage = last.get(path)
             path = path.rpartition(".")[0]
-        wanted[info.name] = previous = previous if stage is None else stage
+        previous = previous if stage is None else stage
+        wanted[info.name] = previous
     return wanted
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """Return the tensor nodes behind a node's operands, through sizes and plumbing; ``rows`` and attributes are none."""
+    """Return the tensor nodes behind a node's operands, through sizes and plumbing; attributes are none."""
     found = []
     for operand in node.all_input_nodes:
         found += [operand] if INFO in operand.meta else sources(operand)

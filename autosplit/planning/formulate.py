@@ -87,7 +87,7 @@ class _Formulator:
     def formulation(self) -> Formulation:
         static = self._static()
         works = [self._work(info, static[index]) for index, (_, info) in enumerate(self.micro)]
-        names = [(info.name,) for _, info in self.micro]
+        names: list[tuple[str, ...]] = [(info.name,) for _, info in self.micro]
         order = [(a, b) for a, b in self._order() if a != b]
         if self.full:
             works.append(self._epilogue(static[len(self.micro)]))

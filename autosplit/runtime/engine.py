@@ -71,8 +71,7 @@ def train_step(
     kind = losses.known_reduction(loss_fn, reduction) or proved.get(loss_fn)
     if kind is None:
         kind = proved[loss_fn] = _prove(step, loss_fn, target, targets, whole)
-    factors = losses.weights(kind, loss_fn, step.sizes, targets)
-    return _Run(step, lambda output, m: losses.call_loss(loss_fn, output, targets[m]) * factors[m]).run()
+    return _Run(step, losses.per_microbatch(kind, loss_fn, step.sizes, targets)).run()
 
 
 def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole: Callable[[Step], Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,34 +65,48 @@ def known_reduction(loss_fn: Any, reduction: str) -> str | None:
         if own == "sum":
             return "sum"
         if own in ("mean", "batchmean"):
-            return "counted" if isinstance(loss_fn, _COUNTED) else "mean"
+            return "counted" if type(loss_fn) in _COUNTED else "mean"
         raise InputError(
             f"{type(loss_fn).__name__}(reduction={own!r}) returns no scalar; use reduction='mean' or 'sum'"
         )
     return None
 
 
-def weights(kind: str, loss_fn: Any, sizes: Sequence[int], targets: Sequence[Any]) -> list[Any]:
-    """Return the factor of each microbatch's loss: 1 for sums, the share of rows or of valid targets for means."""
-    if kind == "sum":
-        return [1.0] * len(sizes)
+def per_microbatch(
+    kind: str, loss_fn: Callable[..., Any], sizes: Sequence[int], targets: Sequence[Any]
+) -> Callable[[Any, int], torch.Tensor]:
+    """Return ``f(output, m)``: what microbatch ``m`` adds to the loss of the batch.
+
+    A mean over rows counts by rows; torch's cross entropy and NLL count by the weights of the targets that are not
+    ignored, so they are summed per microbatch and divided by the whole batch's count.
+    """
+    if kind == "counted":
+        summed, total = _summed(loss_fn), sum(_counted(loss_fn, target) for target in targets)
+        return lambda output, m: summed(output, targets[m]) / total
     rows = sum(sizes)
-    if kind == "mean":
-        return [size / rows for size in sizes]
-    counts = [_valid(loss_fn, target) for target in targets]
-    total = sum(counts[1:], counts[0])
-    return [torch.where(total > 0, count / total, count) for count in counts]
+    shares = [1.0 if kind == "sum" else size / rows for size in sizes]
+    return lambda output, m: call_loss(loss_fn, output, targets[m]) * shares[m]
 
 
-def _valid(loss_fn: Any, target: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the class weights of the targets that count."""
-    class_weights = getattr(loss_fn, "weight", None)
+def _summed(loss_fn: Any) -> Callable[..., torch.Tensor]:
+    """Return the same loss as a sum."""
+    if loss_fn in _COUNTED_FUNCTIONS:
+        return partial(loss_fn, reduction="sum")
+    options = {"weight": loss_fn.weight, "ignore_index": loss_fn.ignore_index, "reduction": "sum"}
+    if isinstance(loss_fn, nn.CrossEntropyLoss):
+        return partial(nn.functional.cross_entropy, label_smoothing=loss_fn.label_smoothing, **options)
+    return partial(nn.functional.nll_loss, **options)
+
+
+def _counted(loss_fn: Any, target: torch.Tensor) -> Any:
+    """Return what torch's mean divides by: the class weights of the targets that count, or their number."""
     if target.is_floating_point():
-        return torch.tensor(float(target[..., 0].numel() if target.dim() == 2 else target.numel() / target.shape[1]))
-    counted = target != getattr(loss_fn, "ignore_index", -100)
+        return target.numel() / target.shape[1 if target.dim() > 1 else 0]
+    class_weights = getattr(loss_fn, "weight", None)
+    counts = target != getattr(loss_fn, "ignore_index", -100)
     if class_weights is None:
-        return counted.sum().to(torch.float64)
-    return class_weights[target.where(counted, 0)].where(counted, 0).sum().to(torch.float64)
+        return counts.sum()
+    return class_weights[target.where(counts, 0)].where(counts, 0).sum()
 
 
 def prove(

@@ -159,7 +159,8 @@ def _probe(model: nn.Module, flat: FlatInputs) -> frozenset[str]:
         merged = _merged(model, flat).recording
         raw = build(model, merged)
         marked = _mark(raw, merged)
-        probe = run_probe(raw, flat)
+        with state.buffer_contents(model):
+            probe = run_probe(raw, flat)
         if any(INFO in n.meta and n.meta[INFO].random for n in raw.graph.nodes):
             return probe.suspects
         difference = check_outputs(model, flat, probe)

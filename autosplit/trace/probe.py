@@ -84,6 +84,9 @@ class _Lockstep:
             seen.update(fresh)
             self.last[node] = fresh
         self.suspects: set[str] = set()
+        written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
+        self.buffers = {name: raw.root.get_buffer(name) for name in sorted(written)}
+        self.contents = {run: {name: b.clone() for name, b in self.buffers.items()} for run in ROWS}
 
     def run(self) -> Probe:
         order = list(self.raw.graph.nodes)
@@ -91,7 +94,7 @@ class _Lockstep:
         for node in order[:-1]:
             for name, interpreter in self.runs.items():
                 if node.op != "placeholder":
-                    interpreter.env[node] = interpreter.run_node(node)
+                    interpreter.env[node] = self._run_node(interpreter, node, self.contents[name])
                 elif INFO in node.meta:
                     interpreter.env[node] = self.leaves[name][position]
                 else:
@@ -105,6 +108,17 @@ class _Lockstep:
         alone = self.runs["alone"]
         outputs = fx.node.map_arg(order[-1].args[0], lambda n: alone.env[n])
         return Probe(frozenset(self.suspects), tuple(outputs), tuple(self.leaves["alone"]))
+
+    def _run_node(self, interpreter: fx.Interpreter, node: fx.Node, own: dict[str, torch.Tensor]) -> Any:
+        """Run a node with the run's own contents of the buffers that the graph changes."""
+        info = node.meta.get(INFO)
+        touched = [name for name in own if info is not None and name in (*info.reads, *info.writes)]
+        for name in touched:
+            self.buffers[name].copy_(own[name])
+        value = interpreter.run_node(node)
+        for name in touched:
+            own[name].copy_(self.buffers[name])
+        return value
 
     def _compare(self, node: fx.Node) -> None:
         info = node.meta[INFO]

@@ -294,8 +294,8 @@ class Recorder(TorchFunctionMode):
         label = getattr(func, "__name__", type(func).__name__)
         if label in VALUE_READS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
             raise TraceError(
-                f"{_where(self.path)} reads a tensor's value in Python ({label}); a graph cannot follow that. Compute the "
-                "choice with torch.where, or move it out of forward"
+                f"{_where(self.path)} reads a tensor's value in Python ({label}); a graph cannot follow that. Compute "
+                "the choice with torch.where, or move it out of forward"
             )
         if label == "__get__":
             label = func.__self__.__name__
@@ -319,7 +319,7 @@ class Recorder(TorchFunctionMode):
         self._module_calls[path] += 1
         try:
             if self.is_leaf(module, path):
-                return self.perform("module", path, "", lambda: original(module, *args, **kwargs), args, kwargs)
+                return self._leaf(original, module, path, args, kwargs)
             return original(module, *args, **kwargs)
         except Exception as error:
             if not isinstance(error, TraceError) and not getattr(error, "__notes__", None):
@@ -327,6 +327,16 @@ class Recorder(TorchFunctionMode):
             raise
         finally:
             self._stack.pop()
+
+    def _leaf(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        cumulative = isinstance(module, STATEFUL_LEAVES) and module.momentum is None
+        if cumulative:  # torch reads 1 / float(num_batches_tracked) then, which a fake tensor cannot tell
+            module.__dict__["momentum"] = 0.1
+        try:
+            return self.perform("module", path, "", lambda: original(module, *args, **kwargs), args, kwargs)
+        finally:
+            if cumulative:
+                module.__dict__["momentum"] = None
 
     def is_leaf(self, module: nn.Module, path: str) -> bool:
         """Tell whether a module is recorded as one call: torch.nn layers, and containers that carry hooks."""

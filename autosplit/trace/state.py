@@ -77,9 +77,10 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
         for table in ("_parameters", "_buffers"):
             entries = module.__dict__[table]
             for name, tensor in entries.items():
-                if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                if nn.parameter.is_lazy(tensor):
                     raise TraceError(
-                        f"{type(module).__name__}.{name} has no shape yet (a lazy module); run the model once on one batch first"
+                        f"{type(module).__name__}.{name} has no shape yet (a lazy module); run the model once on one "
+                        "batch first"
                     )
                 if tensor is not None:
                     entries[name] = mode.from_tensor(tensor, static_shapes=True)
