@@ -1,5 +1,7 @@
 """Split any PyTorch model over several devices and train it as a pipeline, exactly as it trains on one."""
 
+from __future__ import annotations
+
 from autosplit.api import autosplit
 from autosplit.errors import (
     AutosplitError,

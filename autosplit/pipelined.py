@@ -26,10 +26,10 @@ from autosplit.report.table import render
 from autosplit.runtime import engine
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
-from autosplit.trace.calls import Ambient
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace
+from autosplit.trace.signature import Key, Kind, key_of, rows_of
 from autosplit.trace.state import random_state
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -51,33 +51,13 @@ _RECORDINGS = 32
 _SEED_BITS = 62
 
 
-_Shapes = tuple[tuple[int, ...] | None, ...]
-
-
-@dataclass(frozen=True)
-class _Key:
-    """A call's signature: all but the shapes, and the shapes."""
-
-    rest: Any
-    shapes: _Shapes
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A recording's signature: shapes without the rows, and where the rows were."""
-
-    rest: Any
-    shapes: _Shapes
-    batch_dims: tuple[int | None, ...]
-
-
 @dataclass
 class Recorded:
     """One signature of the model: its recording, cut by the plan, and the programs made of it per microbatch count."""
 
     traced: TracedGraph
     lowered: Lowered
-    kind: _Kind
+    kind: Kind
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     setup: fx.GraphModule | None = None
 
@@ -177,7 +157,12 @@ class PipelinedModule(fx.GraphModule):
         """
         step = self._prepare(args, kwargs)
         return engine.train_step(
-            step, target=target, loss_fn=loss_fn, reduction=loss_reduction, proved=self._core.losses, whole=self._run
+            step,
+            target=target,
+            loss_fn=loss_fn,
+            reduction=loss_reduction,
+            proved=self._core.losses,
+            whole=lambda: self._run(step),
         )
 
     def train(self, mode: bool = True) -> PipelinedModule:
@@ -189,7 +174,7 @@ class PipelinedModule(fx.GraphModule):
     # -- running -------------------------------------------------------------------------------------------------
     @property
     def _core(self) -> _Core:
-        return self.__dict__["_autosplit"]  # type: ignore[no-any-return]
+        return self.__dict__["_autosplit"]
 
     def recompile(self) -> Any:
         """Compile the program of :attr:`graph`; calls go on choosing the program by their signature."""
@@ -203,7 +188,7 @@ class PipelinedModule(fx.GraphModule):
         core = self.__dict__.get("_autosplit")
         if core is not None:
             core.compiled[self._graph] = kind.forward, code.src
-        kind.forward = PipelinedModule._dispatch  # type: ignore[method-assign]
+        kind.forward = PipelinedModule._dispatch
         kind.__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return code
 
@@ -225,7 +210,7 @@ class PipelinedModule(fx.GraphModule):
         programs, count = step.recorded.programs, len(step.sizes)
         if count not in programs:
             programs[count] = emit(step.recorded.lowered, microbatches=count, attributes=self._core.names)
-        return programs[count]  # type: ignore[no-any-return]
+        return programs[count]
 
     def _show(self, recorded: Recorded, graph: fx.Graph) -> None:
         """Make ``graph`` the one that ``.graph`` and ``.code`` show and that its modules' names lead to."""
@@ -253,14 +238,14 @@ class PipelinedModule(fx.GraphModule):
         core = self._core
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = self._key(leaves, spec)
+        key = key_of(core.model, leaves, spec)
         recorded = core.recordings.get(key)
         if recorded is None:
             recorded = self._known(key) or self._record(key, Sample(*args, **kwargs))
             core.recordings[key] = recorded
             while len(core.recordings) > _RECORDINGS:
                 core.recordings.popitem(last=False)
-        rows = _rows(key.shapes, recorded.kind.batch_dims)
+        rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows)
         caller = next((lane(t.device) for t in tensors), lane(torch.device("cpu")))
         seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
@@ -278,41 +263,22 @@ class PipelinedModule(fx.GraphModule):
             recorded,
         )
 
-    def _key(self, leaves: list[Any], spec: Any) -> _Key:
-        """Return what a recording depends on: modes, input structure, shapes, dtypes, constants and module numbers."""
-        state: list[Any] = [Ambient.current()]
-        ties: dict[int, int] = {}
-        for module in self._core.model.modules():
-            kind = type(module)
-            state += (kind, module.training)
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    state += (parameter.dtype, ties.setdefault(id(parameter), len(ties)))
-            if not kind.__module__.startswith("torch.nn"):
-                numbers = module.__dict__.items()
-                state += [v for k, v in numbers if isinstance(v, (bool, int, float, str)) and k != "training"]
-            elif isinstance(module, nn.modules.dropout._DropoutNd):
-                state.append(module.p)
-        shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
-        kinds = tuple((v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), repr(v)) for v in leaves)
-        return _Key((tuple(state), spec, kinds), shapes)
-
-    def _known(self, key: _Key) -> Recorded | None:
+    def _known(self, key: Key) -> Recorded | None:
         """Return a recording of the same kind of call at another batch size."""
         for recorded in self._core.recordings.values():
             kind = recorded.kind
-            same = kind.rest == key.rest and kind.shapes == _without_rows(key.shapes, kind.batch_dims)
-            if same and _rows(key.shapes, kind.batch_dims):
+            same = kind.rest == key.rest and kind.shapes == without_rows(key.shapes, kind.batch_dims)
+            if same and rows_of(key.shapes, kind.batch_dims):
                 return recorded
         return None
 
-    def _record(self, key: _Key, sample: Sample) -> Recorded:
+    def _record(self, key: Key, sample: Sample) -> Recorded:
         """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
         core = self._core
         with torch.inference_mode(False):
             flat = flatten(core.model, sample, core.options.batch_dims)
             rows = batch_rows(flat)
-            values = key.rest[1:], _without_rows(key.shapes, flat.batch_dims)
+            values = key.rest[1:], without_rows(key.shapes, flat.batch_dims)
             found = trace(core.model, sample, batch_dims=core.options.batch_dims, suspects=core.suspects.get(values))
             core.suspects[values] = found.suspects
             if core.plan is None:
@@ -322,7 +288,7 @@ class PipelinedModule(fx.GraphModule):
                 check_plan(core.plan, core.model, stages=len(core.options.devices))
             return self._cut(found, core.plan, key)
 
-    def _cut(self, found: Trace, plan: Plan, key: _Key) -> Recorded:
+    def _cut(self, found: Trace, plan: Plan, key: Key) -> Recorded:
         core = self._core
         devices = core.options.devices[: len(plan.stages)]
         stage_of = assign(found.graph, plan.stage_of(), stages=len(devices))
@@ -332,7 +298,7 @@ class PipelinedModule(fx.GraphModule):
             core.names = _free_names(core.model, len(devices))
         place(core.model, lowered, devices)
         dims = found.inputs.batch_dims
-        return Recorded(found.graph, lowered, _Kind(key.rest, _without_rows(key.shapes, dims), dims))
+        return Recorded(found.graph, lowered, Kind(key.rest, without_rows(key.shapes, dims), dims))
 
     # -- copies and moves ----------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
@@ -369,19 +335,6 @@ class PipelinedModule(fx.GraphModule):
                 f"the stages lie on {', '.join(sorted(own))}; moving all to {device} would collapse the pipeline. "
                 f"Take the model back with pipe.unsplit().to({str(device)!r}), or split it anew with devices="
             )
-
-
-def _rows(shapes: _Shapes, dims: tuple[int | None, ...]) -> int:
-    """Return the batch size, or 0 when the inputs disagree or are empty."""
-    rows = {shape[d] for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None}
-    return rows.pop() if len(rows) == 1 else 0
-
-
-def _without_rows(shapes: _Shapes, dims: tuple[int | None, ...]) -> _Shapes:
-    return tuple(
-        shape if shape is None or d is None or d >= len(shape) else (*shape[:d], -1, *shape[d + 1 :])
-        for shape, d in zip(shapes, dims, strict=True)
-    )
 
 
 def _free_names(model: nn.Module, stages: int) -> dict[str, str]:

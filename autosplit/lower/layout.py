@@ -111,7 +111,7 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _class(node: fx.Node) -> NodeClass:
-    return node.meta[INFO].node_class  # type: ignore[no-any-return]
+    return node.meta[INFO].node_class
 
 
 class _Uses:

@@ -41,7 +41,7 @@ def emit_setup(lowered: Lowered) -> fx.GraphModule:
     """
     attributes = {f"shared{i}": f"shared{i}" for i in range(len(lowered.prologues))}
     program = _Program(lowered, attributes)
-    program.graph.output((program.splits, program.shared))
+    program.graph.output((program.splits, program.shared))  # type: ignore[arg-type]
     module = fx.GraphModule(nn.Module(), fx.Graph())
     module.__dict__[STATE] = lowered.traced.root
     module.__dict__.update({f"shared{i}": part for i, part in enumerate(lowered.prologues)})
@@ -218,6 +218,6 @@ class _Program:
     def _size(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
             return self.rows
-        return self.graph.call_function(
-            node.target, tuple(self._size(a) if isinstance(a, fx.Node) else a for a in node.args)
-        )
+        assert callable(node.target), "a size is an expression of operator functions"
+        args = tuple(self._size(a) if isinstance(a, fx.Node) else a for a in node.args)
+        return self.graph.call_function(node.target, args)

@@ -155,7 +155,7 @@ class Region:
         if self.device.type == "cpu":
             return args, kwargs
         swap = fx.node.map_aggregate
-        args, kwargs = swap((args, kwargs), lambda v: self.device if isinstance(v, torch.device) else v)  # type: ignore[misc]
+        args, kwargs = swap((args, kwargs), lambda v: self.device if isinstance(v, torch.device) else v)
         constructors = torch.utils._device._device_constructors()
         target = args[1] if node.target is under and len(args) > 1 else node.target
         if target in constructors and kwargs.get("device") is None:

@@ -1,8 +1,8 @@
 """Make the pipelined program read as if a person had written it.
 
-fx prints every node on a line of its own, with long names and ``x = None`` behind each last use. Here, in the same text:
-items are written where they are used, the runtime's words stand alone, last uses are ``del``, and a comment marks each
-clock tick.
+fx prints every node on a line of its own, with long names and ``x = None`` behind each last use. Here, in the same
+text: items are written where they are used, the runtime's words stand alone, last uses are ``del``, and a comment marks
+each clock tick.
 """
 
 from __future__ import annotations

@@ -52,12 +52,12 @@ def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
     wanted: dict[str, int] = {}
     previous = 0
     for _, info in traced.compute_nodes():
-        stage = stage_of.get(info.name)
         path = info.name.split("#")[0]
-        while stage is None and path:
-            stage = last.get(path)
+        known = stage_of.get(info.name)
+        while known is None and path:
+            known = last.get(path)
             path = path.rpartition(".")[0]
-        previous = previous if stage is None else stage
+        previous = previous if known is None else known
         wanted[info.name] = previous
     return wanted
 

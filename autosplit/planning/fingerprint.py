@@ -34,13 +34,11 @@ def check_plan(plan: Plan, model: nn.Module, *, stages: int) -> None:
         raise PlanError(
             f"the plan was made for {plan.fingerprint.model} with other parameters or buffers than this "
             f"{type(model).__name__} has ({len(state_entries(model))} entries, fingerprint "
-            f"{_hash(state_entries(model))}, the plan's is {plan.fingerprint.state}); plan again: autosplit(model, ...) "
-            "without plan="
+            f"{_hash(state_entries(model))}, the plan's is {plan.fingerprint.state}); plan again: "
+            "autosplit(model, ...) without plan="
         )
     if len(plan.stages) > stages:
-        raise PlanError(
-            f"the plan has {len(plan.stages)} stages, devices names {stages}; give as many devices as the plan has stages"
-        )
+        raise PlanError(f"the plan has {len(plan.stages)} stages, devices names {stages}; give one device per stage")
 
 
 def _hash(entries: list[str]) -> str:

@@ -205,7 +205,10 @@ class _Writer:
             yield f"{random} random operations draw per microbatch from seeded generators"
         full = [i.name for i in infos if i.node_class is NodeClass.FULL]
         if full:
-            yield f"{len(full)} operations mix rows and run once per step on the whole batch, on the last device (first: {full[0]})"
+            yield (
+                f"{len(full)} operations mix rows: once per step, on the whole batch, on the last device "
+                f"(first: {full[0]})"
+            )
         if self.costs.estimated:
             name, why = next(iter(self.costs.estimated.items()))
             yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"

@@ -1,4 +1,4 @@
-"""One training step, action by action: every cell has borders of its own and its backward is called when its turn comes.
+"""One training step, action by action: every cell has borders of its own, and a backward of its own.
 
     forward of a cell     detach what comes in ─► stage ─► keep inputs and outputs until the backward
     backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
@@ -31,8 +31,8 @@ from autosplit.trace.structure import flatten_output
 class Step:
     """One call of the pipe: what to run, on what, in which schedule.
 
-    ``lowered`` are the pieces (:class:`autosplit.lower.split.Lowered`), ``setup`` the part of the program before the first
-    cell, ``locate`` adds a note to an exception of a cell.
+    ``lowered`` are the pieces (:class:`autosplit.lower.split.Lowered`), ``setup`` the part of the program before the
+    first cell, ``locate`` adds a note to an exception of a cell.
     """
 
     lowered: Any
@@ -54,19 +54,19 @@ def train_step(
     loss_fn: Any,
     reduction: str,
     proved: dict[Any, str],
-    whole: Callable[[Step], Any],
+    whole: Callable[[], Any],
 ) -> torch.Tensor:
     """Run forward, loss and backward of a whole batch; see :meth:`PipelinedModule.train_step`.
 
-    ``whole`` runs the ordinary program on a step; it is used where the loss needs the whole batch at once.
+    ``whole`` runs the ordinary program on the step; it is used where the loss needs the whole batch at once.
     """
     if loss_fn is None:
         raise InputError("train_step needs loss_fn=, a function loss_fn(output, target) that returns a scalar")
     lowered = step.lowered
     targets = losses.split_target(target, step.sizes)
     if lowered.epilogue is not None or _has_hooks(lowered) or len(step.sizes) == 1:
-        value = losses.call_loss(loss_fn, whole(step), target)
-        value.backward()  # type: ignore[no-untyped-call]
+        value = losses.call_loss(loss_fn, whole(), target)
+        value.backward()
         return value.detach()
     kind = losses.known_reduction(loss_fn, reduction) or proved.get(loss_fn)
     if kind is None:
@@ -74,10 +74,10 @@ def train_step(
     return _Run(step, losses.per_microbatch(kind, loss_fn, step.sizes, targets)).run()
 
 
-def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole: Callable[[Step], Any]) -> str:
+def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole: Callable[[], Any]) -> str:
     traced = step.lowered.traced
     with torch.no_grad(), state.random_state(), state.buffer_contents(traced.root):
-        output = whole(step)
+        output = whole()
     flat, rebuild = flatten_output(output)
 
     def part(microbatch: int | None) -> Any:
@@ -127,7 +127,7 @@ class _Run:
         self.given = {s: _detached(bundle) for s, bundle in self.shared.items()}
         self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
         self.sums: list[list[torch.Tensor | None]] = [[None] * len(own) for own in self.parameters]
-        self.given_sums = {s: [None] * len(bundle) for s, bundle in self.given.items()}
+        self.given_sums: dict[int, list[torch.Tensor | None]] = {s: [None] * len(b) for s, b in self.given.items()}
         self.input_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def run(self) -> torch.Tensor:
@@ -150,7 +150,7 @@ class _Run:
 
     def _setup(self) -> tuple[dict[int, Sequence[Bundle]], dict[int, Bundle]]:
         step = self.step
-        return step.setup(*step.tensors, step.rows, step.sizes, step.lanes, step.seed)  # type: ignore[no-any-return]
+        return step.setup(*step.tensors, step.rows, step.sizes, step.lanes, step.seed)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         module, layout = self.lowered.stages[stage], self.layout.stages[stage]
@@ -196,8 +196,8 @@ class _Run:
         if info is not None and value.op == "placeholder" and info.node_class is NodeClass.MICRO:
             return self._input(value, microbatch)
         raise InputError(
-            f"train_step cannot hand {value.name!r} of the output to the loss per microbatch: it is no value of the batch's "
-            "rows; call pipe(x) and loss.backward() instead"
+            f"train_step cannot hand {value.name!r} of the output to the loss per microbatch: it is no value of the "
+            "batch's rows; call pipe(x) and loss.backward() instead"
         )
 
     def _input(self, node: fx.Node, microbatch: int) -> torch.Tensor:
@@ -255,9 +255,9 @@ class _Run:
         pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for own, sums in zip(self.parameters, self.sums, strict=True):
             pairs.update((id(p), (p, g)) for p, g in zip(own, sums, strict=True) if g is not None)
-        for stage, sums in self.given_sums.items():
+        for stage, given in self.given_sums.items():
             bundle = self.shared[stage]
-            pairs.update((id(t), (t, g)) for t, g in zip(bundle, sums, strict=True) if g is not None)
+            pairs.update((id(t), (t, g)) for t, g in zip(bundle, given, strict=True) if g is not None)
         pairs.update((id(t), (t, g)) for t, g in self.input_gradients)
         if not pairs:
             raise RuntimeError("the loss does not depend on any parameter that requires a gradient")

@@ -128,7 +128,7 @@ def prove(
         if abs(value - float(whole)) <= bound * max(abs(float(whole)), 1e-30):
             return kind
     raise InputError(
-        f"the loss is neither a mean nor a sum over rows: {float(whole):.6g} on the whole batch, {mean:.6g} as the mean and "
-        f"{total:.6g} as the sum over {len(sizes)} microbatches; pass loss_reduction='mean' or 'sum' if that is what you "
-        "want, or call pipe(x) and loss.backward(), which computes it on the whole batch"
+        f"the loss is neither a mean nor a sum over rows: {float(whole):.6g} on the whole batch, {mean:.6g} as the "
+        f"mean and {total:.6g} as the sum over {len(sizes)} microbatches; pass loss_reduction='mean' or 'sum' if that "
+        "is what you want, or call pipe(x) and loss.backward(), which computes it on the whole batch"
     )

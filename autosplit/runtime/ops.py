@@ -28,7 +28,7 @@ class Key(NamedTuple):
 
 
 def sizes_of(rows: int, chunks: int, min_rows: int) -> tuple[int, ...]:
-    """Return the rows of each microbatch, as ``torch.tensor_split`` does: at most ``chunks`` of at least ``min_rows``."""
+    """Return the rows of each microbatch, as ``torch.tensor_split`` cuts: at most ``chunks``, each of ``min_rows``."""
     count = max(1, min(chunks, rows // min_rows))
     base, extra = divmod(rows, count)
     return tuple(base + (i < extra) for i in range(count))
@@ -90,19 +90,19 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 def fork(value: torch.Tensor, uses: int) -> Bundle:
     """Return one alias per use of a value; their gradients add from the last use to the first, on any cut."""
     if uses > 1 and torch.is_grad_enabled() and value.requires_grad:
-        return _Fork.apply(value, uses)  # type: ignore[no-any-return]
+        return _Fork.apply(value, uses)
     return (value,) * uses
 
 
 class _Fork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, uses: int) -> Bundle:  # type: ignore[override]
+    def forward(ctx: Any, value: torch.Tensor, uses: int) -> Bundle:
         ctx.set_materialize_grads(False)
         ctx.device = value.device
         return tuple(value.view_as(value) for _ in range(uses))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         total: torch.Tensor | None = None
         for gradient in reversed(gradients):
             if gradient is not None:
@@ -112,7 +112,7 @@ class _Fork(torch.autograd.Function):
 
 
 def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a random operation with its own seed per step, node and microbatch; the default generators stay untouched."""
+    """Call a random operation with a seed of its own per step, node and microbatch; generators stay untouched."""
     seed = zlib.crc32(f"{key.seed}/{name}/{key.microbatch}".encode()) ^ (key.seed & 0x7FFFFFFF) << 32
     devices = {leaf.device for leaf in args if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]

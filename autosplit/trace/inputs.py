@@ -21,8 +21,8 @@ UNTOLD = object()
 def flatten(model: nn.Module, sample: Sample, batch_dims: Any = None) -> FlatInputs:
     """Flatten a call's inputs and tell each tensor's batch dimension.
 
-    ``batch_dims``: None (the first dimension of every tensor; a leading 1 beside a larger batch is no batch), an int for
-    all tensors, a tuple with one entry per positional input, or a dict by input name; entries are ints or None.
+    ``batch_dims``: None (the first dimension of every tensor; a leading 1 beside a larger batch is no batch), an int
+    for all tensors, a tuple with one entry per positional input, or a dict by input name; entries are ints or None.
 
     Raises InputError when the sizes contradict each other or the batch is empty.
     """

@@ -5,6 +5,7 @@ record at 3, 4 and 6 rows ─► merge ─► fx graph ─► value probe (eval 
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ def _uses(calls: Sequence[Call]) -> dict[str, list[Call]]:
 def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
     """Return the leaf modules whose parameters are used more than once: inside them, the parameter is a value."""
     parameters = dict(model.named_parameters())
-    found = set()
+    found: set[str] = set()
     for name, users in _uses(calls).items():
         if name in parameters and len(users) > 1:
             found.update(c.leaf for c in users if c.leaf is not None and _enterable(model.get_submodule(c.leaf)))
@@ -146,8 +147,8 @@ def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
                 raise own from None
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     raise TraceError(
-        f"recording failed at another batch size with {type(error).__name__}: {error}{notes}; if an input has its batch "
-        "in another dimension, or none, say so by batch_dims="
+        f"recording failed at another batch size with {type(error).__name__}: {error}{notes}; if an input has its "
+        "batch in another dimension, or none, say so by batch_dims="
     ) from error
 
 
@@ -218,7 +219,7 @@ def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
 
 
 def _colour(model: nn.Module, raw: RawGraph, found: Effects) -> None:
-    """Give one colour to nodes that must share a stage: structured results, changed storages and buffers, shared leaves."""
+    """Give one colour to nodes that must share a stage: parts of one result, users of changed state, shared leaves."""
     leader: dict[fx.Node, fx.Node] = {}
 
     def find(node: fx.Node) -> fx.Node:
@@ -253,6 +254,4 @@ def _projects(node: fx.Node) -> bool:
         return False
     source = node.args[0]
     structured = INFO not in source.meta or len(source.meta[INFO].tensors) > 1
-    return (
-        structured and source.op not in ("placeholder", "get_attr") and node.target.__name__ in ("getitem", "getattr")
-    )
+    return structured and source.op not in ("placeholder", "get_attr") and node.target in (operator.getitem, getattr)

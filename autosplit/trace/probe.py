@@ -184,7 +184,7 @@ def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def _sampled(tensor: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return evenly spread values of a large tensor where a comparison is loose anyway, all of them where it is exact."""
+    """Return evenly spread values of a large tensor where a comparison is loose, all of them where it is exact."""
     flat = tensor.detach().reshape(-1)
     return flat[:: flat.numel() // _COMPARED + 1] if tolerance else flat
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.utils._pytree as pytree
@@ -71,8 +72,8 @@ def record(model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozense
         if changed:
             path, name = changed[0]
             raise TraceError(
-                f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph would "
-                "freeze it: keep it in a registered buffer"
+                f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph "
+                "would freeze it: keep it in a registered buffer"
             )
         return recorder.finish(output, dict(model.named_buffers()))
 
@@ -94,22 +95,17 @@ def _notes(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
-    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-    compiler = torch.compiler
-    flags = compiler._is_compiling_flag, compiler._is_exporting_flag
+    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"].__func__
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_module(call, module, args, kwargs)
 
     def apply_function(function: type, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_function(apply.__func__, function, args, kwargs)
+        return recorder.call_function(apply, function, args, kwargs)
 
-    nn.Module.__call__ = call_module  # type: ignore[method-assign]
-    torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment,arg-type]
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
-    try:
+    with (
+        patch.object(nn.Module, "__call__", call_module),
+        patch.object(torch.autograd.Function, "apply", classmethod(apply_function)),
+        patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True),
+    ):
         yield
-    finally:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply
-        compiler._is_compiling_flag, compiler._is_exporting_flag = flags

@@ -60,12 +60,19 @@ def test_files_are_short():
     assert {name: lines for name, lines in lengths.items() if lines >= MAX_FILE_LINES} == {}
 
 
+def code_lines(node):
+    """Count a function's lines without its docstring: a public one gives shapes, units, errors and sources."""
+    first = node.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(node.body) > 1
+    return node.end_lineno - node.lineno + 1 - (first.end_lineno - first.lineno + 1 if documented else 0)
+
+
 def test_functions_are_short():
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in PYTHON
         for node in functions(path)
-        if node.end_lineno - node.lineno + 1 >= MAX_FUNCTION_LINES
+        if code_lines(node) >= MAX_FUNCTION_LINES
     ]
     assert long == []
 
