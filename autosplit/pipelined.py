@@ -29,7 +29,7 @@ from autosplit.runtime.ops import sizes_of
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace
-from autosplit.trace.signature import Key, Kind, key_of, rows_of
+from autosplit.trace.signature import Key, Kind, key_of, rows_of, without_rows
 from autosplit.trace.state import random_state
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
