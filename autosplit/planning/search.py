@@ -39,8 +39,8 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     partition = solve(formulation.problem, stages=len(options.devices))
     if partition.stages < len(options.devices):
         warnings.warn(
-            f"{len(options.devices)} devices were given, but the model has only {partition.stages} parts that can be "
-            f"separated: using {partition.stages} stages",
+            f"{len(options.devices)} devices were given, but the model has only {_count(partition.stages, 'separable part')}: "
+            f"using {_count(partition.stages, 'stage')}",
             UserWarning,
             stacklevel=2,
         )
@@ -88,7 +88,7 @@ class _Writer:
             backward_s=[stage.backward_s for stage in stages],
             transfers=self._transfers(boundaries),
         )
-        limit = self.options.memory_limit
+        fits = _fits(stages)
         return Plan(
             fingerprint=fingerprint(self.model, self.traced),
             devices=tuple(str(device) for device in self.options.devices[: len(stages)]),
@@ -103,8 +103,8 @@ class _Writer:
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s,
             status=self.partition.status,
-            fits=None if limit is None else True,
-            verdict="borderline" if limit is None else "fits",
+            fits=fits,
+            verdict="borderline" if fits is None else "fits" if fits else "no",
             class_flops=self._class_flops(),
             measured=self.costs.measured,
             notes=tuple(self._notes()),
@@ -212,6 +212,23 @@ class _Writer:
         if self.costs.estimated:
             name, why = next(iter(self.costs.estimated.items()))
             yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _fits(stages: Sequence[StagePlan]) -> bool | None:
+    """Compare peaks with capacities; None where no capacity is known, or where a peak is within 5% of it.
+
+    A stage within 5% is borderline because kernels' workspaces are not predicted; a limit that was given is met.
+    """
+    shares = [s.memory.peak_bytes / s.memory.capacity_bytes for s in stages if s.memory.capacity_bytes]
+    if len(shares) < len(stages):
+        return None
+    if all(share <= 1 for share in shares):
+        return True
+    return None if max(shares) <= 1.05 else False
 
 
 def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:

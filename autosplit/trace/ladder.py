@@ -157,11 +157,11 @@ def _probe(model: nn.Module, flat: FlatInputs) -> frozenset[str]:
     if any(p.is_meta for p in model.parameters()):
         return frozenset()
     with state.random_state(), state.attributes(model), state.buffer_contents(model), state.modes(model, False):
-        merged = _merged(model, flat).recording
-        raw = build(model, merged)
-        marked = _mark(raw, merged)
+        found = _merged(model, flat)
+        raw = build(model, found.recording)
+        marked = _mark(raw, found.recording)
         with state.buffer_contents(model):
-            probe = run_probe(raw, flat)
+            probe = run_probe(raw, flat, kept=found.min_rows)
         if any(INFO in n.meta and n.meta[INFO].random for n in raw.graph.nodes):
             return probe.suspects
         difference = check_outputs(model, flat, probe)

@@ -1,10 +1,12 @@
 """The value probe: do rows influence each other? Asked of real values on few rows, in eval mode.
 
-    alone    rows        1 2
-    among    rows      0 1 2      another batch size: counts, means, batch-sized sources
-    beside   rows      3 1 2      another neighbour, same sizes: any difference in the last bit is influence
+    alone    rows        1
+    among    rows      0 1        another batch size: counts, means, batch-sized sources
+    beside   rows      2 1        another neighbour, same sizes: any difference in the last bit is influence
 
-The three runs go through the graph in lockstep, so that no more values live than one run needs.
+A model in which one row behaves differently is asked about two rows, 1 and 2, instead. The three runs go through the
+graph in lockstep, so that no more values live than one run needs. Rows that a sample lacks, or that are all equal in
+it, are made up: equal rows would hide their influence.
 """
 
 from __future__ import annotations
@@ -22,8 +24,6 @@ from autosplit.trace.graph import INFO, TensorInfo
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.structure import flatten_output, tensors_in
 
-ROWS = {"alone": (1, 2), "among": (0, 1, 2), "beside": (3, 1, 2)}
-KEPT = 2
 _COMPARED = 1 << 18
 _LOOSE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 5e-2}
 
@@ -38,45 +38,76 @@ class Probe:
     """The input leaves of the run ``alone``."""
 
 
-def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
-    """Return the given rows of a sample; rows that the sample lacks are made from the others, all different."""
+def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool = False) -> torch.Tensor:
+    """Return the given rows of a sample; rows that it lacks are made from the others.
+
+    ``vary`` changes integers and booleans too where rows would be equal; floating-point rows always differ.
+    """
     count = leaf.shape[dim]
-    return torch.cat([_row(leaf, dim, row, count) for row in rows], dim).requires_grad_(leaf.requires_grad)
+    return torch.cat([_row(leaf, dim, row, count, vary) for row in rows], dim).requires_grad_(leaf.requires_grad)
 
 
-def _row(leaf: torch.Tensor, dim: int, row: int, count: int) -> torch.Tensor:
+def _row(leaf: torch.Tensor, dim: int, row: int, count: int, vary: bool) -> torch.Tensor:
     piece = leaf.detach().narrow(dim, row % count, 1)
-    same = bool(count > 1 and leaf.is_floating_point() and torch.equal(piece, leaf.narrow(dim, (row + 1) % count, 1)))
-    turn = row // count if not same else row
-    if turn:
+    same = count > 1 and torch.equal(piece, leaf.detach().narrow(dim, (row + 1) % count, 1))
+    turn = row if same else row // count
+    if turn and leaf.is_floating_point():
         piece = piece.reshape(-1).roll(17 * turn).reshape(piece.shape)
-        if leaf.is_floating_point():
-            wave = torch.arange(piece.numel(), dtype=torch.float64, device=piece.device).add(1.7 * turn).sin()
-            spread = piece.abs().max().nan_to_num(1.0, 1.0, 1.0).clamp(max=1e4).to(torch.float64)
-            shift = (wave * (0.05 * spread + 0.01)).reshape(piece.shape)
-            piece = piece + torch.where(piece.isfinite(), shift, 0).to(piece.dtype)
+        wave = torch.arange(piece.numel(), dtype=torch.float64, device=piece.device).add(1.7 * turn).sin()
+        spread = piece.abs().max().nan_to_num(1.0, 1.0, 1.0).clamp(max=1e4).to(torch.float64)
+        shift = (wave * (0.05 * spread + 0.01)).reshape(piece.shape)
+        piece = piece + torch.where(piece.isfinite(), shift, 0).to(piece.dtype)
+    elif turn and vary and not leaf.is_complex():
+        flat = piece.reshape(-1).roll(17 * turn)
+        if bool((flat == flat[0]).all()):
+            flat[turn % flat.numel() :: turn + 1] = not flat[0] if leaf.dtype == torch.bool else abs(int(flat[0]) - 1)
+        piece = flat.reshape(piece.shape)
+    elif turn:
+        piece = piece.reshape(-1).roll(17 * turn).reshape(piece.shape)
     return piece.clone()
 
 
-def run_probe(raw: RawGraph, inputs: FlatInputs) -> Probe:
-    """Run the graph on rows of the sample and compare; call it in eval mode, with state preserved."""
-    positions = inputs.tensors()
-    leaves = {
-        name: [
-            leaf.clone() if dim is None else probe_rows(leaf, dim, rows)
-            for leaf, dim in ((inputs.leaves[i], inputs.batch_dims[i]) for i in positions)
-        ]
-        for name, rows in ROWS.items()
-    }
+def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Probe:
+    """Run the graph on rows of the sample and compare; call it in eval mode, with state preserved.
+
+    ``kept`` is how many rows are compared: the smallest microbatch for which the graph holds.
+    """
+    rows = tuple(range(1, kept + 1))
+    runs = {"alone": rows, "among": (0, *rows), "beside": (kept + 1, *rows)}
+    batched = [(inputs.leaves[i], d) for i in inputs.tensors() if (d := inputs.batch_dims[i]) is not None]
+    vary = not any(_distinct(leaf, dim, kept + 2) for leaf, dim in batched)
     with torch.no_grad():
-        return _Lockstep(raw, leaves).run()
+        try:
+            return _Lockstep(raw, _leaves(inputs, runs, vary), runs).run()
+        except Exception:
+            if not vary:
+                raise
+            return _Lockstep(raw, _leaves(inputs, runs, False), runs).run()
+
+
+def _leaves(inputs: FlatInputs, runs: dict[str, tuple[int, ...]], vary: bool) -> dict[str, list[torch.Tensor]]:
+    pairs = [(inputs.leaves[i], inputs.batch_dims[i]) for i in inputs.tensors()]
+    return {
+        name: [leaf.clone() if dim is None else probe_rows(leaf, dim, rows, vary=vary) for leaf, dim in pairs]
+        for name, rows in runs.items()
+    }
+
+
+def _distinct(leaf: torch.Tensor, dim: int, rows: int) -> bool:
+    """Tell whether the first rows of a sample differ, or will be made to."""
+    if leaf.is_floating_point():
+        return True
+    first = leaf.narrow(dim, 0, 1)
+    return any(not torch.equal(first, leaf.narrow(dim, r, 1)) for r in range(1, min(rows, leaf.shape[dim])))
 
 
 class _Lockstep:
-    def __init__(self, raw: RawGraph, leaves: dict[str, list[torch.Tensor]]) -> None:
+    def __init__(self, raw: RawGraph, leaves: dict[str, list[torch.Tensor]], rows: dict[str, tuple[int, ...]]) -> None:
         self.raw = raw
+        self.rows = rows
+        self.kept = len(rows["alone"])
         self.leaves = leaves
-        self.runs = {name: fx.Interpreter(raw.root, graph=raw.graph) for name in ROWS}
+        self.runs = {name: fx.Interpreter(raw.root, graph=raw.graph) for name in rows}
         self.last: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
         for node in reversed(list(raw.graph.nodes)):
@@ -86,7 +117,7 @@ class _Lockstep:
         self.suspects: set[str] = set()
         written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
         self.buffers = {name: raw.root.get_buffer(name) for name in sorted(written)}
-        self.contents = {run: {name: b.clone() for name, b in self.buffers.items()} for run in ROWS}
+        self.contents = {run: {name: b.clone() for name, b in self.buffers.items()} for run in rows}
 
     def run(self) -> Probe:
         order = list(self.raw.graph.nodes)
@@ -98,7 +129,7 @@ class _Lockstep:
                 elif INFO in node.meta:
                     interpreter.env[node] = self.leaves[name][position]
                 else:
-                    interpreter.env[node] = len(ROWS[name])
+                    interpreter.env[node] = len(self.rows[name])
             if INFO in node.meta and node.op != "placeholder":
                 self._compare(node)
             position += INFO in node.meta and node.op == "placeholder"
@@ -144,7 +175,7 @@ class _Lockstep:
             return
         among = self.runs["among"].env[node]
         self.runs["alone"].env[node] = _tail(
-            among, tensor.batch_dim, KEPT * tensor.shape[tensor.batch_dim].per_row
+            among, tensor.batch_dim, self.kept * tensor.shape[tensor.batch_dim].per_row
         ).clone()
         self.runs["beside"].env[node] = among.clone()
 
@@ -152,7 +183,7 @@ class _Lockstep:
         for position, info in enumerate(tensors):
             alone, among, beside = (values[name][position] for name in ("alone", "among", "beside"))
             if info.batch_dim is not None:
-                count = KEPT * info.shape[info.batch_dim].per_row
+                count = self.kept * info.shape[info.batch_dim].per_row
                 among, beside = (_tail(t, info.batch_dim, count) for t in (among, beside))
             if not _same(among, beside, 0.0 if among.device.type == "cpu" else 1e-6):
                 return True

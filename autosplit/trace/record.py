@@ -349,14 +349,14 @@ class Recorder(TorchFunctionMode):
     def call_function(self, original: Callable[..., Any], function: type, args: Any, kwargs: Any) -> Any:
         """Stand in for ``autograd.Function.apply``: one call with its own backward."""
         if self._muted:
-            return original(function, *args, **kwargs)
+            return original(*args, **kwargs)
         from torch.utils.checkpoint import CheckpointFunction
 
         if function is CheckpointFunction:
             return args[0](*args[2:])
         full = (function, *args)
         return self.perform(
-            "function", apply_function, function.__name__, lambda: original(function, *args, **kwargs), full, kwargs
+            "function", apply_function, function.__name__, lambda: original(*args, **kwargs), full, kwargs
         )
 
     def finish(self, output: Any, buffers: dict[str, torch.Tensor]) -> Recording:

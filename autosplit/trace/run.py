@@ -95,13 +95,13 @@ def _notes(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
-    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"].__func__
+    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_module(call, module, args, kwargs)
 
     def apply_function(function: type, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_function(apply, function, args, kwargs)
+        return recorder.call_function(apply.__get__(None, function), function, args, kwargs)
 
     with (
         patch.object(nn.Module, "__call__", call_module),

@@ -1,0 +1,35 @@
+"""Let an optimizer's state follow its parameters to their devices."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+def follow(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """From now on, move the state of any optimizer beside those of these parameters that it steps.
+
+    The hook lives as long as one of the parameters; it costs a look at the devices per step.
+    """
+    moved = [weakref.ref(parameter) for parameter in parameters]
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = {id(parameter) for reference in moved if (parameter := reference()) is not None}
+        if not alive:
+            handle.remove()
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in alive:
+                bring(parameter, state)
+
+    handle = register_optimizer_step_pre_hook(before_step)
+
+
+def bring(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Move the state tensors that have the parameter's shape to its device; the step count stays where it is."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape:
+            state[name] = value.to(parameter.device)
