@@ -39,8 +39,8 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     partition = solve(formulation.problem, stages=len(options.devices))
     if partition.stages < len(options.devices):
         warnings.warn(
-            f"{len(options.devices)} devices were given, but the model has only {_count(partition.stages, 'separable part')}: "
-            f"using {_count(partition.stages, 'stage')}",
+            f"{len(options.devices)} devices were given, but the model has only "
+            f"{_count(partition.stages, 'separable part')}: using {_count(partition.stages, 'stage')}",
             UserWarning,
             stacklevel=2,
         )
