@@ -3,7 +3,7 @@
     python -m benchmarks.split_seconds [--repeats 3]
 
 Each split runs in a process of its own, so that nothing is warm. Printed are wall and CPU seconds: minimum, median and
-maximum over the repeats, and the wall seconds of the parts in the median run.
+maximum over the repeats.
 """
 
 from __future__ import annotations

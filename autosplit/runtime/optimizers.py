@@ -21,9 +21,9 @@ def follow(parameters: Iterable[torch.nn.Parameter]) -> None:
         alive = {id(parameter) for reference in moved if (parameter := reference()) is not None}
         if not alive:
             handle.remove()
-        for parameter, state in optimizer.state.items():
-            if id(parameter) in alive:
-                bring(parameter, state)
+        for owner, state in optimizer.state.items():
+            if id(owner) in alive:
+                bring(owner, state)
 
     handle = register_optimizer_step_pre_hook(before_step)
 
