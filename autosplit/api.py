@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from autosplit.errors import InputError, PlanError
+from autosplit.errors import InfeasibleError, InputError, PlanError
 from autosplit.options import (
     SCHEDULES,
     Options,
@@ -93,10 +94,10 @@ def autosplit(
         batch_dims=batch_dims,
     )
     pipe = PipelinedModule(model, options, pinned)
-    if sample is None:
-        sample = _own_sample(model)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
+    elif (own := _own_sample(model)) is not None:
+        _try_own(pipe, own)
     return pipe
 
 
@@ -107,6 +108,20 @@ def _pinned_chunks(plan: Plan, chunks: int) -> int:
             f"the plan has chunks={plan.chunks}, chunks={chunks} was given; leave chunks out, or plan again"
         )
     return plan.chunks
+
+
+def _try_own(pipe: PipelinedModule, own: Any) -> None:
+    """Plan on the sample that the model carries; where the model does not run on it, the first batch will do."""
+    try:
+        pipe.prepare(Sample.of(own))
+    except (InfeasibleError, PlanError):
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"the model's own sample inputs do not run ({type(error).__name__}: {error}); planning on the first call",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _own_sample(model: nn.Module) -> Any:

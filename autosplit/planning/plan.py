@@ -46,7 +46,7 @@ class StagePlan(_Record):
     device: str
     nodes: tuple[str, ...]
     modules: tuple[str, ...]
-    """The modules that the stage covers, shortest description first: whole subtrees where it has them whole."""
+    """Qualified names of the modules in whose forward the stage's nodes run, in model order."""
     parameters: int
     """Number of trainable and frozen parameter elements whose home is this stage."""
     forward_s: float

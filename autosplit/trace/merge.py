@@ -72,7 +72,7 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
     try:
         output = _values([r.output for r in recordings])
     except _Differs as error:
-        raise TraceError(f"the model's output is not affine in the batch: {error}") from None
+        raise TraceError(f"the model's output cannot be recorded: it holds {error}") from None
     _same_constants(recordings)
     return MergedRecording(tuple(merged), output, first)
 
@@ -140,7 +140,12 @@ def _values(values: Sequence[Any]) -> Any:
             return type(first)(*parts)
         return parts if isinstance(first, list) else tuple(parts)
     if any(not (v is first or v == first) for v in values):
-        raise _Differs(f"{values[0]!r}, {values[1]!r}, {values[2]!r}")
+        if isinstance(first, (bool, str)):
+            raise _Differs(f"{values[0]!r}, {values[1]!r}, {values[2]!r}")
+        raise _Differs(
+            f"a new {type(first).__name__} object at every call, which no graph can rebuild (a cache? transformers' "
+            "models take use_cache=False)"
+        )
     return first
 
 

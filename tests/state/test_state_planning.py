@@ -206,3 +206,32 @@ def test_a_step_as_the_first_call_plans() -> None:
 def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     value = getattr(output, "logits", output)
     return (value.flatten(1) - target[:, None]).pow(2).mean()
+
+
+class Carries(nn.Module):
+    """A model that carries a sample, as Lightning's do."""
+
+    def __init__(self, example_input_array: object) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.example_input_array = example_input_array
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.layers(value)
+
+
+@pytest.mark.parametrize("own", [torch.zeros(6, 4), (torch.zeros(6, 4),), {"value": torch.zeros(6, 4)}])
+def test_a_sample_that_the_model_carries_is_planned_on_at_once(own: object):
+    pipe = autosplit(Carries(own), devices=2, chunks=3)
+    assert pipe.plan is not None
+    assert pipe.plan.microbatch_rows == (2, 2, 2)
+
+
+def test_a_carried_sample_that_does_not_run_is_left_with_a_warning():
+    model = Carries(torch.zeros(6, 5))
+    with pytest.warns(UserWarning, match="own sample inputs do not run .*planning on the first call"):
+        pipe = autosplit(model, devices=2, chunks=3)
+    assert pipe.plan is None
+    batch = torch.ones(6, 4)
+    assert torch.equal(pipe(batch), model(batch))
+    assert pipe.plan is not None
