@@ -28,7 +28,7 @@ from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
-from autosplit.trace.ladder import Trace, trace
+from autosplit.trace.ladder import Findings, Trace, trace
 from autosplit.trace.signature import Key, Kind, key_of, rows_of, without_rows
 from autosplit.trace.state import random_state
 
@@ -79,7 +79,7 @@ class _Core:
     options: Options
     plan: Plan | None
     recordings: OrderedDict[Any, Recorded] = field(default_factory=OrderedDict)
-    suspects: dict[Any, frozenset[str]] = field(default_factory=dict)
+    findings: dict[Any, Findings] = field(default_factory=dict)
     compiled: dict[fx.Graph, Any] = field(default_factory=dict)
     losses: dict[Any, str] = field(default_factory=dict)
     lanes: tuple[Lane, ...] = ()
@@ -279,8 +279,8 @@ class PipelinedModule(fx.GraphModule):
             flat = flatten(core.model, sample, core.options.batch_dims)
             rows = batch_rows(flat)
             values = key.rest[1:], without_rows(key.shapes, flat.batch_dims)
-            found = trace(core.model, sample, batch_dims=core.options.batch_dims, suspects=core.suspects.get(values))
-            core.suspects[values] = found.suspects
+            found = trace(core.model, sample, batch_dims=core.options.batch_dims, findings=core.findings.get(values))
+            core.findings[values] = found.findings
             if core.plan is None:
                 sizes = sizes_of(rows, core.options.chunks, found.graph.min_rows)
                 core.plan = make_plan(core.model, found, core.options, sizes=sizes)

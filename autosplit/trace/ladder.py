@@ -28,23 +28,28 @@ from autosplit.trace.run import FlatInputs, record
 
 @dataclass(frozen=True)
 class Trace:
-    """An accepted recording and what found out on the way.
+    """An accepted recording and what was found out on the way.
 
     Attributes:
         graph: the recording.
         inputs: the flattened sample with its batch dimensions.
-        suspects: names of nodes in which the value probe saw rows influence each other; hand them to the next `trace`
-            of the same model, and it need not probe again.
+        findings: what the value probe saw; hand it to the next `trace` of the same model in another mode.
     """
 
     graph: TracedGraph
     inputs: FlatInputs
-    suspects: frozenset[str]
+    findings: Findings
 
 
-def trace(
-    model: nn.Module, sample: Sample, *, batch_dims: object = None, suspects: frozenset[str] | None = None
-) -> Trace:
+@dataclass(frozen=True)
+class Findings:
+    """Names of the nodes that the value probe has seen, and of those in which rows influence each other."""
+
+    probed: frozenset[str] = frozenset()
+    suspects: frozenset[str] = frozenset()
+
+
+def trace(model: nn.Module, sample: Sample, *, batch_dims: object = None, findings: Findings | None = None) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs whose batch cannot be told, and the
@@ -59,9 +64,12 @@ def trace(
         raise
     except Exception as error:
         _raise_own(model, flat, error)
-    if suspects is None:
-        suspects = _probe(model, flat)
-    return Trace(_accept(model, flat, merged, suspects), flat, suspects)
+    names = frozenset(m.call.name for m in merged.recording.calls)
+    if findings is None or not names <= findings.probed:
+        seen = _probe(model, flat)
+        before = findings or Findings()
+        findings = Findings(before.probed | seen.probed | names, before.suspects | seen.suspects)
+    return Trace(_accept(model, flat, merged, findings.suspects), flat, findings)
 
 
 @dataclass(frozen=True)
@@ -152,25 +160,25 @@ def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
     ) from error
 
 
-def _probe(model: nn.Module, flat: FlatInputs) -> frozenset[str]:
-    """Ask the value probe, in eval mode; a model on meta has no values, there the structure alone decides."""
+def _probe(model: nn.Module, flat: FlatInputs) -> Findings:
+    """Ask the value probe; a model on meta has no values, there the structure alone decides."""
     if any(p.is_meta for p in model.parameters()):
-        return frozenset()
-    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.modes(model, False):
+        return Findings()
+    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model):
         found = _merged(model, flat)
         raw = build(model, found.recording)
         marked = _mark(raw, found.recording)
         with state.buffer_contents(model):
             probe = run_probe(raw, flat, kept=found.min_rows)
-        if any(INFO in n.meta and n.meta[INFO].random for n in raw.graph.nodes):
-            return probe.suspects
-        difference = check_outputs(model, flat, probe)
+        infos = [node.meta[INFO] for node in raw.graph.nodes if INFO in node.meta]
+        random = any(info.random for info in infos)
+        difference = None if random else check_outputs(model, flat, probe)
     if difference is not None:
         raise TraceError(
             f"the recorded graph does not reproduce the model: {difference} ({len(marked.flow)} in-place effects); the "
             "forward does something that a graph cannot follow"
         )
-    return probe.suspects
+    return Findings(frozenset(info.name for info in infos), probe.suspects)
 
 
 def _mark(raw: RawGraph, merged: MergedRecording) -> Effects:

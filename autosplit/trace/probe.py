@@ -1,8 +1,8 @@
-"""The value probe: do rows influence each other? Asked of real values on few rows, in eval mode.
+"""The value probe: do rows influence each other? Asked of real values on few rows.
 
     alone    rows        1
-    among    rows      0 1        another batch size: counts, means, batch-sized sources
-    beside   rows      2 1        another neighbour, same sizes: any difference in the last bit is influence
+    among    rows      0 1 2 3    another batch size: counts, means, batch-sized sources, rows that change places
+    beside   rows      4 1 5 6    other neighbours, same sizes: any difference in the last bit is influence
 
 A model in which one row behaves differently is asked about two rows, 1 and 2, instead. The three runs go through the
 graph in lockstep, so that no more values live than one run needs. Rows that a sample lacks, or that are all equal in
@@ -22,6 +22,7 @@ from torch import fx, nn
 from autosplit.trace.build import RawGraph
 from autosplit.trace.graph import INFO, TensorInfo
 from autosplit.trace.run import FlatInputs
+from autosplit.trace.state import random_state
 from autosplit.trace.structure import flatten_output, tensors_in
 
 _COMPARED = 1 << 18
@@ -68,14 +69,16 @@ def _row(leaf: torch.Tensor, dim: int, row: int, count: int, vary: bool) -> torc
 
 
 def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Probe:
-    """Run the graph on rows of the sample and compare; call it in eval mode, with state preserved.
+    """Run the graph on rows of the sample and compare; call it under ``quiet_layers``, with state preserved.
 
     ``kept`` is how many rows are compared: the smallest microbatch for which the graph holds.
     """
     rows = tuple(range(1, kept + 1))
-    runs = {"alone": rows, "among": (0, *rows), "beside": (kept + 1, *rows)}
+    others = iter(range(kept + 1, kept + 6))
+    among = (0, *rows, next(others), next(others))
+    runs = {"alone": rows, "among": among, "beside": (next(others), *rows, next(others), next(others))}
     batched = [(inputs.leaves[i], d) for i in inputs.tensors() if (d := inputs.batch_dims[i]) is not None]
-    vary = not any(_distinct(leaf, dim, kept + 2) for leaf, dim in batched)
+    vary = not any(_distinct(leaf, dim, kept + 6) for leaf, dim in batched)
     with torch.no_grad():
         try:
             return _Lockstep(raw, _leaves(inputs, runs, vary), runs).run()
@@ -158,42 +161,41 @@ class _Lockstep:
             if any(self._differs(self._values(n), n.meta[INFO].tensors) for n in changed):
                 self.suspects.add(info.name)
             return
-        if info.random and isinstance(self.runs["among"].env[node], torch.Tensor):
-            self._share_draws(node, info.tensors[0])
-        elif self._differs(self._values(node), info.tensors):
+        if info.random:
+            self._share_draws(node, info.tensors)
+        if self._differs(self._values(node), info.tensors):
             self.suspects.add(info.name)
 
     def _values(self, node: fx.Node) -> dict[str, list[torch.Tensor]]:
         return {name: tensors_in(flatten_output(run.env[node])[0]) for name, run in self.runs.items()}
 
-    def _share_draws(self, node: fx.Node, tensor: TensorInfo) -> None:
-        """Give the runs the same random numbers for the same rows."""
-        if tensor.batch_dim is None:
-            value = self.runs["among"].env[node]
-            for run in self.runs.values():
-                run.env[node] = value.clone()
-            return
-        among = self.runs["among"].env[node]
-        self.runs["alone"].env[node] = _tail(
-            among, tensor.batch_dim, self.kept * tensor.shape[tensor.batch_dim].per_row
-        ).clone()
-        self.runs["beside"].env[node] = among.clone()
+    def _share_draws(self, node: fx.Node, tensors: Sequence[TensorInfo]) -> None:
+        """Draw again with equal generators among and beside; alone, take the rows' values from among."""
+        for name in ("among", "beside"):
+            with random_state():
+                torch.manual_seed(0)
+                self.runs[name].env[node] = self._run_node(self.runs[name], node, self.contents[name])
+        flat, rebuild = flatten_output(self.runs["among"].env[node])
+        infos = iter(tensors)
+        kept = [self._rows(leaf, next(infos)).clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        self.runs["alone"].env[node] = rebuild(kept)
+
+    def _rows(self, tensor: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+        """Return the compared rows of a tensor of the larger batch."""
+        if info.batch_dim is None:
+            return tensor
+        factor = info.shape[info.batch_dim].per_row
+        return tensor.narrow(info.batch_dim, factor, self.kept * factor)
 
     def _differs(self, values: dict[str, list[torch.Tensor]], tensors: Sequence[TensorInfo]) -> bool:
         for position, info in enumerate(tensors):
             alone, among, beside = (values[name][position] for name in ("alone", "among", "beside"))
-            if info.batch_dim is not None:
-                count = self.kept * info.shape[info.batch_dim].per_row
-                among, beside = (_tail(t, info.batch_dim, count) for t in (among, beside))
+            among, beside = self._rows(among, info), self._rows(beside, info)
             if not _same(among, beside, 0.0 if among.device.type == "cpu" else 1e-6):
                 return True
             if not _same(among, alone, _LOOSE.get(among.dtype, 0.0)):
                 return True
         return False
-
-
-def _tail(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    return tensor.narrow(dim, tensor.shape[dim] - count, count) if tensor.shape[dim] >= count else tensor
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import TraceError
 
+QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -59,10 +60,16 @@ def buffer_contents(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def modes(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put the model in train or eval mode, and every module back in its own at the end."""
+def quiet_layers(model: nn.Module) -> Iterator[None]:
+    """Put torch.nn's layers in eval mode, and every module back in its own at the end.
+
+    Norm layers then use their running statistics and dropout draws nothing, while the model's own modules keep the mode
+    that decides what their Python does.
+    """
     flags = [(m, m.training) for m in model.modules()]
-    model.train(training)
+    for module, _ in flags:
+        layer = type(module).__module__.startswith("torch.nn") or isinstance(module, QUIETED)
+        module.training = module.training and not layer
     try:
         yield
     finally:
