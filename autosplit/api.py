@@ -75,6 +75,12 @@ def autosplit(
         raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if isinstance(model, PipelinedModule):
         raise InputError("the model is a pipeline already; split pipe.unsplit() instead")
+    on_meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
+    if on_meta is not None:
+        raise InputError(
+            f"{on_meta} is on the meta device and has no values; build the model on a real device, or call "
+            "model.to_empty(device='cpu') and initialise it"
+        )
     choose("virtual_stages", virtual_stages, (1,))
     choose("recompute", recompute, ("auto", "never"))
     choose("precision", precision, (None,))

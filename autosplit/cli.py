@@ -27,7 +27,7 @@ from torch import nn
 
 from autosplit.api import autosplit
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
-from autosplit.options import OPTIMIZER_BYTES_PER_ELEMENT, SCHEDULES, Sample
+from autosplit.options import OPTIMIZER_COPIES, SCHEDULES, Sample
 from autosplit.planning.plan import Plan
 from autosplit.report import table
 
@@ -77,7 +77,7 @@ def report(
     ] = None,
     schedule: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "auto",
     optimizer: Annotated[
-        str, typer.Option(help=f"{', '.join(OPTIMIZER_BYTES_PER_ELEMENT)}, or bytes per parameter element.")
+        str, typer.Option(help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.")
     ] = "adamw",
     memory_limit: Annotated[str | None, typer.Option(help="Bytes per device, such as 70GiB.")] = None,
     train: Annotated[bool | None, typer.Option("--train/--eval", help="Mode of the model (default: as made).")] = None,

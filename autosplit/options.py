@@ -11,7 +11,8 @@ import torch
 from autosplit.errors import DeviceError, InputError
 from autosplit.units import parse_bytes
 
-OPTIMIZER_BYTES_PER_ELEMENT = {"none": 0, "sgd": 0, "momentum": 4, "adam": 8, "adamw": 8}
+OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
 SCHEDULES = ("auto", "1f1b", "gpipe")
 
 
@@ -54,12 +55,18 @@ class Options:
     batch_dims: Any = None
     measure: bool = True
 
-    @property
-    def optimizer_bytes_per_element(self) -> int:
-        """Bytes of optimizer state per parameter element."""
+    def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
+        """Return the bytes of optimizer state of one parameter."""
         if isinstance(self.optimizer, int):
-            return self.optimizer
-        return OPTIMIZER_BYTES_PER_ELEMENT[self.optimizer]
+            return self.optimizer * elements
+        return OPTIMIZER_COPIES[self.optimizer] * parameter_bytes
+
+    def capacity_bytes(self, stage: int) -> int | None:
+        """Return the bytes that a stage may use: the limit that was given, else what its CUDA device has."""
+        device = self.devices[stage]
+        if self.memory_limit is None and device.type == "cuda":
+            return int(torch.cuda.get_device_properties(device).total_memory)
+        return self.memory_limit
 
 
 def choose(name: str, value: Any, valid: Iterable[Any]) -> Any:
@@ -81,7 +88,7 @@ def check_optimizer(optimizer: Any) -> str | int:
     """Return the optimizer's name, or its state bytes per parameter element."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
         return optimizer
-    return str(choose("optimizer", optimizer, OPTIMIZER_BYTES_PER_ELEMENT))
+    return str(choose("optimizer", optimizer, OPTIMIZER_COPIES))
 
 
 def check_memory_limit(limit: int | float | str | None) -> int | None:

@@ -6,6 +6,7 @@ lie with its first use; a shared node's with the first micro node that it serves
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,14 +48,43 @@ def state_bytes(state: StateProfile, options: Options) -> StateBytes:
     """Return the bytes of one parameter or buffer under the optimizer that was named."""
     if not (state.is_parameter and state.trainable):
         return StateBytes(state.bytes, 0, 0)
-    return StateBytes(state.bytes, state.bytes, state.elements * options.optimizer_bytes_per_element)
+    optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes)
+    return StateBytes(state.bytes, state.bytes, optimizer)
 
 
 def formulate(
-    traced: TracedGraph, profile: Profile, options: Options, *, microbatches: int, schedule: str
+    traced: TracedGraph,
+    profile: Profile,
+    options: Options,
+    *,
+    microbatches: int,
+    schedule: str,
+    count_copies: bool = False,
 ) -> Formulation:
-    """Return the partition problem of a profiled recording."""
-    return _Formulator(traced, profile, options, microbatches, schedule).formulation()
+    """Return the partition problem of a profiled recording.
+
+    With ``count_copies`` every further use of a tied parameter costs the bytes of a copy, as if it were on a stage of
+    its own: never too little, too much where uses share a stage.
+    """
+    return _Formulator(traced, profile, options, microbatches, schedule, count_copies).formulation()
+
+
+def copy_bytes(traced: TracedGraph, profile: Profile, options: Options, stage_of: Mapping[str, int]) -> dict[int, int]:
+    """Return what copies of tied parameters cost each stage: the copy on another device, and its gradient."""
+    extra: dict[int, int] = {}
+    for state in tied_states(traced, profile):
+        stages = sorted({stage_of[name] for name in state.uses})
+        for stage in stages[1:]:
+            held = 0 if options.devices[stage] == options.devices[stages[0]] else state.bytes
+            extra[stage] = extra.get(stage, 0) + held + (state.bytes if state.trainable else 0)
+    return extra
+
+
+def tied_states(traced: TracedGraph, profile: Profile) -> list[StateProfile]:
+    """Return the parameters that several nodes use as a value."""
+    parameters = dict(traced.root.named_parameters(remove_duplicate=False))
+    tied = {id(parameters[name]) for name in traced.tied}
+    return [s for s in profile.state.values() if s.is_parameter and id(parameters[s.name]) in tied]
 
 
 def link_seconds(options: Options, count: int) -> float:
@@ -74,8 +104,15 @@ def _known_device(device: torch.device) -> str:
 
 class _Formulator:
     def __init__(
-        self, traced: TracedGraph, profile: Profile, options: Options, microbatches: int, schedule: str
+        self,
+        traced: TracedGraph,
+        profile: Profile,
+        options: Options,
+        microbatches: int,
+        schedule: str,
+        count_copies: bool,
     ) -> None:
+        self.count_copies = count_copies
         self.traced, self.profile, self.options = traced, profile, options
         self.microbatches, self.schedule = microbatches, schedule
         self.micro = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.MICRO]
@@ -93,7 +130,7 @@ class _Formulator:
             works.append(self._epilogue(static[len(self.micro)]))
             names.append(tuple(info.name for _, info in self.full))
             order += [(index, len(self.micro)) for index in range(len(self.micro))]
-        limit = self.options.memory_limit
+        limits = [self.options.capacity_bytes(stage) for stage in range(len(self.options.devices))]
         problem = Problem(
             tuple(works),
             tuple(self._nets()),
@@ -101,7 +138,7 @@ class _Formulator:
             tuple(dict.fromkeys(order)),
             microbatches=self.microbatches,
             schedule=self.schedule,
-            capacity_bytes=None if limit is None else (limit,) * len(self.options.devices),
+            capacity_bytes=None if None in limits else tuple(limit for limit in limits if limit is not None),
         )
         return Formulation(problem, tuple(names))
 
@@ -133,6 +170,11 @@ class _Formulator:
             index = next((first[name] for name in state.uses if first.get(name) is not None), None)
             if index is not None and static:
                 static[index] += state_bytes(state, self.options).total
+        for state in tied_states(self.traced, self.profile) if self.count_copies else ():
+            for name in state.uses[1:]:
+                index = first.get(name)
+                if index is not None:
+                    static[index] += state.bytes * (1 + state.trainable)
         return static
 
     def _first_micro(self) -> dict[str, int | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import nn
 
 from autosplit.errors import TraceError
@@ -14,7 +13,7 @@ from autosplit.partition.costs import check
 from autosplit.partition.solve import Partition, solve
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
-from autosplit.planning.formulate import Formulation, formulate, link_seconds, state_bytes
+from autosplit.planning.formulate import Formulation, copy_bytes, formulate, link_seconds, state_bytes
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile
@@ -37,6 +36,11 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     if not formulation.problem.works:
         raise TraceError("the recording has no operation that depends on the batch: there is nothing to pipeline")
     partition = solve(formulation.problem, stages=len(options.devices))
+    writer = _Writer(model, traced, costs, options, sizes, schedule, formulation, partition)
+    if writer.over_capacity():
+        careful = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule, count_copies=True)
+        partition = solve(careful.problem, stages=len(options.devices))
+        writer = _Writer(model, traced, costs, options, sizes, schedule, formulation, partition)
     if partition.stages < len(options.devices):
         warnings.warn(
             f"{len(options.devices)} devices were given, but the model has only "
@@ -44,7 +48,7 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
             UserWarning,
             stacklevel=2,
         )
-    return _Writer(model, traced, costs, options, sizes, schedule, formulation, partition).plan()
+    return writer.plan()
 
 
 def _profile(model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...]) -> Profile:
@@ -77,6 +81,15 @@ class _Writer:
         solved = {name: stage for names, stage in pairs for name in names}
         self.stage_of = assign(traced, solved, stages=partition.stages)
         self.checked = check(formulation.problem, partition.assignment)
+        self.copies = copy_bytes(traced, costs, options, self.stage_of)
+
+    def over_capacity(self) -> bool:
+        """Tell whether copies of tied parameters lift a stage over a capacity that the solver kept without them."""
+        limits = self.formulation.problem.capacity_bytes
+        if limits is None:
+            return False
+        peaks = [stage.peak_bytes + self.copies.get(i, 0) for i, stage in enumerate(self.checked.stages)]
+        return any(peak > limit for peak, limit in zip(peaks, limits, strict=False))
 
     def plan(self) -> Plan:
         """Return the plan with its prediction."""
@@ -98,7 +111,7 @@ class _Writer:
             microbatch_rows=self.sizes,
             schedule=self.schedule,
             optimizer=str(self.options.optimizer),
-            step_s=timeline.step_s + self._shared_s(),
+            step_s=timeline.step_s + self._shared_s(boundaries),
             bubble=timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s,
@@ -117,14 +130,10 @@ class _Writer:
         states = [s for s in self.costs.state.values() if self._home(s.uses) == index]
         totals = [state_bytes(state, self.options) for state in states]
         parameters = [s for s in states if s.is_parameter]
-        memory = self.checked.stages[index]
-        device = self.options.devices[index]
-        capacity = self.options.memory_limit
-        if capacity is None and device.type == "cuda":
-            capacity = torch.cuda.get_device_properties(device).total_memory
+        memory, copies = self.checked.stages[index], self.copies.get(index, 0)
         return StagePlan(
             index=index,
-            device=str(device),
+            device=str(self.options.devices[index]),
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),
             parameters=sum(s.elements for s in parameters),
@@ -136,9 +145,9 @@ class _Writer:
                 gradient_bytes=sum(t.gradient for t in totals),
                 optimizer_bytes=sum(t.optimizer for t in totals),
                 activation_bytes=memory.activation_bytes,
-                transient_bytes=memory.transient_bytes,
-                peak_bytes=memory.peak_bytes,
-                capacity_bytes=capacity,
+                transient_bytes=memory.transient_bytes + copies,
+                peak_bytes=memory.peak_bytes + copies,
+                capacity_bytes=self.options.capacity_bytes(index),
             ),
         )
 
@@ -180,9 +189,16 @@ class _Writer:
             for seconds in (link_seconds(self.options, count),)
         )
 
-    def _shared_s(self) -> float:
+    def _shared_s(self, boundaries: Sequence[Boundary]) -> float:
+        """Return the time of what happens once per step: shared nodes, and shared values and copies there and back."""
         shared = (i.name for _, i in self.traced.compute_nodes() if i.node_class is NodeClass.SHARED)
-        return sum(self.costs.nodes[name].forward_s + self.costs.nodes[name].backward_s for name in shared)
+        computed = sum(self.costs.nodes[name].forward_s + self.costs.nodes[name].backward_s for name in shared)
+        sent = sum(
+            link_seconds(self.options, boundary.bytes) * len(boundary.consumers)
+            for boundary in boundaries
+            if boundary.per_step and boundary.producer >= 0
+        )
+        return computed + 2 * sent
 
     def _class_flops(self) -> dict[str, float]:
         """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""

@@ -195,3 +195,8 @@ def test_a_plan_file_that_is_missing(tmp_path: Path, unchanged: Unchanged) -> No
     model = chain()
     with unchanged(model, value()), pytest.raises(PlanError, match=r"absent\.json"):
         split(model, plan=str(tmp_path / "absent.json"))
+
+
+def test_a_model_on_meta_is_refused_with_the_way_out():
+    with pytest.raises(InputError, match=r"0\.weight is on the meta device .*to_empty"):
+        autosplit(nn.Sequential(nn.Linear(4, 4)).to("meta"), devices=1, chunks=1)
