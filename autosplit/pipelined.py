@@ -26,9 +26,10 @@ from autosplit.report.table import render
 from autosplit.runtime import engine
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
+from autosplit.trace.findings import Findings
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
-from autosplit.trace.ladder import Findings, Trace, trace
+from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.signature import Key, Kind, key_of, rows_of, without_rows
 from autosplit.trace.state import random_state
 
@@ -57,6 +58,7 @@ class Recorded:
 
     traced: TracedGraph
     lowered: Lowered
+    trace: Trace
     kind: Kind
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     setup: fx.GraphModule | None = None
@@ -81,7 +83,7 @@ class _Core:
     recordings: OrderedDict[Any, Recorded] = field(default_factory=OrderedDict)
     findings: dict[Any, Findings] = field(default_factory=dict)
     compiled: dict[fx.Graph, Any] = field(default_factory=dict)
-    losses: dict[Any, str] = field(default_factory=dict)
+    losses: dict[int, tuple[Any, str]] = field(default_factory=dict)
     lanes: tuple[Lane, ...] = ()
     names: dict[str, str] = field(default_factory=dict)
 
@@ -155,6 +157,8 @@ class PipelinedModule(fx.GraphModule):
         Raises:
             InputError: the loss is neither a mean nor a sum over rows, or the target does not fit the batch.
         """
+        if self._forward_hooks or self._forward_pre_hooks:
+            return engine.whole_step(lambda: self(*args, **kwargs), target=target, loss_fn=loss_fn)
         step = self._prepare(args, kwargs)
         return engine.train_step(
             step,
@@ -241,7 +245,13 @@ class PipelinedModule(fx.GraphModule):
         key = key_of(core.model, leaves, spec)
         recorded = core.recordings.get(key)
         if recorded is None:
-            recorded = self._known(key) or self._record(key, Sample(*args, **kwargs))
+            recorded = self._known(key)
+            if recorded is None:
+                recorded = self._record(key, Sample(*args, **kwargs))
+            else:
+                with torch.inference_mode(False):
+                    rows = rows_of(key.shapes, recorded.kind.batch_dims)
+                    recorded.trace.check_rows(core.model, Sample(*args, **kwargs), rows)
             core.recordings[key] = recorded
             while len(core.recordings) > _RECORDINGS:
                 core.recordings.popitem(last=False)
@@ -298,7 +308,7 @@ class PipelinedModule(fx.GraphModule):
             core.names = _free_names(core.model, len(devices))
         place(core.model, lowered, devices)
         dims = found.inputs.batch_dims
-        return Recorded(found.graph, lowered, Kind(key.rest, without_rows(key.shapes, dims), dims))
+        return Recorded(found.graph, lowered, found, Kind(key.rest, without_rows(key.shapes, dims), dims))
 
     # -- copies and moves ----------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:

@@ -195,7 +195,7 @@ class _Uses:
         targets = len({s for s in stages if s != home}) + wanted
         ordered = stages == sorted(stages)
         info = value.meta[INFO]
-        forks = (targets > 1 or not ordered) and info.tensors[0].dtype.is_floating_point and not info.mutated
+        forks = (targets > 1 or not ordered) and info.tensors[0].differentiable and not info.mutated
         if forks:
             layout.forked.add(key)
             layout.alias_of.update({(key, c.name): use for use, c in enumerate(inside)})

@@ -97,10 +97,15 @@ class _Program:
             value = by_name[key]
             if uses == 1:
                 self.values[Slot(key, 0)] = value
+            elif uses and self._changed_in_place(key):
+                self.values.update({Slot(key, use): value for use in range(uses)})
             elif uses:
                 bundle = self._call(fork, (value, uses), f"{key.replace('.', '_')}_uses")
                 for use in range(uses):
                     self.values[Slot(key, use)] = self._item(bundle, use)
+
+    def _changed_in_place(self, key: str) -> bool:
+        return any(node.name == key and node.meta[INFO].mutated for node in self.inputs)
 
     def _prologues(self) -> None:
         for stage, module in enumerate(self.lowered.prologues):
@@ -138,7 +143,9 @@ class _Program:
         placeholders = {node.name: node for node in self.inputs}
         dims = tuple(placeholders[slot.value].meta[INFO].tensors[0].batch_dim for slot in slots)
         bundle = tuple(self.values[slot] for slot in slots)
-        return self._call(split, (bundle, self.sizes, dims, self._item(self.lanes, stage)), f"inputs{stage}")
+        changed = tuple(placeholders[slot.value].meta[INFO].mutated for slot in slots)
+        private = (changed,) if any(changed) else ()
+        return self._call(split, (bundle, self.sizes, dims, self._item(self.lanes, stage), *private), f"inputs{stage}")
 
     def _shared(self, stage: int) -> fx.Node:
         """Send a stage, once per step, the shared values and tied parameters that it uses: one transfer per source."""

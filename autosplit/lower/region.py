@@ -133,7 +133,7 @@ class Region:
         info = operand.meta[INFO]
         if self.layout.uses.get(operand.name, 0) < 2 or info.mutated or len(info.tensors) != 1:
             return value
-        if not info.tensors[0].dtype.is_floating_point or self._single_edge(operand, consumer):
+        if not info.tensors[0].differentiable or self._single_edge(operand, consumer):
             return value
         return self.graph.call_function(alias, (value,))
 
@@ -210,6 +210,8 @@ class RegionModule(fx.GraphModule):
             tensor = getattr(holder, "_" + kind).get(name)
             if tensor is not None:
                 yield path, tensor
+            elif kind == "parameters" and name in holder.__dict__ and holder.__dict__[name].requires_grad:
+                yield path, holder.__dict__[name]
             elif name in holder._modules:
                 module = holder.get_submodule(name)
                 yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autosplit.errors import TraceError
 from autosplit.options import Options
 from autosplit.partition.problem import Hold, Net, Problem, Work
 from autosplit.planning.apply import sources
@@ -122,6 +123,8 @@ class _Formulator:
         self.count = len(self.micro) + bool(self.full)
 
     def formulation(self) -> Formulation:
+        if not self.count:
+            raise TraceError("no operation depends on the batch: there is nothing to pipeline")
         static = self._static()
         works = [self._work(info, static[index]) for index, (_, info) in enumerate(self.micro)]
         names: list[tuple[str, ...]] = [(info.name,) for _, info in self.micro]

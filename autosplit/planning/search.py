@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from autosplit.errors import TraceError
 from autosplit.options import Options
 from autosplit.partition.costs import check
 from autosplit.partition.solve import Partition, solve
@@ -22,6 +21,7 @@ from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.ladder import Trace
 from autosplit.trace.probe import probe_rows
+from autosplit.trace.state import attributes
 
 
 def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
@@ -33,8 +33,6 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     costs = _profile(model, found, options, sizes)
     schedule = "1f1b" if options.schedule == "auto" else options.schedule
     formulation = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule)
-    if not formulation.problem.works:
-        raise TraceError("the recording has no operation that depends on the batch: there is nothing to pipeline")
     partition = solve(formulation.problem, stages=len(options.devices))
     writer = _Writer(model, traced, costs, options, sizes, schedule, formulation, partition)
     if writer.over_capacity():
@@ -56,9 +54,10 @@ def _profile(model: nn.Module, found: Trace, options: Options, sizes: tuple[int,
     for position in found.inputs.tensors():
         leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
         leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
-    return profile(
-        found.graph, rows=sizes[0], batch_rows=sum(sizes), inputs=leaves, measure=options.measure, device="cpu-lane"
-    )
+    with attributes(model):
+        return profile(
+            found.graph, rows=sizes[0], batch_rows=sum(sizes), inputs=leaves, measure=options.measure, device="cpu-lane"
+        )
 
 
 class _Writer:

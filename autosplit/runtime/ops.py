@@ -34,15 +34,31 @@ def sizes_of(rows: int, chunks: int, min_rows: int) -> tuple[int, ...]:
     return tuple(base + (i < extra) for i in range(count))
 
 
-def split(bundle: Bundle, sizes: Sequence[int], dims: Sequence[int], lane: Lane) -> tuple[Bundle, ...]:
-    """Cut every tensor into microbatches along its batch dimension and place them on a lane's device."""
-    rows = sum(sizes)
+def split(
+    bundle: Bundle, sizes: Sequence[int], dims: Sequence[int], lane: Lane, changed: Sequence[bool] = ()
+) -> tuple[Bundle, ...]:
+    """Cut every tensor into microbatches along its batch dimension and place them on a lane's device.
+
+    Where the model changes an input in place (``changed``), each microbatch counts its versions itself: it is a copy
+    when a gradient is wanted, else it writes to the caller's tensor, as the model would.
+    """
     parts = []
-    for tensor, dim in zip(bundle, dims, strict=True):
-        factor = tensor.shape[dim] // rows
-        pieces = tensor.split([size * factor for size in sizes], dim) if len(sizes) > 1 else (tensor,)
+    for tensor, dim, private in zip(bundle, dims, changed or (False,) * len(dims), strict=True):
+        pieces = rows_along(tensor, sizes, dim)
+        if private:
+            pieces = [piece.clone() if piece.requires_grad else piece.data for piece in pieces]
         parts.append([_to(piece, lane) for piece in pieces])
     return tuple(zip(*parts, strict=True))
+
+
+def rows_along(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[torch.Tensor]:
+    """Cut a tensor into microbatches; they are contiguous where it is, and may be changed in place."""
+    if len(sizes) == 1:
+        return [tensor]
+    factor = tensor.shape[dim] // sum(sizes)
+    starts = [factor * sum(sizes[:m]) for m in range(len(sizes))]
+    pieces = [tensor.narrow(dim, start, factor * size) for start, size in zip(starts, sizes, strict=True)]
+    return [piece.contiguous() for piece in pieces] if dim and tensor.is_contiguous() else pieces
 
 
 def merge(bundles: Sequence[Bundle], dims: Sequence[int]) -> Bundle:
@@ -99,7 +115,7 @@ class _Fork(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, uses: int) -> Bundle:
         ctx.set_materialize_grads(False)
         ctx.device = value.device
-        return tuple(value.view_as(value) for _ in range(uses))
+        return tuple(value.detach() for _ in range(uses))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:

@@ -60,7 +60,6 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def assign_buffer(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Write what the model assigned to a buffer (``self.ema = ...``) into the buffer's own storage."""
-    with torch.no_grad():
-        return buffer.copy_(value)
+def assign_buffer(buffers: dict[str, torch.Tensor | None], name: str, value: torch.Tensor) -> None:
+    """Put a new tensor in a buffer's place, as the model did (``self.ema = ...``), in its module's table."""
+    buffers[name] = value

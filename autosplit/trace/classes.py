@@ -4,8 +4,11 @@
     micro    depends on the batch, rows independent
     full     mixes rows in a way that reaches an output or a buffer, and everything after such a node
 
-A node is *suspect* when its result is no stack of rows (no batch dimension) or when the value probe saw rows influence
-each other. A suspect whose influence heals before any output stays micro: ``x[arange(B), i]`` is one.
+A node is *suspect* when the value probe saw rows influence each other in it, and *mixing* when that is certain: its
+result depends on the batch and is no stack of rows, or it permutes rows at random. What is computed from a suspect is
+suspect, whatever the values: a gate that is zero or a mask that is empty in the sample hides influence. Only a step
+that rearranges values heals a suspect, when the probe saw it do so: ``x[arange(B), i]``, two flips, a batch that was
+merged into another dimension and comes out again. What is mixing never heals.
 """
 
 from __future__ import annotations
@@ -18,7 +21,15 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.effects import Effects
+from autosplit.trace.findings import Findings
 from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.kinds import (
+    mixes_gradients,
+    permutes_at_random,
+    rearranges,
+    runs_along_batch,
+    takes_shape_only,
+)
 from autosplit.trace.record import STATEFUL_LEAVES
 
 Dependencies = Mapping[fx.Node, Collection[fx.Node]]
@@ -50,37 +61,62 @@ def batched_nodes(graph: fx.Graph, effects: Effects, batched_inputs: Collection[
     return batched
 
 
-def structural_suspects(batched: Collection[fx.Node]) -> set[str]:
-    """Return the names of batch-dependent nodes whose result is not a stack of rows."""
+def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the batch-dependent nodes that certainly mix rows."""
     return {
-        node.meta[INFO].name
-        for node in batched
-        if node.op != "placeholder"
+        node
+        for node in graph.nodes
+        if node in batched
+        and node.op != "placeholder"
         and INFO in node.meta
-        and any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
+        and not takes_shape_only(node, root)
+        and (
+            any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
+            or permutes_at_random(node, root)
+            or runs_along_batch(node, root)
+            or mixes_gradients(node, root)
+        )
     }
 
 
 def classify(
-    graph: fx.Graph, root: nn.Module, effects: Effects, batched: set[fx.Node], suspects: Collection[str]
+    graph: fx.Graph, root: nn.Module, effects: Effects, batched: set[fx.Node], findings: Findings
 ) -> dict[fx.Node, NodeClass]:
     """Return the class of every tensor-computing node."""
     depends = value_dependencies(graph, effects)
-    suspect = {n for n in batched if INFO in n.meta and n.meta[INFO].name in suspects}
+    suspect = _spread(graph, root, depends, batched, findings)
     output = next(iter(reversed(graph.nodes)))
     seeds = {n for n in output.all_input_nodes if n in suspect}
     seeds |= {n for n in batched if INFO in n.meta and n.meta[INFO].writes and not _keeps_statistics(n, root)}
-    full: set[fx.Node] = set()
-    grown = _chain(seeds, depends, suspect)
-    while grown - full:
-        full |= grown
+    full = _chain(seeds, depends, suspect)
+    size = -1
+    while size != len(full):
+        size = len(full)
         _descend(graph, effects, depends, batched, full)
-        grown = _chain(full, depends, suspect)
+        full |= _chain(full, depends, suspect)
     return {
         node: NodeClass.FULL if node in full else NodeClass.MICRO if node in batched else NodeClass.SHARED
         for node in graph.nodes
         if INFO in node.meta
     }
+
+
+def _spread(
+    graph: fx.Graph, root: nn.Module, depends: Dependencies, batched: set[fx.Node], findings: Findings
+) -> set[fx.Node]:
+    """Return all suspects: those that the probe saw, those that mix, and what is computed from them unhealed."""
+    mixing = mixing_nodes(graph, root, batched)
+    suspect = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects} | mixing
+    for node in graph.nodes:
+        if node not in batched or node.op == "placeholder" or takes_shape_only(node, root):
+            continue
+        from_mixing = any(d in mixing for d in depends[node])
+        heals = rearranges(node, root) and (INFO not in node.meta or node.meta[INFO].name in findings.probed)
+        if from_mixing:
+            mixing.add(node)
+        if from_mixing or (not heals and any(d in suspect for d in depends[node])):
+            suspect.add(node)
+    return suspect
 
 
 def _chain(seeds: set[fx.Node], depends: Dependencies, suspect: set[fx.Node]) -> set[fx.Node]:

@@ -51,8 +51,8 @@ def effects(calls: Sequence[Call], nodes: Mapping[int, fx.Node]) -> Effects:
             touched[register].append(index)
         for name in call.writes:
             changed[name].add(index)
-        for producer in call.mutates:
-            changed[calls[producer].storages[0]].add(index)
+        for storage in call.mutates:
+            changed[storage].add(index)
     flow: dict[Pair, None] = {}
     order: dict[Pair, None] = {}
     storages, buffers = [], []

@@ -57,6 +57,11 @@ class TensorInfo:
     dtype: torch.dtype
 
     @property
+    def differentiable(self) -> bool:
+        """Whether gradients can flow through the tensor, by its dtype."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
     def varying_dims(self) -> tuple[int, ...]:
         """The dimensions whose size depends on the batch."""
         return tuple(dim for dim, size in enumerate(self.shape) if size.per_row)

@@ -5,21 +5,24 @@ record at 3, 4 and 6 rows ─► merge ─► fx graph ─► value probe (eval 
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample
 from autosplit.trace import state
 from autosplit.trace.build import RawGraph, build
-from autosplit.trace.classes import batched_nodes, classify, structural_suspects, with_classes
+from autosplit.trace.classes import batched_nodes, classify, with_classes
 from autosplit.trace.effects import Effects, effects
+from autosplit.trace.findings import Findings
 from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
-from autosplit.trace.inputs import alternatives, flatten
+from autosplit.trace.inputs import alternatives, batch_rows, flatten
+from autosplit.trace.kinds import function_of
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, matches, merge
 from autosplit.trace.probe import check_outputs, run_probe
 from autosplit.trace.record import STATEFUL_LEAVES, Call
@@ -39,14 +42,12 @@ class Trace:
     graph: TracedGraph
     inputs: FlatInputs
     findings: Findings
+    merged: _Merged
 
-
-@dataclass(frozen=True)
-class Findings:
-    """Names of the nodes that the value probe has seen, and of those in which rows influence each other."""
-
-    probed: frozenset[str] = frozenset()
-    suspects: frozenset[str] = frozenset()
+    def check_rows(self, model: nn.Module, sample: Sample, rows: int) -> None:
+        """Record once more at a batch size of the caller's; raise TraceError when the graph does not hold there."""
+        leaves = pytree.tree_leaves((sample.args, sample.kwargs))
+        _check_rows(model, replace(self.inputs, leaves=tuple(leaves)), self.merged, rows)
 
 
 def trace(model: nn.Module, sample: Sample, *, batch_dims: object = None, findings: Findings | None = None) -> Trace:
@@ -58,6 +59,7 @@ def trace(model: nn.Module, sample: Sample, *, batch_dims: object = None, findin
     flat = flatten(model, sample, batch_dims)
     try:
         merged, flat = _merged_or_alternative(model, flat, told=batch_dims is not None)
+        _check_rows(model, flat, merged, batch_rows(flat))
     except TraceError:
         raise
     except InputError:
@@ -69,13 +71,22 @@ def trace(model: nn.Module, sample: Sample, *, batch_dims: object = None, findin
         seen = _probe(model, flat)
         before = findings or Findings()
         findings = Findings(before.probed | seen.probed | names, before.suspects | seen.suspects)
-    return Trace(_accept(model, flat, merged, findings.suspects), flat, findings)
+    return Trace(_accept(model, flat, merged, findings), flat, findings, merged)
 
 
 @dataclass(frozen=True)
 class _Merged:
     recording: MergedRecording
     min_rows: int
+    entered: frozenset[str]
+
+
+def _check_rows(model: nn.Module, flat: FlatInputs, merged: _Merged, rows: int) -> None:
+    if not matches(merged.recording, record(model, flat, rows=rows, entered=merged.entered), rows=rows):
+        raise TraceError(
+            f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code depends "
+            "on the number of rows; a graph holds for all batch sizes only when sizes are a*rows + b"
+        )
 
 
 def _merged_or_alternative(model: nn.Module, flat: FlatInputs, *, told: bool) -> tuple[_Merged, FlatInputs]:
@@ -116,7 +127,7 @@ def _merged(model: nn.Module, flat: FlatInputs) -> _Merged:
         holds = matches(merged, record(model, flat, rows=1, entered=entered), rows=1)
     except Exception:  # whatever one row does to the model, microbatches of one row are then not made
         holds = False
-    return _Merged(merged, 1 if holds else 2)
+    return _Merged(merged, 1 if holds else 2, entered)
 
 
 def _uses(calls: Sequence[Call]) -> dict[str, list[Call]]:
@@ -168,7 +179,7 @@ def _probe(model: nn.Module, flat: FlatInputs) -> Findings:
         found = _merged(model, flat)
         raw = build(model, found.recording)
         marked = _mark(raw, found.recording)
-        with state.buffer_contents(model):
+        with state.attributes(model), state.buffer_contents(model):
             probe = run_probe(raw, flat, kept=found.min_rows)
         infos = [node.meta[INFO] for node in raw.graph.nodes if INFO in node.meta]
         random = any(info.random for info in infos)
@@ -189,14 +200,14 @@ def _mark(raw: RawGraph, merged: MergedRecording) -> Effects:
     return found
 
 
-def _accept(model: nn.Module, flat: FlatInputs, merged: _Merged, suspects: frozenset[str]) -> TracedGraph:
+def _accept(model: nn.Module, flat: FlatInputs, merged: _Merged, findings: Findings) -> TracedGraph:
     raw = build(model, merged.recording)
     found = _mark(raw, merged.recording)
     inputs = tuple(InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors())
     batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
-    classes = classify(raw.graph, raw.root, found, batched, suspects | structural_suspects(batched))
+    classes = classify(raw.graph, raw.root, found, batched, findings)
     with_classes(raw.graph, classes)
-    _colour(model, raw, found)
+    _colour(raw, found, merged.recording)
     output = next(iter(reversed(raw.graph.nodes))).args[0]
     dims = tuple(
         v.meta[INFO].tensors[0].batch_dim
@@ -218,7 +229,9 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: _Merged, suspects: froze
 
 def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
     """Return the parameters that are operands of several nodes."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    free = raw.root.__dict__.items()
+    parameters |= {n: t for n, t in free if isinstance(t, torch.Tensor) and t.requires_grad}
     users: dict[str, int] = defaultdict(int)
     for node in raw.graph.nodes:
         if node.op == "get_attr" and node.target in parameters:
@@ -226,7 +239,7 @@ def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
     return tuple(name for name, count in users.items() if count > 1)
 
 
-def _colour(model: nn.Module, raw: RawGraph, found: Effects) -> None:
+def _colour(raw: RawGraph, found: Effects, merged: MergedRecording) -> None:
     """Give one colour to nodes that must share a stage: parts of one result, users of changed state, shared leaves."""
     leader: dict[fx.Node, fx.Node] = {}
 
@@ -236,13 +249,18 @@ def _colour(model: nn.Module, raw: RawGraph, found: Effects) -> None:
         return node
 
     groups = [*found.storages, *found.buffers]
-    groups += [(node, node.args[0]) for node in raw.graph.nodes if _projects(node)]
-    by_parameter: dict[str, list[fx.Node]] = defaultdict(list)
+    groups += [
+        (node, raw.nodes[merged.calls[index].args[0].index])
+        for index, node in raw.nodes.items()
+        if merged.calls[index].call.kind == "project"
+    ]
+    readers: dict[str, list[fx.Node]] = defaultdict(list)
     for node in raw.graph.nodes:
-        if node.op == "call_module":
-            for name in node.meta[INFO].reads:
-                by_parameter[name].append(node)
-    groups += [tuple(nodes) for nodes in by_parameter.values() if len(nodes) > 1]
+        for name in node.meta[INFO].reads if INFO in node.meta else ():
+            readers[name].append(node)
+    groups += [
+        tuple(nodes) for nodes in readers.values() if len(nodes) > 1 and any(_holds_state(n, raw.root) for n in nodes)
+    ]
     for first, *rest in groups:
         for other in rest:
             leader[find(other)] = find(first)
@@ -256,10 +274,6 @@ def _colour(model: nn.Module, raw: RawGraph, found: Effects) -> None:
             node.meta[INFO] = replace(node.meta[INFO], colour=colour)
 
 
-def _projects(node: fx.Node) -> bool:
-    """Tell whether a node takes one part out of a structured result."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    source = node.args[0]
-    structured = INFO not in source.meta or len(source.meta[INFO].tensors) > 1
-    return structured and source.op not in ("placeholder", "get_attr") and node.target in (operator.getitem, getattr)
+def _holds_state(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether a node reads its parameters from a module of its own, so that they cannot be handed to it."""
+    return isinstance(function_of(node, root), nn.Module)

@@ -16,19 +16,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import TraceError
 from autosplit.trace.calls import Ambient, apply_function, assign_buffer, under
+from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.structure import Field, flatten_output, projections, tensors_in
 
 VALUE_READS = frozenset(
     "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "
     "__contains__".split()
 )
+GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
 CONTAINERS = (
     nn.Sequential,
     nn.ModuleList,
@@ -72,7 +74,7 @@ class Call:
     """The leaf module that the call runs, also when it is wrapped in an ambient state."""
     random: bool = False
     mutates: list[int] = dataclasses.field(default_factory=list)
-    """Indices of the calls that produced a storage which this call changes in place."""
+    """Numbers of the storages that this call changes in place."""
     storages: list[int] = dataclasses.field(default_factory=list)
     reads_storages: list[int] = dataclasses.field(default_factory=list)
 
@@ -87,27 +89,6 @@ class Recording:
     unflatten: Callable[[list[Any]], Any]
 
 
-class _RandomWatch(TorchDispatchMode):
-    """Sets a flag when an operation draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drew = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs or {}):
-            self.drew = True
-        return func(*args, **(kwargs or {}))
-
-
-def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            value = kwargs.get(argument.name, args[position] if position < len(args) else argument.default_value)
-            return value == 0
-    return False
-
-
 class Recorder(TorchFunctionMode):
     """Records torch-level calls of one forward; modules in ``entered`` are never leaves."""
 
@@ -117,7 +98,7 @@ class Recorder(TorchFunctionMode):
         self.entered = entered
         self.calls: list[Call] = []
         self.constants: dict[str, Any] = {}
-        self.random = _RandomWatch()
+        self.random = RandomWatch()
         self._refs: dict[int, int] = {}
         self._attributes: dict[int, str] = {}
         self._keep: list[Any] = []
@@ -126,7 +107,6 @@ class Recorder(TorchFunctionMode):
         self._module_calls: Counter[str] = Counter()
         self._op_counts: Counter[tuple[str, int, str]] = Counter()
         self._storages: dict[int, int] = {}
-        self._storage_producer: dict[int, int] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._root_ambient = Ambient.current()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -145,7 +125,7 @@ class Recorder(TorchFunctionMode):
         """Bind an input tensor."""
         call = Call("input", name, (), {}, "", f"input/{name}")
         self.calls.append(call)
-        self._note(call, len(self.calls) - 1, tensor)
+        self._note(call, tensor)
         self._refs[id(tensor)] = len(self.calls) - 1
 
     def reference(self, tensor: torch.Tensor) -> Ref | Attribute:
@@ -193,16 +173,10 @@ class Recorder(TorchFunctionMode):
             return value
         return self.constant(value)
 
-    def _storage(self, tensor: torch.Tensor, producer: int) -> int:
-        key = tensor.untyped_storage()._cdata
-        number = self._storages.setdefault(key, len(self._storages))
-        self._storage_producer.setdefault(number, producer)
-        return number
-
-    def _note(self, call: Call, index: int, tensor: torch.Tensor) -> None:
+    def _note(self, call: Call, tensor: torch.Tensor) -> None:
         call.shapes.append(tuple(tensor.shape))
         call.dtypes.append(tensor.dtype)
-        call.storages.append(self._storage(tensor, index))
+        call.storages.append(self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages)))
         self._keep.append(tensor)
 
     # -- calls -------------------------------------------------------------------------------------------------
@@ -250,7 +224,7 @@ class Recorder(TorchFunctionMode):
             if storage >= 0:
                 call.reads_storages.append(storage)
                 if tensor._version != version:
-                    call.mutates.append(self._storage_producer[storage])
+                    call.mutates.append(storage)
 
     def _track_state(self, call: Call, inputs: list[torch.Tensor]) -> None:
         call.reads += [n for t in inputs if (n := self._attributes.get(id(t))) and n not in self.constants]
@@ -270,11 +244,11 @@ class Recorder(TorchFunctionMode):
 
     def _bind(self, out: Any, index: int) -> None:
         if isinstance(out, torch.Tensor):
-            self._note(self.calls[index], index, out)
+            self._note(self.calls[index], out)
             self._refs[id(out)] = index
             return
         for leaf, steps in projections(out):
-            self._note(self.calls[index], index, leaf)
+            self._note(self.calls[index], leaf)
             parent = Ref(index)
             base = self.calls[index].name
             for step in steps:
@@ -283,7 +257,7 @@ class Recorder(TorchFunctionMode):
                 call.module = self.calls[index].module
                 self.calls.append(call)
                 parent = Ref(len(self.calls) - 1)
-            self._note(self.calls[-1], len(self.calls) - 1, leaf)
+            self._note(self.calls[-1], leaf)
             self._refs[id(leaf)] = parent.index
 
     # -- the two seams -------------------------------------------------------------------------------------------
@@ -296,6 +270,11 @@ class Recorder(TorchFunctionMode):
             raise TraceError(
                 f"{_where(self.path)} reads a tensor's value in Python ({label}); a graph cannot follow that. Compute "
                 "the choice with torch.where, or move it out of forward"
+            )
+        if label in GRADIENT_CALLS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
+            raise TraceError(
+                f"{_where(self.path)} calls {label} on a recorded tensor; a graph carries no hooks and computes no "
+                "gradients inside forward"
             )
         if label == "__get__":
             label = func.__self__.__name__
@@ -359,16 +338,42 @@ class Recorder(TorchFunctionMode):
             "function", apply_function, function.__name__, lambda: original(*args, **kwargs), full, kwargs
         )
 
+    def kept_from_inputs(
+        self, before: dict[Any, torch.Tensor | None], after: dict[Any, torch.Tensor | None]
+    ) -> tuple[str, str] | None:
+        """Return the path and name of an attribute that now holds a tensor computed in this run, if it matters.
+
+        A tensor that replaces another one matters always, one in an empty place only if it depends on the inputs: else
+        it is a cache that the graph computes anew.
+        """
+        from_inputs: set[int] = set()
+        for index, call in enumerate(self.calls):
+            refs = [v.index for v in pytree.tree_leaves((call.args, call.kwargs), is_leaf=_is_ref) if _is_ref(v)]
+            if call.kind == "input" or any(ref in from_inputs for ref in refs):
+                from_inputs.add(index)
+        for key, tensor in after.items():
+            if tensor is None or tensor is before.get(key) or id(tensor) not in self._refs:
+                continue
+            if before.get(key) is not None or self._refs[id(tensor)] in from_inputs:
+                return key
+        return None
+
     def finish(self, output: Any, buffers: dict[str, torch.Tensor]) -> Recording:
         """Record buffers that were assigned, and return the recording."""
         for name, tensor in buffers.items():
             if self._attributes.get(id(tensor)) != name and id(tensor) in self._refs:
-                args = (Attribute(name), self.reference(tensor))
+                path, _, own = name.rpartition(".")
+                table = self.model.get_submodule(path)._buffers
+                args = (self.constant(table), own, self.reference(tensor))
                 call = Call("function", assign_buffer, args, {}, "", f"#0/assign_{name}", writes=[name])
                 self.calls.append(call)
         flat, unflatten = flatten_output(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
         return Recording(self.calls, self.constants, encoded, unflatten)
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, Ref)
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -8,11 +8,13 @@ their trace-friendly mask path.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
@@ -53,8 +55,10 @@ def record(model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozense
     Raises TraceError for what a graph cannot follow; the model's own exceptions pass through.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    before = state.python_numbers(model)
+    before, held = state.python_numbers(model), state.held_tensors(model)
     with state.random_state(), state.attributes(model), state.fake_tensors(model, mode):
+        random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
+        np.random.seed(rows)
         leaves = [_fake(leaf, dim, rows, mode) for leaf, dim in zip(inputs.leaves, inputs.batch_dims, strict=True)]
         recorder = Recorder(model, entered)
         for index in inputs.tensors():
@@ -75,6 +79,12 @@ def record(model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozense
                 f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph "
                 "would freeze it: keep it in a registered buffer"
             )
+        kept = recorder.kept_from_inputs(held, state.held_tensors(model))
+        if kept is not None:
+            raise TraceError(
+                f"forward keeps a tensor in the attribute {kept[1]!r} of module {kept[0] or 'root'!r} for its next "
+                "call; a graph would not: keep it in a registered buffer"
+            )
         return recorder.finish(output, dict(model.named_buffers()))
 
 
@@ -85,8 +95,8 @@ def _fake(leaf: Any, dim: int | None, rows: int, mode: FakeTensorMode) -> Any:
     if dim is not None:
         shape[dim] = rows
     with mode:
-        fake = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-    return fake.requires_grad_(leaf.requires_grad)
+        fake = torch.empty(shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
+        return fake if leaf.is_leaf else fake.clone()
 
 
 def _notes(error: BaseException) -> str:

@@ -43,13 +43,17 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
     for module in model.modules():
         kind = type(module)
         modes.append(module.training)
+        structure.append(len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks))
         structure.append(kind)
         for parameter in module._parameters.values():
             if parameter is not None:
                 structure += (parameter.dtype, ties.setdefault(id(parameter), len(ties)))
         if not kind.__module__.startswith("torch.nn"):
-            numbers = module.__dict__.items()
-            structure += [v for k, v in numbers if isinstance(v, (bool, int, float, str)) and k != "training"]
+            for key, value in module.__dict__.items():
+                if isinstance(value, (bool, int, float, str)) and key != "training":
+                    structure.append((type(value), value))
+                elif value is None or isinstance(value, torch.Tensor):
+                    structure.append(id(value))
         elif isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
     shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)

@@ -36,9 +36,17 @@ def attributes(model: nn.Module) -> Iterator[None]:
     """Restore every module's attributes, parameter, buffer and child tables (not the tensors' contents) at the end."""
     modules = list(model.modules())
     saved = [(m, dict(m.__dict__), [dict(m.__dict__[t]) for t in _TABLES]) for m in modules]
+    held = [value for m in modules for key, value in m.__dict__.items() if key not in _TABLES]
+    containers = [(v, v.copy()) for v in held if type(v) in (list, dict, set)]
+    generators = [(v, v.get_state()) for v in held if isinstance(v, torch.Generator)]
     try:
         yield
     finally:
+        for container, content in containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        for generator, drawn in generators:
+            generator.set_state(drawn)
         for module, own, tables in saved:
             module.__dict__.clear()
             module.__dict__.update(own)
@@ -49,14 +57,21 @@ def attributes(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffer_contents(model: nn.Module) -> Iterator[None]:
-    """Restore the contents of every buffer at the end."""
-    saved = [(b, b.detach().clone()) for b in model.buffers()]
+    """Restore what changed in buffers, in tensors held as attributes and in tables with ``max_norm`` at the end.
+
+    What did not change is not written, so that graphs which wait for their backward stay valid.
+    """
+    held = [v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor)]
+    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None]
+    normed: list[torch.Tensor] = [table.weight for table in tables]
+    saved = [(t, t.detach().clone()) for t in (*model.buffers(), *held, *normed)]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, content in saved:
-                buffer.copy_(content)
+            for tensor, content in saved:
+                if not torch.equal(tensor, content):
+                    tensor.copy_(content)
 
 
 @contextlib.contextmanager
@@ -92,6 +107,16 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
                 if tensor is not None:
                     entries[name] = mode.from_tensor(tensor, static_shapes=True)
     yield
+
+
+def held_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
+    """Collect the tensors, and the places for them, that modules hold as plain attributes."""
+    return {
+        (path, key): value
+        for path, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if value is None or isinstance(value, torch.Tensor)
+    }
 
 
 def python_numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
