@@ -210,7 +210,7 @@ class RegionModule(fx.GraphModule):
             tensor = getattr(holder, "_" + kind).get(name)
             if tensor is not None:
                 yield path, tensor
-            elif kind == "parameters" and name in holder.__dict__ and holder.__dict__[name].requires_grad:
+            elif kind == "parameters" and getattr(holder.__dict__.get(name), "requires_grad", False):
                 yield path, holder.__dict__[name]
             elif name in holder._modules:
                 module = holder.get_submodule(name)

@@ -21,7 +21,7 @@ from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.ladder import Trace
 from autosplit.trace.probe import probe_rows
-from autosplit.trace.state import attributes
+from autosplit.trace.state import attributes, buffer_contents
 
 
 def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
@@ -54,7 +54,7 @@ def _profile(model: nn.Module, found: Trace, options: Options, sizes: tuple[int,
     for position in found.inputs.tensors():
         leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
         leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
-    with attributes(model):
+    with attributes(model), buffer_contents(model):
         return profile(
             found.graph, rows=sizes[0], batch_rows=sum(sizes), inputs=leaves, measure=options.measure, device="cpu-lane"
         )

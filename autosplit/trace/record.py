@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -185,6 +184,11 @@ class Recorder(TorchFunctionMode):
         self._muted += 1
         try:
             inputs = tensors_in((args, kwargs))
+            if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+                raise TraceError(
+                    f"{_where(self.path)} draws from a generator of its own; a pipeline cannot keep the order of its "
+                    "draws: use torch's default generator"
+                )
             versions = [t._version for t in inputs]
             call = Call(kind, target, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
             call.leaf = target if kind == "module" else None
@@ -221,6 +225,11 @@ class Recorder(TorchFunctionMode):
     def _track_mutation(self, call: Call, inputs: list[torch.Tensor], versions: list[int]) -> None:
         for tensor, version in zip(inputs, versions, strict=True):
             storage = self._storages.get(tensor.untyped_storage()._cdata, -1)
+            if tensor._version != version and self._attributes.get(id(tensor), "") in self.constants:
+                raise TraceError(
+                    f"{_where(self.path)} changes a tensor in place that is a plain attribute; a graph would hold its "
+                    "own: register it as a buffer"
+                )
             if storage >= 0:
                 call.reads_storages.append(storage)
                 if tensor._version != version:
@@ -338,25 +347,9 @@ class Recorder(TorchFunctionMode):
             "function", apply_function, function.__name__, lambda: original(*args, **kwargs), full, kwargs
         )
 
-    def kept_from_inputs(
-        self, before: dict[Any, torch.Tensor | None], after: dict[Any, torch.Tensor | None]
-    ) -> tuple[str, str] | None:
-        """Return the path and name of an attribute that now holds a tensor computed in this run, if it matters.
-
-        A tensor that replaces another one matters always, one in an empty place only if it depends on the inputs: else
-        it is a cache that the graph computes anew.
-        """
-        from_inputs: set[int] = set()
-        for index, call in enumerate(self.calls):
-            refs = [v.index for v in pytree.tree_leaves((call.args, call.kwargs), is_leaf=_is_ref) if _is_ref(v)]
-            if call.kind == "input" or any(ref in from_inputs for ref in refs):
-                from_inputs.add(index)
-        for key, tensor in after.items():
-            if tensor is None or tensor is before.get(key) or id(tensor) not in self._refs:
-                continue
-            if before.get(key) is not None or self._refs[id(tensor)] in from_inputs:
-                return key
-        return None
+    def recorded(self) -> dict[int, int]:
+        """Map the ids of all tensors that calls returned to the calls' indices."""
+        return self._refs
 
     def finish(self, output: Any, buffers: dict[str, torch.Tensor]) -> Recording:
         """Record buffers that were assigned, and return the recording."""
@@ -370,10 +363,6 @@ class Recorder(TorchFunctionMode):
         flat, unflatten = flatten_output(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
         return Recording(self.calls, self.constants, encoded, unflatten)
-
-
-def _is_ref(value: Any) -> bool:
-    return isinstance(value, Ref)
 
 
 def _has_hooks(module: nn.Module) -> bool:

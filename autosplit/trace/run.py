@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 
 from autosplit.errors import TraceError
 from autosplit.trace import state
+from autosplit.trace.kept import kept_for_next_call
 from autosplit.trace.record import Recorder, Recording
 
 
@@ -55,8 +56,10 @@ def record(model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozense
     Raises TraceError for what a graph cannot follow; the model's own exceptions pass through.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    seed = torch.initial_seed()
     before, held = state.python_numbers(model), state.held_tensors(model)
-    with state.random_state(), state.attributes(model), state.fake_tensors(model, mode):
+    held_contents = state.contents(state.attribute_tensors(model))
+    with state.random_state(), held_contents, state.attributes(model), state.fake_tensors(model, mode):
         random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
         np.random.seed(rows)
         leaves = [_fake(leaf, dim, rows, mode) for leaf, dim in zip(inputs.leaves, inputs.batch_dims, strict=True)]
@@ -79,7 +82,9 @@ def record(model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozense
                 f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph "
                 "would freeze it: keep it in a registered buffer"
             )
-        kept = recorder.kept_from_inputs(held, state.held_tensors(model))
+        kept = kept_for_next_call(recorder.calls, recorder.recorded(), held, state.held_tensors(model))
+        if torch.initial_seed() != seed:
+            raise TraceError("forward sets torch's random seed; a graph would not: set it outside the model")
         if kept is not None:
             raise TraceError(
                 f"forward keeps a tensor in the attribute {kept[1]!r} of module {kept[0] or 'root'!r} for its next "

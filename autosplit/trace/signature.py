@@ -11,6 +11,7 @@ from torch import nn
 
 from autosplit.trace.calls import Ambient
 
+_SHORT = 32
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 
@@ -52,13 +53,21 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
             for key, value in module.__dict__.items():
                 if isinstance(value, (bool, int, float, str)) and key != "training":
                     structure.append((type(value), value))
-                elif value is None or isinstance(value, torch.Tensor):
+                elif value is None or callable(value) or isinstance(value, torch.Tensor):
                     structure.append(id(value))
+                elif type(value) in (list, tuple, dict, set) and _is_plain(value):
+                    structure.append(repr(value))
         elif isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
     shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple((v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), repr(v)) for v in leaves)
     return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a container is short and holds nothing but numbers, text and None."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return len(value) <= _SHORT and all(part is None or isinstance(part, (bool, int, float, str)) for part in parts)
 
 
 def rows_of(shapes: Shapes, dims: Sequence[int | None]) -> int:

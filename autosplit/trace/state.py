@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,14 +57,16 @@ def attributes(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffer_contents(model: nn.Module) -> Iterator[None]:
-    """Restore what changed in buffers, in tensors held as attributes and in tables with ``max_norm`` at the end.
-
-    What did not change is not written, so that graphs which wait for their backward stay valid.
-    """
-    held = [v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor)]
+    """Restore what changed in buffers, in tensors held as attributes and in tables with ``max_norm`` at the end."""
     tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None]
-    normed: list[torch.Tensor] = [table.weight for table in tables]
-    saved = [(t, t.detach().clone()) for t in (*model.buffers(), *held, *normed)]
+    with contents([*model.buffers(), *attribute_tensors(model), *(table.weight for table in tables)]):
+        yield
+
+
+@contextlib.contextmanager
+def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restore tensors at the end; what did not change is not written, so that graphs stay valid for their backward."""
+    saved = [(t, t.detach().clone()) for t in tensors]
     try:
         yield
     finally:
@@ -72,6 +74,11 @@ def buffer_contents(model: nn.Module) -> Iterator[None]:
             for tensor, content in saved:
                 if not torch.equal(tensor, content):
                     tensor.copy_(content)
+
+
+def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that modules hold as plain attributes."""
+    return [v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor)]
 
 
 @contextlib.contextmanager

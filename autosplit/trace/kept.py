@@ -1,0 +1,41 @@
+"""Tensors that a forward leaves in its modules' attributes for its next call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from autosplit.trace.record import Call, Ref
+
+Place = tuple[str, str]
+
+
+def kept_for_next_call(
+    calls: Sequence[Call],
+    recorded: Mapping[int, int],
+    before: Mapping[Place, torch.Tensor | None],
+    after: Mapping[Place, torch.Tensor | None],
+) -> Place | None:
+    """Return the path and name of an attribute that now holds a tensor computed in this run, if it matters.
+
+    A tensor that replaces another one matters always, one in an empty place only if it depends on the inputs: else it
+    is a cache that the graph computes anew. ``recorded`` maps ids of tensors to the calls that returned them.
+    """
+    from_inputs: set[int] = set()
+    for index, call in enumerate(calls):
+        leaves: list[Any] = pytree.tree_leaves((call.args, call.kwargs), is_leaf=_is_ref)
+        if call.kind == "input" or any(_is_ref(leaf) and leaf.index in from_inputs for leaf in leaves):
+            from_inputs.add(index)
+    for place, tensor in after.items():
+        if tensor is None or tensor is before.get(place) or id(tensor) not in recorded:
+            continue
+        if before.get(place) is not None or recorded[id(tensor)] in from_inputs:
+            return place
+    return None
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, Ref)

@@ -1,0 +1,195 @@
+"""What a review found about state: changes between calls, randomness, and what planning leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import autosplit
+from autosplit.errors import TraceError
+from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+from tests.equivalence.review_models import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers
+
+TOKENS = torch.arange(6 * 4).reshape(6, 4) % 9
+
+
+class Nested(nn.Module):
+    """A block inside, and settings of the kinds that models keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Model(lambda m, x: m.b(torch.tanh(m.a(x))))
+        self.tensor = torch.tensor(2.0, dtype=torch.float64)
+        self.numbers = [1.0, 2.0]
+        self.settings = {"square": False}
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.bias: Tensor | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = self.act(self.block(value)) * self.tensor * self.numbers[0]
+        hidden = hidden**2 if self.settings["square"] else hidden
+        return hidden if self.bias is None else hidden + self.bias
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook on a container": lambda m: m.block.register_forward_hook(lambda _, i, o: o * 2),
+    "a hook before a container": lambda m: m.block.register_forward_pre_hook(lambda _, i: (i[0] * 2,)),
+    "a tensor": lambda m: setattr(m, "tensor", torch.tensor(5.0, dtype=torch.float64)),
+    "a list": lambda m: m.numbers.__setitem__(0, 3.0),
+    "a dict": lambda m: m.settings.__setitem__("square", True),
+    "a function": lambda m: setattr(m, "act", torch.relu),
+    "none becomes a tensor": lambda m: setattr(m, "bias", torch.ones(WIDTH, dtype=torch.float64)),
+    "a forward": lambda m: setattr(m.block, "forward", lambda value: value * 3),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_calls_is_seen(name: str) -> None:
+    plain = Nested()
+    twin = copy.deepcopy(plain)
+    pipe = autosplit(twin, devices=["cpu"] * 2, chunks=3)
+    assert_equal_runs(forward_backward(pipe, ROWS), forward_backward(plain, ROWS))
+    for model in (plain, twin):
+        CHANGES[name](model)
+    assert_equal_runs(forward_backward(pipe, ROWS), forward_backward(plain, ROWS))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", [False, True])
+def test_a_hook_of_the_root_that_changes_the_output(when: str, step: bool) -> None:
+    plain = Model(lambda m, x: m.b(m.a(x)))
+    twin = copy.deepcopy(plain)
+    pipe = autosplit(twin, devices=["cpu"] * 2, chunks=3)
+    if when == "after":
+        pipe(*ROWS.args)
+    for model in (plain, twin):
+        model.register_forward_hook(lambda _, i, o: o * 2)
+    if step:
+        assert_equal_steps(plain, pipe, ROWS, nn.MSELoss(), numbers(7, WIDTH, seed=1, gradient=False))
+    else:
+        assert_equal_runs(forward_backward(pipe, ROWS), forward_backward(plain, ROWS))
+
+
+def test_a_permutation_drawn_in_training_covers_the_batch() -> None:
+    model = Model(lambda m, x: (m.a(x), torch.randperm(x.shape[0]) if m.training else None))
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=3)
+    assert sorted(pipe(*ROWS.args)[1].tolist()) == list(range(7))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_mixed_by_a_drawn_permutation(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Model(lambda m, x: x[torch.randperm(x.shape[0])] + m.a(x) * 0)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=3)
+    value = torch.arange(12.0, dtype=torch.float64)[:, None].expand(12, WIDTH).contiguous()
+    permutations = [[int(row) for row in pipe(value)[:, 0].round()] for _ in range(8)]
+    assert all(sorted(permutation) == list(range(12)) for permutation in permutations)
+    assert any(row >= 4 for permutation in permutations for row in permutation[:4]), "rows stay in their microbatch"
+
+
+def layer_drop(model: Any, value: Tensor) -> Tensor:
+    return model.b(value if model.training and random.random() < 0.5 else model.a(value))
+
+
+def scaled(model: Any, value: Tensor) -> Tensor:
+    return model.b(model.a(value)) * random.uniform(1.0, 2.0)
+
+
+@pytest.mark.parametrize("body", [layer_drop, scaled])
+def test_python_randomness_is_refused_or_kept(body: Body) -> None:
+    pipe = autosplit(Model(body), devices=["cpu"] * 2, chunks=3)
+    try:
+        sums = {float(pipe(*ROWS.args).detach().sum()) for _ in range(20)}
+    except TraceError:
+        return
+    assert len(sums) > 1
+
+
+def remember(model: Any, value: Tensor) -> Tensor:
+    hidden = model.a(value) if model.memory is None else model.a(value) + model.memory
+    model.memory = hidden.detach()
+    return model.b(hidden)
+
+
+def count_in_an_attribute(model: Any, value: Tensor) -> Tensor:
+    model.memory = model.memory + 1
+    return model.b(model.a(value)) * model.memory
+
+
+def seeded_noise(model: Any, value: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return model.b(model.a(value)) + torch.rand(WIDTH, dtype=torch.float64)
+
+
+REFUSED: dict[str, tuple[Body, Any]] = {
+    "a hidden state": (remember, None),
+    "a counter": (count_in_an_attribute, torch.zeros(())),
+    "a seed set in forward": (seeded_noise, None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_state_outside_buffers_is_refused_or_kept(name: str) -> None:
+    body, memory = REFUSED[name]
+    plain = Model(body, memory=memory)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
+    for seed in (0, 1):
+        batch = Batch((numbers(6, WIDTH, seed=seed, gradient=False),))
+        try:
+            mine = forward_backward(pipe, batch)
+        except TraceError:
+            return
+        assert_equal_runs(mine, forward_backward(plain, batch))
+
+
+def cached(model: Any, value: Tensor) -> Tensor:
+    if not model.cache:
+        model.cache[0] = torch.arange(WIDTH, dtype=torch.float64)
+    return model.b(model.a(value) + model.cache[0])
+
+
+def counted(model: Any, value: Tensor) -> Tensor:
+    model.cache.add_(1)
+    return model.b(model.a(value)) * model.cache
+
+
+def drawn(model: Any, value: Tensor) -> Tensor:
+    return model.b(model.a(value)) + torch.rand(len(value), 1, generator=model.cache)
+
+
+KEPT: dict[str, tuple[Body, Callable[[], Any], Callable[[Any], Any]]] = {
+    "a cache": (cached, dict, lambda cache: [type(value) for value in cache.values() if type(value) is not Tensor]),
+    "a tensor attribute": (counted, lambda: torch.zeros(()), float),
+    "a generator": (drawn, lambda: torch.Generator().manual_seed(3), lambda g: g.get_state().tolist()),
+}
+
+
+def test_a_generator_of_the_models_own_is_refused() -> None:
+    pipe = autosplit(Model(drawn, cache=lambda: torch.Generator().manual_seed(1)), devices=["cpu"] * 2, chunks=3)
+    with pytest.raises(TraceError, match="draws from a generator of its own"):
+        pipe(*ROWS.args)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_planning_leaves_what_the_model_holds(name: str) -> None:
+    body, make, look = KEPT[name]
+    model = Model(body)
+    model.cache = make()
+    before = look(model.cache)
+    with contextlib.suppress(TraceError):
+        autosplit(model, devices=["cpu"] * 2, chunks=3, sample=numbers(6, WIDTH, gradient=False))
+    assert look(model.cache) == before
+
+
+def test_planning_leaves_parameters_that_a_layer_renormalises() -> None:
+    model = nn.Sequential(nn.Embedding(9, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH))
+    before = model[0].weight.detach().clone()
+    autosplit(model, devices=["cpu"] * 2, chunks=3, sample=TOKENS)
+    assert torch.equal(model[0].weight, before)
