@@ -210,8 +210,9 @@ class RegionModule(fx.GraphModule):
             tensor = getattr(holder, "_" + kind).get(name)
             if tensor is not None:
                 yield path, tensor
-            elif kind == "parameters" and getattr(holder.__dict__.get(name), "requires_grad", False):
-                yield path, holder.__dict__[name]
+            elif kind == "parameters" and isinstance(free := holder.__dict__.get(name), torch.Tensor):
+                if free.requires_grad:  # a leaf that the model holds without registering it
+                    yield path, free
             elif name in holder._modules:
                 module = holder.get_submodule(name)
                 yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autosplit.trace.calls import Ambient
+from autosplit.trace.record import CONTAINERS
 
 _SHORT = 32
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -44,7 +45,8 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
     for module in model.modules():
         kind = type(module)
         modes.append(module.training)
-        structure.append(len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks))
+        if isinstance(module, CONTAINERS) or not kind.__module__.startswith("torch.nn"):
+            structure.append(len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks))
         structure.append(kind)
         for parameter in module._parameters.values():
             if parameter is not None:
