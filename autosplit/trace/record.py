@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,10 +90,11 @@ class Recording:
 
 
 class Recorder(TorchFunctionMode):
-    """Records torch-level calls of one forward; modules in ``entered`` are never leaves."""
+    """Records torch-level calls of one forward; modules in ``entered`` are never leaves, ``hooks`` fire on leaves."""
 
-    def __init__(self, model: nn.Module, entered: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, entered: frozenset[str], *, hooks: bool = True) -> None:
         super().__init__()
+        self.hooks = hooks
         self.model = model
         self.entered = entered
         self.calls: list[Call] = []
@@ -321,7 +323,8 @@ class Recorder(TorchFunctionMode):
         if cumulative:  # torch reads 1 / float(num_batches_tracked) then, which a fake tensor cannot tell
             module.__dict__["momentum"] = 0.1
         try:
-            return self.perform("module", path, "", lambda: original(module, *args, **kwargs), args, kwargs)
+            run = partial(original, module) if self.hooks else module.forward
+            return self.perform("module", path, "", lambda: run(*args, **kwargs), args, kwargs)
         finally:
             if cumulative:
                 module.__dict__["momentum"] = None

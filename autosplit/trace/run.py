@@ -50,7 +50,9 @@ class FlatInputs:
         return args, kwargs
 
 
-def record(model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozenset[str]) -> Recording:
+def record(
+    model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozenset[str], hooks: bool = True
+) -> Recording:
     """Record the model's forward at ``rows`` batch rows; the model is as before at the end.
 
     Raises TraceError for what a graph cannot follow; the model's own exceptions pass through.
@@ -63,7 +65,7 @@ def record(model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozense
         random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
         np.random.seed(rows)
         leaves = [_fake(leaf, dim, rows, mode) for leaf, dim in zip(inputs.leaves, inputs.batch_dims, strict=True)]
-        recorder = Recorder(model, entered)
+        recorder = Recorder(model, entered, hooks=hooks)
         for index in inputs.tensors():
             recorder.add_input(inputs.names[index], leaves[index])
         args, kwargs = inputs.rebuild(leaves)
