@@ -1,4 +1,4 @@
-"""What a review found about state: changes between calls, randomness, and what planning leaves behind."""
+"""Traps of state: changes between calls, randomness, and what planning leaves behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autosplit import autosplit
 from autosplit.errors import TraceError
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
-from tests.equivalence.review_models import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers
+from tests.equivalence.trap_models import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers
 
 TOKENS = torch.arange(6 * 4).reshape(6, 4) % 9
 

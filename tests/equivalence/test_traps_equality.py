@@ -1,4 +1,4 @@
-"""What a review of the first line of work found: ways to be silently wrong, or to crash, on the way through."""
+"""Traps: models on which a pipeline is easily wrong without a word, or crashes; each is right or refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from autosplit import InputError, TraceError, autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, assert_same_bits, difference, forward_backward
-from tests.equivalence.review_models import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers, one_step
+from tests.equivalence.trap_models import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers, one_step
 
 
 @dataclass(frozen=True)

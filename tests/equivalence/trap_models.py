@@ -1,4 +1,4 @@
-"""Small models of the review: three linear layers, and a forward that each case brings along."""
+"""Small models of the traps: three linear layers, and a forward that each case brings along."""
 
 from __future__ import annotations
 
