@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -308,6 +308,7 @@ class PipelinedModule(fx.GraphModule):
             core.names = _free_names(core.model, len(devices))
         place(core.model, lowered, devices)
         dims = found.inputs.batch_dims
+        found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         return Recorded(found.graph, lowered, found, Kind(key.rest, without_rows(key.shapes, dims), dims))
 
     # -- copies and moves ----------------------------------------------------------------------------------------

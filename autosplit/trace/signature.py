@@ -13,6 +13,7 @@ from autosplit.trace.calls import Ambient
 from autosplit.trace.record import CONTAINERS
 
 _SHORT = 32
+_OWN = frozenset(nn.Module().__dict__)
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 
@@ -53,7 +54,9 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
                 structure += (parameter.dtype, ties.setdefault(id(parameter), len(ties)))
         if not kind.__module__.startswith("torch.nn"):
             for key, value in module.__dict__.items():
-                if isinstance(value, (bool, int, float, str)) and key != "training":
+                if key in _OWN:
+                    continue
+                if isinstance(value, (bool, int, float, str)):
                     structure.append((type(value), value))
                 elif value is None or callable(value) or isinstance(value, torch.Tensor):
                     structure.append(id(value))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,15 @@ def test_a_carried_sample_that_does_not_run_is_left_with_a_warning():
     batch = torch.ones(6, 4)
     assert torch.equal(pipe(batch), model(batch))
     assert pipe.plan is not None
+
+
+def test_batches_do_not_live_on_in_the_pipe():
+    pipe = autosplit(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), devices=2, chunks=3)
+    for rows in (6, 7):
+        batch = torch.ones(rows, 4)
+        seen = weakref.ref(batch)
+        pipe(batch).sum().backward()
+        pipe.train_step(batch, target=batch, loss_fn=nn.MSELoss())
+        del batch
+        gc.collect()
+        assert seen() is None
