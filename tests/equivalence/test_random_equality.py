@@ -67,7 +67,7 @@ def test_every_kind_of_step_early_and_late(kind: str) -> None:
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@settings(max_examples=45)
+@settings(max_examples=240)
 @given(recipe=recipes(), rows=ROWS, later=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANE, gradients=st.booleans())
 def test_call_and_backward_equal_the_plain_model(
     recipe: Recipe, rows: int, later: int, chunks: int, devices: int, lanes: str, gradients: bool
@@ -78,7 +78,7 @@ def test_call_and_backward_equal_the_plain_model(
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@settings(max_examples=12)
+@settings(max_examples=24)
 @given(recipe=recipes(), rows=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANE)
 def test_float32_is_within_its_tolerance(recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str) -> None:
     plain, model = build(recipe, dtype=torch.float32), build(recipe, dtype=torch.float32)
@@ -87,7 +87,7 @@ def test_float32_is_within_its_tolerance(recipe: Recipe, rows: int, chunks: int,
     assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch), dtype=torch.float32)
 
 
-@settings(max_examples=30)
+@settings(max_examples=80)
 @given(
     recipe=recipes(forms=("tensor",)),
     rows=ROWS,
@@ -108,7 +108,7 @@ def test_train_step_equals_the_plain_model(
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
-@settings(max_examples=20)
+@settings(max_examples=50)
 @given(recipe=recipes(forms=("tensor",)), rows=ROWS, chunks=CHUNKS, devices=st.integers(2, 5), lanes=LANE)
 def test_bits_do_not_depend_on_the_cut_or_the_run(
     recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str
@@ -126,7 +126,7 @@ def test_bits_do_not_depend_on_the_cut_or_the_run(
         assert_same_bits(repeated, several)
 
 
-@settings(max_examples=12)
+@settings(max_examples=24)
 @given(recipe=recipes(kinds=ROW_WISE), rows=st.integers(2, 9), chunks=CHUNKS, devices=DEVICES)
 def test_switching_modes_equals_the_plain_model(recipe: Recipe, rows: int, chunks: int, devices: int) -> None:
     plain, pipe = build(recipe), autosplit(build(recipe), devices=["cpu"] * devices, chunks=chunks)
@@ -138,7 +138,7 @@ def test_switching_modes_equals_the_plain_model(recipe: Recipe, rows: int, chunk
             assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@settings(max_examples=200)
+@settings(max_examples=500)
 @given(recipe=recipes(), rows=st.integers(2, 13))
 def test_random_modules_are_a_fair_measure(recipe: Recipe, rows: int) -> None:
     """The plain model with its batch in reverse order stays inside the tolerance that the pipeline must keep."""
