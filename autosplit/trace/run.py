@@ -8,6 +8,7 @@ their trace-friendly mask path.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def record(
             recorder.add_input(inputs.names[index], leaves[index])
         args, kwargs = inputs.rebuild(leaves)
         try:
-            with torch.inference_mode(False), _patched(recorder), mode, recorder.random, recorder:
+            with torch.inference_mode(False), _quiet_log(), _patched(recorder), mode, recorder.random, recorder:
                 output = model(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
             raise TraceError(
@@ -108,6 +109,17 @@ def _fake(leaf: Any, dim: int | None, rows: int, mode: FakeTensorMode) -> Any:
 
 def _notes(error: BaseException) -> str:
     return "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+
+
+@contextlib.contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Keep FakeTensorMode from printing a traceback for an exception that is about to be raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 @contextlib.contextmanager

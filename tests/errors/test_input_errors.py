@@ -259,3 +259,10 @@ def test_wrong_inputs_after_planning_keep_torchs_error(unchanged: Unchanged) -> 
         pipe(numbers(8, 5))
     assert "0" in text_of(caught.value)
     torch.testing.assert_close(pipe(numbers(8, 3)), model(numbers(8, 3)))
+
+
+def test_an_error_at_planning_prints_nothing_beside_it(capfd: pytest.CaptureFixture[str]):
+    pipe = autosplit(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), devices=2, chunks=2)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        pipe(torch.zeros(8, 4))
+    assert capfd.readouterr() == ("", "")
