@@ -20,6 +20,7 @@ from autosplit.runtime import ops
 WORDS = ("Key", "fork", "merge", "record", "split", "transfer", "wait")
 _PREFIX = f"{ops.__name__.replace('.', '_')}_"
 _LINE = re.compile(r"(?P<name>\w+) = (?P<value>.*?);?(?:  (?P<gone>\w+(?: = \w+)* = None))?")
+_ITEM = re.compile(r"(\w+)\[(\d+)\]")
 _CELL = re.compile(r"y(\d+)_(\d+)")
 
 
@@ -74,6 +75,10 @@ class _Inliner:
     def _assignment(self, name: str, value: str) -> None:
         if re.fullmatch(r"getitem(_\d+)?", name) and self.uses[name] <= 2 and "(" not in value:
             self.items[name] = value
+        elif re.fullmatch(r"getitem(_\d+)?", name) and (plain := _ITEM.fullmatch(value)):
+            self.items[name] = f"{plain[1]}_{plain[2]}"
+            self.locals |= {self.items[name]} if name in self.locals else set()
+            self.block.append(f"{self.items[name]} = {value}")
         elif value.startswith("wait("):
             self.block.append(value)
         else:
