@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autosplit.runtime.ops import OUT
-from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 EPILOGUE = "epilogue"
 
@@ -92,11 +92,6 @@ def lay_out(traced: TracedGraph, stage_of: Mapping[str, int], stages: int) -> La
             layout.epilogue.append(node)
     _Uses(layout, stage_of).collect()
     return layout
-
-
-def info_of(node: fx.Node) -> TracedNode | None:
-    """Return the recording's knowledge about a node, None for sizes, get_attr and plumbing."""
-    return node.meta.get(INFO)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

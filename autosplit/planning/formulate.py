@@ -93,8 +93,7 @@ def link_seconds(options: Options, count: int) -> float:
     if len(set(options.devices)) == 1:
         return 0.0
     kind = "cpu-lane" if any(d.type == "cpu" for d in options.devices) else _known_device(options.devices[0])
-    link = registry.link(kind, kind)
-    return link.latency_s + count / link.bandwidth_bytes_per_s
+    return registry.link(kind, kind).transfer_s(count)
 
 
 def _known_device(device: torch.device) -> str:

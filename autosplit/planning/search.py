@@ -18,6 +18,7 @@ from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.schedule.validate import validate
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.ladder import Trace
 from autosplit.trace.probe import probe_rows
@@ -95,7 +96,7 @@ class _Writer:
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = tuple(self._boundaries())
         timeline = simulate(
-            build(self.schedule, stages=len(stages), microbatches=len(self.sizes)),
+            validate(build(self.schedule, stages=len(stages), microbatches=len(self.sizes))),
             forward_s=[stage.forward_s for stage in stages],
             backward_s=[stage.backward_s for stage in stages],
             transfers=self._transfers(boundaries),
