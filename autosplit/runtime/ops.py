@@ -6,6 +6,7 @@ microbatch.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from autosplit.runtime.lanes import Lane
 Bundle = tuple[torch.Tensor, ...]
 OUT = "out"
 """The name, among a stage's bundles, of the one for the epilogue and the caller."""
+_DRAWING = threading.Lock()
+"""Held while a random operation has the process's default generators for itself."""
 
 
 class Key(NamedTuple):
@@ -128,18 +131,22 @@ class _Fork(torch.autograd.Function):
 
 
 def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a random operation with a seed of its own per step, node and microbatch; generators stay untouched."""
+    """Call a random operation with a seed of its own per step, node and microbatch; generators stay untouched.
+
+    Generators belong to the process, so lanes that run at the same time draw one after the other.
+    """
     seed = zlib.crc32(f"{key.seed}/{name}/{key.microbatch}".encode()) ^ (key.seed & 0x7FFFFFFF) << 32
     devices = {leaf.device for leaf in args if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
-        return function(*args, **kwargs)
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+    with _DRAWING:
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            return function(*args, **kwargs)
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 for _function in (record, wait):
