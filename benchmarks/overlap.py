@@ -12,10 +12,13 @@ many stages run at once; what is missing from the ideal is the runtime's. Every 
     over hand  measured median of a plain loop over microbatches, on one thread, over the contender's
 
 Sleeps overshoot, and that counts against the speed-up; what the overshoot alone costs is printed first. So does the
-work around a sleep, on a core that was idle until then, which the plain loop has to do as well. With
-``--exact-sleep`` (the default) every contender's sleeps ask Linux for a timer slack of 1 ns in place of 50 µs, which
-makes them truer to their nominal time and never shorter. torchgpipe, where it is installed, runs as its documentation
-says: it has one thread for each distinct device, and there is one CPU.
+work around a sleep, on a core that was idle until then, which the plain loop has to do as well. What the machine
+itself allows is the share of ``sleeps gpipe`` and ``sleeps 1f1b``: the schedule's sleeps and the waits between its
+lanes on bare threads, no tensor and no autosplit.
+
+With ``--exact-sleep`` (the default) every contender's sleeps ask Linux for a timer slack of 1 ns in place of 50 µs,
+which makes them truer to their nominal time and never shorter. torchgpipe, where it is installed, runs as its
+documentation says: it has one thread for each distinct device, and there is one CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ import torch
 from torch import nn
 
 from autosplit import autosplit
+from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import simulate
 from benchmarks import pairs
@@ -47,8 +52,10 @@ LANES = ("threads", "inline")
 HOW = (CALL, "gpipe", "1f1b")
 """``loss_fn(pipe(x), y).backward()``, which schedules as gpipe does, or `train_step` in a schedule."""
 CONTENDERS = {f"{lanes} {how}": (lanes, how) for lanes in LANES for how in HOW}
-NAMES = (*CONTENDERS, PEER, HAND)
-DEFAULT = (*(f"threads {how}" for how in HOW), f"inline {CALL}", PEER, HAND)
+LIMITS = ("sleeps gpipe", "sleeps 1f1b")
+NAMES = (*CONTENDERS, *LIMITS, PEER, HAND)
+DEFAULT = (*(f"threads {how}" for how in HOW), *LIMITS, f"inline {CALL}", PEER, HAND)
+OVERLAPPING = ("threads", "sleeps")
 _PR_SET_TIMERSLACK = 29
 
 
@@ -145,8 +152,31 @@ def overshoot(seconds: float, *, exact: bool, threads: int, times: int = 20) -> 
     return pairs.Spread.of(late)
 
 
-def contender(name: str, model: nn.Sequential, case: Case) -> Callable[[], Any]:
+def bare(schedule: Schedule, sleeps: Sleeps) -> Callable[[], Any]:
+    """Return what sleeps through a schedule, a thread per lane; a semaphore stands for each value that is sent."""
+    pool = ThreadPoolExecutor(max_workers=schedule.stages)
+
+    def step() -> None:
+        sent = {action: threading.Semaphore(0) for lane in schedule.lanes for action in lane}
+
+        def run(lane: Sequence[Action]) -> None:
+            for action in lane:
+                for need in schedule.needs(action):
+                    if need.stage != action.stage:
+                        sent[need].acquire()
+                sleep(sleeps.forward_s if action.kind == "F" else sleeps.backward_s, sleeps.exact)
+                sent[action].release()
+
+        list(pool.map(run, schedule.lanes))
+
+    return step
+
+
+def contender(name: str, model: nn.Sequential, case: Case, sleeps: Sleeps) -> Callable[[], Any]:
     """Return one training step of the model, without an optimizer, as ``name`` does it."""
+    schedule = _schedule(name)
+    if name in LIMITS:
+        return bare(build(schedule, stages=case.stages, microbatches=case.chunks), sleeps)
     batch, target = torch.randn(case.chunks, WIDTH), torch.randn(case.chunks, WIDTH)
     loss_fn = nn.MSELoss()
     if name == HAND:
@@ -159,7 +189,6 @@ def contender(name: str, model: nn.Sequential, case: Case) -> Callable[[], Any]:
         return lambda: loss_fn(gpipe(batch), target).backward()
     lanes, how = CONTENDERS[name]
     devices = ["cpu"] * case.stages
-    schedule = _schedule(name)
     pipe = autosplit(model, devices=devices, chunks=case.chunks, sample=batch, schedule=schedule, lanes=lanes)
     assert pipe.plan is not None
     cut = [stage.modules for stage in pipe.plan.stages]
@@ -180,8 +209,8 @@ def measure(
     """Run the contenders of one case in turn and return a figure for each."""
     torch.manual_seed(0)
     model = nn.Sequential(*(SleepingStage(sleeps) for _ in range(case.stages)))
-    contenders = {name: contender(name, model, case) for name in names}
-    counts = {name: repeats if name.startswith("threads") else min(serial_repeats, repeats) for name in names}
+    contenders = {name: contender(name, model, case, sleeps) for name in names}
+    counts = {name: repeats if name.startswith(OVERLAPPING) else min(serial_repeats, repeats) for name in names}
     readings = pairs.interleave(contenders, repeats=counts)
     nominal_s = case.nominal_s(sleeps)
     hand_s = statistics.median(reading.wall_s for reading in readings[HAND]) if HAND in readings else None
@@ -263,7 +292,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=DEFAULT, metavar="CONTENDER", help=", ".join(NAMES))
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 32])
-    parser.add_argument("--repeats", type=int, default=5, help="of the contenders on threads")
+    parser.add_argument("--repeats", type=int, default=5, help="of what overlaps")
     parser.add_argument("--serial-repeats", type=int, default=3, help="of all others, which take as long as they sleep")
     parser.add_argument("--forward-ms", type=float, default=5.0)
     parser.add_argument("--backward-ms", type=float, default=10.0)

@@ -211,6 +211,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def checks_text(checks: Sequence[Check]) -> str:
     """Return the checks that fail, as a table, under a line that counts them all."""
+    if not checks:
+        return "nothing is asked of these contenders"
     failed = [check for check in checks if not check.ok]
     head = f"{len(checks) - len(failed)} of {len(checks)} checks hold"
     rows = [{"check": c.name, "asked": c.asked, "measured": f"{c.measured:.3f}"} for c in failed]

@@ -53,14 +53,14 @@ def test_a_sleep_is_never_asked_to_be_shorter(slept, exact):
     assert slept == [0.005]
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", [name for name in RUNNABLE if name not in overlap.LIMITS])
 def test_every_contender_sleeps_as_often_and_finds_the_same_gradients(slept, name):
     case = Case(stages=3, chunks=4)
     gradients = {}
     for who in (HAND, name):
         torch.manual_seed(0)
         model = nn.Sequential(*(overlap.SleepingStage(SLEEPS) for _ in range(case.stages)))
-        step = overlap.contender(who, model, case)
+        step = overlap.contender(who, model, case, SLEEPS)
         slept.clear()
         step()
         assert Counter(slept) == {0.005: 12, 0.010: 12}
@@ -68,6 +68,16 @@ def test_every_contender_sleeps_as_often_and_finds_the_same_gradients(slept, nam
     for ours, plain in zip(gradients[name], gradients[HAND], strict=True):
         torch.testing.assert_close(ours, plain)
         assert plain.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", overlap.LIMITS)
+def test_the_limit_sleeps_as_often_and_in_the_order_of_the_schedule(slept, name):
+    step = overlap.contender(name, nn.Sequential(), Case(stages=3, chunks=4), SLEEPS)
+    for _ in range(2):
+        slept.clear()
+        step()
+        assert Counter(slept) == {0.005: 12, 0.010: 12}
+        assert slept[:3] == [0.005] * 3  # the last stage's first forward comes before any backward
 
 
 def test_speed_up_is_nominal_over_the_measured_median(slept, monkeypatch):

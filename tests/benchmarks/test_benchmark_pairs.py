@@ -93,6 +93,7 @@ def test_what_fails_is_listed_and_all_are_counted():
     assert "slow" in text
     assert "fast" not in text
     assert pairs.checks_text(checks[:1]) == "1 of 1 checks hold"
+    assert pairs.checks_text([]) == "nothing is asked of these contenders"
 
 
 def test_figures_are_written_as_plain_json(tmp_path):
