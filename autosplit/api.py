@@ -19,6 +19,7 @@ from autosplit.options import (
     check_optimizer,
     choose,
     resolve_devices,
+    resolve_lanes,
 )
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan import Plan
@@ -61,7 +62,9 @@ def autosplit(
         optimizer: what the memory prediction assumes: "adamw", "adam", "momentum", "sgd", "none", or state bytes per
             parameter element.
         plan: a `Plan` or the path of a saved one, to be followed instead of planning: its stages, schedule and chunks.
-        virtual_stages, recompute, precision, lanes, rng, batch_norm, compile, graphs, mesh: reserved; only the
+        lanes: "threads": a thread per CPU lane, so that stages run at the same time, forward and backward; "inline":
+            the calling thread issues everything; "auto": threads on several CPU lanes, else inline.
+        virtual_stages, recompute, precision, rng, batch_norm, compile, graphs, mesh: reserved; only the
             defaults are available in this version, anything else is refused.
 
     Returns:
@@ -84,20 +87,21 @@ def autosplit(
     choose("virtual_stages", virtual_stages, (1,))
     choose("recompute", recompute, ("auto", "never"))
     choose("precision", precision, (None,))
-    choose("lanes", lanes, ("auto", "inline"))
     choose("rng", rng, ("auto", "counter"))
     choose("batch_norm", batch_norm, ("micro",))
     choose("compile", compile, (False,))
     choose("graphs", graphs, (False,))
     choose("mesh", mesh, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    resolved = resolve_devices(devices)
     options = Options(
-        devices=resolve_devices(devices),
+        devices=resolved,
         chunks=check_chunks(chunks) if pinned is None else _pinned_chunks(pinned, check_chunks(chunks)),
         schedule=choose("schedule", schedule, SCHEDULES),
         memory_limit=check_memory_limit(memory_limit),
         optimizer=check_optimizer(optimizer),
         batch_dims=batch_dims,
+        lanes=resolve_lanes(lanes, resolved),
     )
     pipe = PipelinedModule(model, options, pinned)
     if sample is not None:

@@ -14,6 +14,7 @@ from autosplit.units import parse_bytes
 OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
 SCHEDULES = ("auto", "1f1b", "gpipe")
+LANES = ("auto", "inline", "threads")
 
 
 class Sample:
@@ -53,6 +54,8 @@ class Options:
     memory_limit: int | None = None
     optimizer: str | int = "adamw"
     batch_dims: Any = None
+    lanes: str = "inline"
+    lane_timeout_s: float | None = 1800.0
     measure: bool = True
 
     def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
@@ -99,6 +102,27 @@ def check_memory_limit(limit: int | float | str | None) -> int | None:
     if limit_bytes <= 0:
         raise InputError(f"memory_limit={limit!r}: give a positive number of bytes, or text such as '70GiB'")
     return limit_bytes
+
+
+def check_seconds(name: str, seconds: Any) -> float | None:
+    """Return a positive number of seconds, or None."""
+    if seconds is None or (isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0):
+        return seconds
+    raise InputError(f"{name}={seconds!r}: give a positive number of seconds, or None for no limit")
+
+
+def resolve_lanes(lanes: str, devices: Sequence[torch.device]) -> str:
+    """Return "inline" (one thread issues) or "threads" (one thread per lane) for "auto": threads on several CPU lanes.
+
+    CUDA launches are asynchronous, and one thread issues them; threads on CUDA devices raise an InputError.
+    """
+    choose("lanes", lanes, LANES)
+    cuda = [str(device) for device in devices if device.type != "cpu"]
+    if lanes == "threads" and cuda:
+        raise InputError(f"lanes='threads' is for CPU lanes, devices has {', '.join(cuda)}; use lanes='inline'")
+    if lanes == "auto":
+        return "inline" if cuda or len(devices) == 1 else "threads"
+    return lanes
 
 
 def resolve_devices(devices: Any) -> tuple[torch.device, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,17 +16,21 @@ from torch import fx, nn
 from autosplit.errors import DeviceError
 from autosplit.lower.locate import add_location
 from autosplit.lower.place import place
-from autosplit.lower.program import STATE, emit, emit_setup
+from autosplit.lower.program import STATE, emit, emit_ending, emit_setup
 from autosplit.lower.split import Lowered, lower
-from autosplit.options import Options, Sample
+from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.apply import assign
 from autosplit.planning.fingerprint import check_plan
 from autosplit.planning.plan import Plan
 from autosplit.planning.search import make_plan
 from autosplit.report.table import render
-from autosplit.runtime import engine
+from autosplit.runtime import engine, middle
+from autosplit.runtime.ambient import is_transformed
+from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
+from autosplit.runtime.threads import LaneThreads
+from autosplit.runtime.turns import Turns
 from autosplit.trace.findings import Findings
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
@@ -61,17 +66,21 @@ class Recorded:
     trace: Trace
     kind: Kind
     programs: dict[int, fx.Graph] = field(default_factory=dict)
-    setup: fx.GraphModule | None = None
+    turns: dict[Any, Turns] = field(default_factory=dict)
 
-    def start(self, *args: Any) -> Any:
-        """Run the part of the program before the first cell."""
-        if self.setup is None:
-            self.setup = emit_setup(self.lowered)
-        return self.setup(*args)
+    @cached_property
+    def setup(self) -> fx.GraphModule:
+        """The part of the program before the first cell."""
+        return emit_setup(self.lowered)
+
+    @cached_property
+    def ending(self) -> fx.GraphModule:
+        """The part of the program behind the last cell."""
+        return emit_ending(self.lowered)
 
 
 @dataclass
-class _Step(engine.Step):
+class _Step(Step):
     recorded: Recorded
 
 
@@ -83,8 +92,11 @@ class _Core:
     recordings: OrderedDict[Any, Recorded] = field(default_factory=OrderedDict)
     findings: dict[Any, Findings] = field(default_factory=dict)
     compiled: dict[fx.Graph, Any] = field(default_factory=dict)
+    edited: set[fx.Graph] = field(default_factory=set)
+    """Programs that were compiled again by the caller."""
     losses: dict[int, tuple[Any, str]] = field(default_factory=dict)
     lanes: tuple[Lane, ...] = ()
+    threads: LaneThreads | None = None
     names: dict[str, str] = field(default_factory=dict)
 
 
@@ -134,8 +146,21 @@ class PipelinedModule(fx.GraphModule):
             step = self._prepare(sample.args, sample.kwargs)
         self._show(step.recorded, self._program(step))
 
+    @property
+    def lane_timeout_s(self) -> float | None:
+        """How many seconds one action may run on a lane's thread before the step is given up; None: no limit."""
+        return self._core.options.lane_timeout_s
+
+    @lane_timeout_s.setter
+    def lane_timeout_s(self, seconds: float | None) -> None:
+        self._core.options = replace(self._core.options, lane_timeout_s=check_seconds("lane_timeout_s", seconds))
+        if self._core.threads is not None:
+            self._core.threads.timeout_s = seconds
+
     def unsplit(self) -> nn.Module:
-        """Return the model itself."""
+        """Return the model itself, and stop the lanes' threads; a later call of the pipe starts new ones."""
+        if self._core.threads is not None:
+            self._core.threads.close()
         return self._core.model
 
     def train_step(
@@ -167,6 +192,7 @@ class PipelinedModule(fx.GraphModule):
             reduction=loss_reduction,
             proved=self._core.losses,
             whole=lambda: self._run(step),
+            threads=self._core.threads,
         )
 
     def train(self, mode: bool = True) -> PipelinedModule:
@@ -191,6 +217,8 @@ class PipelinedModule(fx.GraphModule):
         kind = type(self)
         core = self.__dict__.get("_autosplit")
         if core is not None:
+            if self._graph in core.compiled:
+                core.edited.add(self._graph)
             core.compiled[self._graph] = kind.forward, code.src
         kind.forward = PipelinedModule._dispatch
         kind.__call__ = nn.Module.__call__  # type: ignore[method-assign]
@@ -202,6 +230,8 @@ class PipelinedModule(fx.GraphModule):
     def _run(self, step: _Step) -> Any:
         recorded, graph = step.recorded, self._program(step)
         self._show(recorded, graph)
+        if (threads := self._threads(step, graph)) is not None:
+            return recorded.traced.unflatten(list(middle.call(step, threads)))
         program = self._core.compiled[graph][0]
         try:
             flat = program(self, *step.tensors, step.rows, step.sizes, step.lanes, step.seed)
@@ -209,6 +239,17 @@ class PipelinedModule(fx.GraphModule):
             add_location(error, lowered=recorded.lowered)
             raise
         return recorded.traced.unflatten(list(flat))
+
+    def _threads(self, step: _Step, graph: fx.Graph) -> LaneThreads | None:
+        """Return the lanes' threads for a call, None where the program itself has to run in the caller's thread.
+
+        That is: one microbatch, where nothing overlaps; a program that was edited; and under function transforms and
+        forward-mode differentiation, which have to see every operation.
+        """
+        core = self._core
+        if core.threads is None or len(step.sizes) == 1 or graph in core.edited or is_transformed():
+            return None
+        return core.threads
 
     def _program(self, step: _Step) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
@@ -262,7 +303,8 @@ class PipelinedModule(fx.GraphModule):
         assert core.plan is not None
         return _Step(
             recorded.lowered,
-            recorded.start,
+            lambda *given: recorded.setup(*given),
+            lambda *given: recorded.ending(*given),
             partial(add_location, lowered=recorded.lowered),
             tensors,
             rows,
@@ -270,6 +312,7 @@ class PipelinedModule(fx.GraphModule):
             (*core.lanes, caller),
             seed,
             core.plan.schedule,
+            recorded.turns,
             recorded,
         )
 
@@ -306,10 +349,17 @@ class PipelinedModule(fx.GraphModule):
         if not core.lanes:
             core.lanes = tuple(lane(device) for device in devices)
             core.names = _free_names(core.model, len(devices))
+            if core.options.lanes == "threads":
+                self._own_threads(len(devices))
         place(core.model, lowered, devices)
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         return Recorded(found.graph, lowered, found, Kind(key.rest, without_rows(key.shapes, dims), dims))
+
+    def _own_threads(self, count: int) -> None:
+        """Give the pipe threads for its lanes; they end with it."""
+        threads = self._core.threads = LaneThreads(count, timeout_s=self._core.options.lane_timeout_s)
+        weakref.finalize(self, threads.close)
 
     # -- copies and moves ----------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:

@@ -37,15 +37,36 @@ def emit(lowered: Lowered, *, microbatches: int, attributes: Mapping[str, str]) 
 def emit_setup(lowered: Lowered) -> fx.GraphModule:
     """Emit what happens once per step before the first cell, as a GraphModule of its own.
 
-    It returns ``(inputs, shared)``: per stage the microbatches of its inputs, and its shared bundle.
+    It returns ``(inputs, shared, kept)``: per stage the microbatches of its inputs, its shared bundle, and the values
+    that :func:`emit_ending` takes from here.
     """
-    attributes = {f"shared{i}": f"shared{i}" for i in range(len(lowered.prologues))}
-    program = _Program(lowered, attributes)
-    program.graph.output((program.splits, program.shared))  # type: ignore[arg-type]
+    program = _Program(lowered, _own_names(lowered))
+    kept = tuple(program.values[slot] for slot in program.ending_slots())
+    program.graph.output((program.splits, program.shared, kept))  # type: ignore[arg-type]
+    return _module(lowered, program.graph)
+
+
+def emit_ending(lowered: Lowered) -> fx.GraphModule:
+    """Emit what happens once per step behind the last cell: the merges and the epilogue; it returns the flat outputs.
+
+    It takes the program's own inputs, then ``kept`` of :func:`emit_setup`, then ``bundles``: per stage that gives the
+    caller something, what it gave for each microbatch.
+    """
+    ending = _Ending(lowered, _own_names(lowered))
+    return _module(lowered, ending.graph)
+
+
+def _own_names(lowered: Lowered) -> dict[str, str]:
+    parts = (*(f"shared{i}" for i in range(len(lowered.prologues))), "epilogue")
+    return {part: part for part in parts}
+
+
+def _module(lowered: Lowered, graph: fx.Graph) -> fx.GraphModule:
     module = fx.GraphModule(nn.Module(), fx.Graph())
     module.__dict__[STATE] = lowered.traced.root
     module.__dict__.update({f"shared{i}": part for i, part in enumerate(lowered.prologues)})
-    module.graph = program.graph
+    module.__dict__["epilogue"] = lowered.epilogue
+    module.graph = graph
     return module
 
 
@@ -59,6 +80,9 @@ class _Program:
         self.done: dict[tuple[int, int], fx.Node] = {}
         self.cells: dict[tuple[int, int], fx.Node] = {}
         self._placeholders()
+        self._begin()
+
+    def _begin(self) -> None:
         self._given()
         self._prologues()
         self.splits = {s: self._split(s) for s, stage in enumerate(self.layout.stages) if stage.inputs}
@@ -70,7 +94,8 @@ class _Program:
             for stage, layout in enumerate(self.layout.stages):
                 if 0 <= clock - stage < microbatches and layout.nodes:
                     self._cell(stage, clock - stage)
-        self._merge(microbatches)
+        for stage in self._giving():
+            self._merge(stage, [self._item(self.cells[stage, m], OUT) for m in range(microbatches)])
         self._finish()
 
     def _call(self, function: Any, args: tuple[Any, ...], name: str) -> fx.Node:
@@ -177,17 +202,17 @@ class _Program:
             lane = self._item(self.lanes, stage)
             self.done[stage, microbatch] = self._call(record, (lane,), f"done{stage}_{microbatch}")
 
-    def _merge(self, microbatches: int) -> None:
+    def _giving(self) -> list[int]:
+        """Return the stages that give the epilogue or the caller something."""
+        return [stage for stage, layout in enumerate(self.layout.stages) if layout.sent.get(OUT)]
+
+    def _merge(self, stage: int, bundles: Any) -> None:
         nodes = {n.name: n for n in self.lowered.traced.graph.nodes}
-        for stage, layout in enumerate(self.layout.stages):
-            slots = layout.sent.get(OUT, [])
-            if not slots:
-                continue
-            dims = tuple(nodes[slot.value].meta[INFO].tensors[0].batch_dim for slot in slots)
-            bundles = [self._item(self.cells[stage, m], OUT) for m in range(microbatches)]
-            merged = self._call(merge, (bundles, dims), f"merged{stage}")
-            for position, slot in enumerate(slots):
-                self.values[Slot(slot.value)] = self._item(merged, position)
+        slots = self.layout.stages[stage].sent[OUT]
+        dims = tuple(nodes[slot.value].meta[INFO].tensors[0].batch_dim for slot in slots)
+        merged = self._call(merge, (bundles, dims), f"merged{stage}")
+        for position, slot in enumerate(slots):
+            self.values[Slot(slot.value)] = self._item(merged, position)
 
     def _finish(self) -> None:
         self.epilogue: dict[str, fx.Node] = {}
@@ -210,6 +235,19 @@ class _Program:
             return self._item(moved, 0)
         return self._placed(program_alias(self.layout, slot.value, EPILOGUE), last)
 
+    def ending_slots(self) -> list[Slot]:
+        """Return the values from before the first cell that the epilogue and the caller take."""
+        wanted = [s.value for s in self.lowered.epilogue_inputs if s.value not in self.layout.merged]
+        slots = [program_alias(self.layout, value, EPILOGUE) for value in wanted]
+        for value in self.lowered.outputs:
+            if isinstance(value, fx.Node) and self._from_beginning(value):
+                slots.append(program_alias(self.layout, value.name, OUT))
+        return list(dict.fromkeys(slots))
+
+    def _from_beginning(self, value: fx.Node) -> bool:
+        info = value.meta.get(INFO)
+        return info is not None and (value.op == "placeholder" or info.node_class is NodeClass.SHARED)
+
     def _output(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
@@ -217,10 +255,10 @@ class _Program:
             return self.graph.get_attr(f"{STATE}.{value.target}")
         if INFO not in value.meta:
             return self._size(value)
-        node_class = value.meta[INFO].node_class
-        if value.op == "placeholder" or node_class is NodeClass.SHARED:
+        if self._from_beginning(value):
             return self.values[program_alias(self.layout, value.name, OUT)]
-        return self.epilogue[value.name] if node_class is NodeClass.FULL else self.values[Slot(value.name)]
+        full = value.meta[INFO].node_class is NodeClass.FULL
+        return self.epilogue[value.name] if full else self.values[Slot(value.name)]
 
     def _size(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
@@ -228,3 +266,14 @@ class _Program:
         assert callable(node.target), "a size is an expression of operator functions"
         args = tuple(self._size(a) if isinstance(a, fx.Node) else a for a in node.args)
         return self.graph.call_function(node.target, args)
+
+
+class _Ending(_Program):
+    """The end of a program alone: what came before lies in two bundles."""
+
+    def _begin(self) -> None:
+        kept, bundles = (named(self.graph, self.graph.placeholder(n), n) for n in ("kept", "bundles"))
+        self.values.update({slot: self._item(kept, i) for i, slot in enumerate(self.ending_slots())})
+        for stage in self._giving():
+            self._merge(stage, self._item(bundles, stage))
+        self._finish()

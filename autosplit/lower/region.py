@@ -179,6 +179,12 @@ class Region:
 class RegionModule(fx.GraphModule):
     """A piece of the model as a graph; its state is the model's own and is not registered here a second time."""
 
+    def recompile(self) -> Any:
+        """Compile the graph; a call goes straight to it, so that an exception keeps its own traceback."""
+        code = super().recompile()
+        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return code
+
     @property
     def takes(self) -> tuple[str, ...]:
         """The names of the graph's inputs, in order."""

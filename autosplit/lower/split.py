@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -40,7 +41,18 @@ class Lowered:
         """The recording."""
         return self.layout.traced
 
-    @property
+    @cached_property
+    def takes(self) -> tuple[tuple[str, ...], ...]:
+        """The names of what each stage takes, in order."""
+        return tuple(stage.takes for stage in self.stages)
+
+    @cached_property
+    def changes_inputs(self) -> bool:
+        """Tell whether the model writes to one of its inputs."""
+        inputs = (n.meta[INFO] for n in self.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta)
+        return any(info.mutated for info in inputs)
+
+    @cached_property
     def random(self) -> bool:
         """Tell whether any node draws random numbers."""
         return any(info.random for _, info in self.traced.compute_nodes())

@@ -1,16 +1,12 @@
-"""One training step, action by action: every cell has borders of its own, and a backward of its own.
+"""One training step, action by action, in the order of a schedule.
 
-    forward of a cell     detach what comes in ─► stage ─► keep inputs and outputs until the backward
-    backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
-
-Contributions to a parameter add over the microbatches in ascending order, whatever the cut. Nothing reaches ``.grad``
-before the last action has succeeded; then one backward hands all sums over, so that hooks fire once.
+Nothing reaches ``.grad`` before the last action has succeeded; then one backward hands all sums over, so that hooks
+fire once. One thread issues the actions in clock order, or every lane's thread works through its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,33 +14,16 @@ from torch import fx
 
 from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
-from autosplit.runtime.lanes import Lane
-from autosplit.runtime.ops import OUT, Bundle, Key, rows_along, transfer
+from autosplit.runtime.ambient import ThreadState
+from autosplit.runtime.cells import Border, Cells, Step, add, held_back
+from autosplit.runtime.ops import OUT, rows_along
+from autosplit.runtime.threads import LaneThreads
+from autosplit.runtime.turns import turns
 from autosplit.schedule.catalog import build
 from autosplit.schedule.order import issue_order
 from autosplit.trace import state
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.structure import flatten_output
-
-
-@dataclass
-class Step:
-    """One call of the pipe: what to run, on what, in which schedule.
-
-    ``lowered`` are the pieces (:class:`autosplit.lower.split.Lowered`), ``setup`` the part of the program before the
-    first cell, ``locate`` adds a note to an exception of a cell.
-    """
-
-    lowered: Any
-    setup: Callable[..., Any]
-    locate: Callable[..., None]
-    tensors: list[torch.Tensor]
-    rows: int
-    sizes: tuple[int, ...]
-    lanes: tuple[Lane, ...]
-    """One lane per stage, and last the caller's device."""
-    seed: int | None
-    schedule: str
 
 
 def train_step(
@@ -55,19 +34,21 @@ def train_step(
     reduction: str,
     proved: dict[int, tuple[Any, str]],
     whole: Callable[[], Any],
+    threads: LaneThreads | None,
 ) -> torch.Tensor:
     """Run forward, loss and backward of a whole batch; see :meth:`PipelinedModule.train_step`.
 
     ``whole`` runs the ordinary program on the step; it is used where the loss needs the whole batch at once.
+    ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
     _check_loss(loss_fn)
     lowered = step.lowered
     targets = losses.split_target(target, step.sizes, batch_dims=_output_dims(step))
-    if lowered.epilogue is not None or _has_hooks(lowered) or len(step.sizes) == 1:
+    if lowered.epilogue is not None or len(step.sizes) == 1:
         return whole_step(whole, target=target, loss_fn=loss_fn)
     known = losses.known_reduction(loss_fn, reduction)
     if known is not None:
-        return _Run(step, losses.per_microbatch(known, loss_fn, step.sizes, targets)).run()
+        return _run(step, losses.per_microbatch(known, loss_fn, step.sizes, targets), None, threads)
     if id(loss_fn) in proved:
         kind = proved[id(loss_fn)][1]
     else:
@@ -76,7 +57,7 @@ def train_step(
         if proof.conclusive:
             proved[id(loss_fn)] = loss_fn, kind
     check = losses.WholeCheck(loss_fn, target, kind)
-    return _Run(step, losses.per_microbatch(kind, loss_fn, step.sizes, targets), check).run()
+    return _run(step, losses.per_microbatch(kind, loss_fn, step.sizes, targets), check, threads)
 
 
 def whole_step(whole: Callable[[], Any], *, target: Any, loss_fn: Any) -> torch.Tensor:
@@ -123,108 +104,87 @@ def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole:
     return losses.prove(loss_fn, part, target, targets, step.sizes)
 
 
-def _has_hooks(lowered: Any) -> bool:
-    """Tell whether a parameter has hooks: those want the whole gradient, once."""
-    return any(p._backward_hooks for p in lowered.traced.root.parameters())
+Loss = Callable[[Any, int], torch.Tensor]
 
 
-@dataclass
-class _Border:
-    """What one cell keeps from its forward to its backward."""
+def _run(step: Step, loss: Loss, check: losses.WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
+    with torch.inference_mode(False), torch.enable_grad():
+        run = _TrainCells(step, loss, check)
+        own = [p for parameters in run.parameters for p in parameters]
+        schedule = build(step.schedule, stages=run.last + 1, microbatches=len(step.sizes))
+        with held_back(own):
+            if threads is None:
+                for action in issue_order(schedule):
+                    run.act(action)
+            else:
+                known, key = step.turns, (step.schedule, len(step.sizes))
+                if key not in known:
+                    known[key] = turns(schedule, run.sources())
+                threads.run(known[key], run.act, ThreadState.current())
+        total = run.losses[0]
+        for value in run.losses[1:]:
+            total = total + value
+        if check is not None:
+            check.compare(total, run.lowered.traced)
+        run.hand_over()
+    return total
 
-    leaves: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Detached inputs by the name of the bundle that they came in."""
-    sent: dict[str, Bundle] = field(default_factory=dict)
-    loss: torch.Tensor | None = None
-    gradients: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
-    """Gradients of what was sent, by target."""
 
+class _TrainCells(Cells):
+    """The cells of a training step: the last stage's end in a loss."""
 
-class _Run:
-    def __init__(
-        self, step: Step, loss: Callable[[Any, int], torch.Tensor], check: losses.WholeCheck | None = None
-    ) -> None:
-        self.step = step
+    def __init__(self, step: Step, loss: Loss, check: losses.WholeCheck | None) -> None:
+        super().__init__(step, step.start(), detached=True)
         self.loss = loss
         self.check = check
+        self.losses: list[torch.Tensor] = []
+        self.roots: dict[int, torch.Tensor] = {}
+        """The loss of each microbatch, until its backward."""
         self.free: list[torch.Tensor] = []
         self.free_sums: list[torch.Tensor | None] = []
-        self.lowered = step.lowered
-        self.layout = self.lowered.layout
-        self.count = len(self.lowered.stages)
-        self.cells: dict[tuple[int, int], _Border] = {}
-        self.losses: list[torch.Tensor] = []
-        with torch.enable_grad():
-            self.inputs, self.shared = self._setup()
-        self.given = {s: _detached(bundle) for s, bundle in self.shared.items()}
-        self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
-        self.sums: list[list[torch.Tensor | None]] = [[None] * len(own) for own in self.parameters]
-        self.given_sums: dict[int, list[torch.Tensor | None]] = {s: [None] * len(b) for s, b in self.given.items()}
-        inputs = (n.meta[INFO] for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta)
-        self.changes_inputs = any(info.mutated for info in inputs)
-        self.input_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def run(self) -> torch.Tensor:
-        """Issue every action and hand the gradients over."""
-        schedule = build(self.step.schedule, stages=self.count, microbatches=len(self.step.sizes))
-        for action in issue_order(schedule):
-            try:
-                if action.kind == "F":
-                    self._forward(action.stage, action.microbatch)
-                else:
-                    self._backward(action.stage, action.microbatch)
-            except Exception as error:
-                self.step.locate(error, cell=f"y{action.stage}_{action.microbatch}")
-                raise
-        total = self.losses[0]
-        for value in self.losses[1:]:
-            total = total + value
-        if self.check is not None:
-            self.check.compare(total, self.lowered.traced)
-        self._hand_over()
-        return total
+    def sources(self) -> list[set[int]]:
+        """Return the stages that each takes values of; the last takes what the loss wants of any."""
+        found = [set(layout.received) for layout in self.layout.stages]
+        found[-1] |= {stage for stage, layout in enumerate(self.layout.stages) if layout.sent.get(OUT)} - {self.last}
+        return found
 
-    def _setup(self) -> tuple[dict[int, Sequence[Bundle]], dict[int, Bundle]]:
-        step = self.step
-        return step.setup(*step.tensors, step.rows, step.sizes, step.lanes, step.seed)
-
-    def _forward(self, stage: int, microbatch: int) -> None:
-        module, layout = self.lowered.stages[stage], self.layout.stages[stage]
-        border = self.cells[stage, microbatch] = _Border()
-        given: dict[str, Any] = {"rows": self.step.sizes[microbatch], "shared": self.given.get(stage)}
-        given["key"] = None if self.step.seed is None else Key(self.step.seed, microbatch)
-        if layout.inputs:
-            taken = border.leaves["inputs"] = _detached(self.inputs[stage][microbatch])
-            given["inputs"] = [t.clone() if t.requires_grad else t for t in taken] if self.changes_inputs else taken
-        for source in layout.received:
-            bundle = self.cells[source, microbatch].sent[str(stage)]
-            given[f"from{source}"] = border.leaves[str(source)] = self._received(bundle, source, stage)
-        with torch.enable_grad():
-            border.sent = module(*(given[name] for name in module.takes))
-            if stage == self.count - 1:
+    def forward(self, stage: int, microbatch: int) -> Border:
+        """Run a stage on a microbatch, and behind the last one the loss."""
+        border = super().forward(stage, microbatch)
+        if stage == self.last:
+            with self.step.lanes[stage].active():
                 flat = self._output(microbatch, border)
                 if self.check is not None:
                     self.check.keep(flat)
-                border.loss = self.loss(self.lowered.traced.unflatten(flat), microbatch)
-                self.losses.append(border.loss.detach())
-                if microbatch == 0:
-                    self.free = self._free_leaves(border)
-                    self.free_sums = [None] * len(self.free)
+                value = self.roots[microbatch] = self.loss(self.lowered.traced.unflatten(flat), microbatch)
+            self.losses.append(value.detach())
+            if microbatch == 0:
+                self.free = self._free_leaves(border, value)
+                self.free_sums = [None] * len(self.free)
+        return border
 
-    def _received(self, bundle: Bundle, source: int, target: int) -> list[torch.Tensor]:
-        lanes = self.step.lanes
-        lanes[target].wait(lanes[source].record())
-        with torch.no_grad():
-            moved = transfer(bundle, lanes[source], lanes[target])
-        return [m.detach().requires_grad_(b.requires_grad) for m, b in zip(moved, bundle, strict=True)]
+    def _differentiate(
+        self, border: Border, stage: int, wanted: Sequence[torch.Tensor], microbatch: int
+    ) -> Sequence[torch.Tensor | None]:
+        if stage != self.last:
+            return super()._differentiate(border, stage, wanted, microbatch)
+        value = self.roots.pop(microbatch)
+        if not value.requires_grad or not (wanted or self.free):
+            return ()
+        with self.step.lanes[stage].active():
+            found = torch.autograd.grad(value, [*wanted, *self.free], allow_unused=True)
+        for position, gradient in enumerate(found[len(wanted) :]):
+            add(self.free_sums, position, gradient)
+        return found[: len(wanted)]
 
-    def _free_leaves(self, border: _Border) -> list[torch.Tensor]:
+    def _free_leaves(self, border: Border, value: torch.Tensor) -> list[torch.Tensor]:
         """Return the leaves under the loss that are not the model's: parameters of the loss itself."""
         own = {id(p) for p in self.lowered.traced.root.parameters()}
         own |= {id(t) for bundle in (*border.leaves.values(), *self.given.values()) for t in bundle}
         own |= {id(p) for p in self.parameters[-1]}
         found, seen = [], set()
-        todo = [border.loss.grad_fn] if border.loss is not None else []
+        todo = [value.grad_fn]
         while todo:
             node = todo.pop()
             if node is None or node in seen:
@@ -236,14 +196,14 @@ class _Run:
             todo += [following for following, _ in node.next_functions]
         return found
 
-    def _output(self, microbatch: int, last: _Border) -> list[Any]:
+    def _output(self, microbatch: int, last: Border) -> list[Any]:
         """Return the model's flat outputs for one microbatch; what earlier stages made has a border of its own."""
         values: dict[str, torch.Tensor] = {}
         for stage, layout in enumerate(self.layout.stages):
             slots = layout.sent.get(OUT, ())
             bundle: Any = self.cells[stage, microbatch].sent.get(OUT, ())
-            if slots and stage < self.count - 1:
-                bundle = last.leaves[f"{OUT}{stage}"] = self._received(bundle, stage, self.count - 1)
+            if slots and stage < self.last:
+                bundle = self.received(last, stage, self.last, microbatch, OUT)
             values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
         return [self._flat(value, values, microbatch) for value in self.lowered.outputs]
 
@@ -265,73 +225,19 @@ class _Run:
         tensor = self.step.tensors[names.index(node.name)]
         return rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
 
-    def _backward(self, stage: int, microbatch: int) -> None:
-        border = self.cells.pop((stage, microbatch)) if stage == 0 else self.cells[stage, microbatch]
-        roots: list[torch.Tensor] = []
-        seeds: list[torch.Tensor | None] = []
-        if border.loss is not None:
-            roots.append(border.loss)
-            seeds.append(None)
-        for target, bundle in border.sent.items():
-            for tensor, gradient in zip(bundle, border.gradients.get(target, [None] * len(bundle)), strict=True):
-                if gradient is not None:
-                    roots.append(tensor)
-                    seeds.append(gradient)
-        leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
-        given = [(i, t) for i, t in enumerate(self.given.get(stage, ())) if t.requires_grad]
-        free = self.free if border.loss is not None else []
-        wanted = [t for *_, t in leaves] + [t for _, t in given] + self.parameters[stage] + free
-        if not roots or not wanted:
-            return
-        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-        for (name, position, _), gradient in zip(leaves, found, strict=False):
-            self._send_back(stage, microbatch, name, position, gradient)
-        rest = found[len(leaves) :]
-        for (position, _), gradient in zip(given, rest, strict=False):
-            _add(self.given_sums[stage], position, gradient)
-        own = rest[len(given) :]
-        for position, gradient in enumerate(own[: len(own) - len(free)]):
-            _add(self.sums[stage], position, gradient)
-        for position, gradient in enumerate(own[len(own) - len(free) :]):
-            _add(self.free_sums, position, gradient)
-        border.leaves.clear()
-        border.sent = {}
-
-    def _send_back(self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor | None) -> None:
-        if gradient is None:
-            return
-        if name == "inputs":
-            self.input_gradients.append((self.inputs[stage][microbatch][position], gradient))
-            return
-        target = OUT if name.startswith(OUT) else str(stage)
-        source = int(name.removeprefix(OUT))
-        lanes = self.step.lanes
-        lanes[source].wait(lanes[stage].record())
-        (moved,) = transfer((gradient,), lanes[stage], lanes[source])
-        border = self.cells[source, microbatch]
-        gradients = border.gradients.setdefault(target, [None] * len(border.sent[target]))
-        gradients[position] = moved
-
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
         pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for own, sums in zip(self.parameters, self.sums, strict=True):
             pairs.update((id(p), (p, g)) for p, g in zip(own, sums, strict=True) if g is not None)
         for stage, given in self.given_sums.items():
-            bundle = self.shared[stage]
+            bundle = self.start.shared[stage]
             pairs.update((id(t), (t, g)) for t, g in zip(bundle, given, strict=True) if g is not None)
         pairs.update((id(t), (t, g)) for t, g in zip(self.free, self.free_sums, strict=True) if g is not None)
-        pairs.update((id(t), (t, g)) for t, g in self.input_gradients)
+        for (stage, microbatch, position), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
+            tensor = self.start.inputs[stage][microbatch][position]
+            pairs[id(tensor)] = tensor, gradient
         if not pairs:
             raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
         tensors, gradients = zip(*pairs.values(), strict=True)
         torch.autograd.backward(tensors, gradients)
-
-
-def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in bundle]
-
-
-def _add(sums: list[Any], position: int, gradient: torch.Tensor | None) -> None:
-    if gradient is not None:
-        sums[position] = gradient if sums[position] is None else sums[position] + gradient

@@ -33,6 +33,12 @@ class Action:
         return cls(stage=int(match[1]), kind=cast(Kind, match[2]), microbatch=int(match[3]))
 
 
+def describe(action: Action) -> str:
+    """Return an action in words: ``stage 2, backward, microbatch 5``."""
+    kind = {"F": "forward", "B": "backward"}[action.kind]
+    return f"stage {action.stage}, {kind}, microbatch {action.microbatch}"
+
+
 @dataclass(frozen=True, order=True)
 class Cell:
     """A place in a schedule: a lane and a position in it."""

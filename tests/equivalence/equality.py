@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LANES = ("inline",)
+LANES = ("inline", "threads")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 

@@ -1,0 +1,118 @@
+"""The state that belongs to a thread, carried from the caller's thread to the lanes.
+
+Private torch API, since torch has no public way to read or to enter another thread's state: the mode stacks of
+``torch.overrides`` and ``torch.utils._python_dispatch``, the default hooks of saved tensors, the flag
+``retain_graph`` of the running backward, and what tells that a transform is under way. Tried on torch 2.11, 2.13 and
+2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch as dispatch
+
+from autosplit.trace.calls import Ambient
+
+_SMALLEST_NORMAL = sys.float_info.min
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """What a thread has of its own: grad and inference mode, autocast, mode stacks, hooks on saved tensors, denormals.
+
+    Anomaly mode, the default dtype and torch's backend flags belong to the process; lanes see them anyway.
+    """
+
+    grad: bool
+    inference: bool
+    ambient: Ambient
+    autocast_cache: bool
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+    saved_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    saved_hooks_refused: str | None
+    flush_denormal: bool
+    context: contextvars.Context
+
+    @classmethod
+    def current(cls) -> ThreadState:
+        """Return the state of this thread."""
+        autograd = torch._C._autograd
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            ambient=Ambient.current(),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            function_modes=tuple(overrides._get_current_function_mode_stack()),
+            dispatch_modes=tuple(dispatch._get_current_dispatch_mode_stack()),
+            saved_hooks=autograd._top_saved_tensors_default_hooks(False),
+            saved_hooks_refused=autograd._saved_tensors_hooks_get_disabled_error_message(),
+            flush_denormal=_SMALLEST_NORMAL / 2 == 0.0,
+            context=contextvars.copy_context(),
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Put a lane's thread, which has torch's defaults, in this state; the defaults come back at the end."""
+        with contextlib.ExitStack() as stack:
+            if self.flush_denormal != (_SMALLEST_NORMAL / 2 == 0.0):
+                torch.set_flush_denormal(self.flush_denormal)
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.grad != torch.is_grad_enabled():
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            if any(state.enabled for state in self.ambient.autocast):
+                stack.enter_context(self.autocast())
+            if self.saved_hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*self.saved_hooks)
+                stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+            if self.saved_hooks_refused is not None:
+                stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(self.saved_hooks_refused))
+            for mode in self.dispatch_modes:
+                dispatch._push_mode(mode)
+                stack.callback(dispatch._pop_mode)
+            for mode in self.function_modes:
+                overrides._push_mode(mode)
+                stack.callback(overrides._pop_mode)
+            yield
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Enter the autocast state without clearing the cache of cast weights at the end: it is the process's own.
+
+        The cast of a weight is then shared by all microbatches, and the caller's own context clears it.
+        """
+        before = Ambient.current().autocast, torch.is_autocast_cache_enabled()
+        torch.autocast_increment_nesting()
+        try:
+            _set_autocast(self.ambient.autocast, self.autocast_cache)
+            yield
+        finally:
+            _set_autocast(*before)
+            torch.autocast_decrement_nesting()
+
+
+def _set_autocast(states: tuple[Any, ...], cache: bool) -> None:
+    for state in states:
+        torch.set_autocast_enabled(state.device_type, state.enabled)
+        torch.set_autocast_dtype(state.device_type, state.dtype)
+    torch.set_autocast_cache_enabled(cache)
+
+
+def graph_is_kept() -> bool:
+    """Tell, inside a backward, whether the caller asked for ``retain_graph`` (or ``create_graph``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_transformed() -> bool:
+    """Tell whether a function transform (``torch.func``) or forward-mode differentiation is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -1,0 +1,228 @@
+"""The cells of one step: one stage on one microbatch, each with borders of its own and a backward of its own.
+
+    forward of a cell     detach what comes in ─► stage ─► keep inputs and outputs until the backward
+    backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
+
+Any thread may run a cell, one after another or at the same time, as long as what it takes is there. What a stage
+sums up belongs to its own lane. Contributions add in the order of the stage's backwards, so the order is the same
+on any cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autosplit.runtime.lanes import Lane
+from autosplit.runtime.ops import OUT, Bundle, Key, transfer
+from autosplit.runtime.turns import Turns
+from autosplit.schedule.action import Action
+
+
+@dataclass
+class Step:
+    """One call of the pipe: what to run, on what, in which schedule.
+
+    ``lowered`` are the pieces (:class:`autosplit.lower.split.Lowered`); ``setup`` and ``ending`` the parts of the
+    program before the first cell and behind the last; ``locate`` adds a note to an exception of an action.
+    """
+
+    lowered: Any
+    setup: Callable[..., Any]
+    ending: Callable[..., Any]
+    locate: Callable[..., None]
+    tensors: list[torch.Tensor]
+    rows: int
+    sizes: tuple[int, ...]
+    lanes: tuple[Lane, ...]
+    """One lane per stage, and last the caller's device."""
+    seed: int | None
+    schedule: str
+    turns: dict[Any, Turns]
+    """Schedules made ready for lanes, kept from call to call."""
+
+    def start(self) -> Start:
+        """Run what comes before the first cell, in the caller's thread and graph."""
+        return Start(*self.setup(*self.tensors, self.rows, self.sizes, self.lanes, self.seed))
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the cells begin with.
+
+    Attributes:
+        inputs: per stage that takes any, its microbatches of the batch.
+        shared: per stage that takes any, its shared values and tied parameters.
+        kept: what the ending wants of the values that the setup made.
+    """
+
+    inputs: dict[int, Sequence[Bundle]]
+    shared: dict[int, Bundle]
+    kept: Bundle
+
+
+@dataclass(slots=True)
+class Border:
+    """What one cell keeps from its forward to its backward."""
+
+    leaves: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """Detached inputs by the name of the bundle that they came in."""
+    sent: dict[str, Bundle] = field(default_factory=dict)
+    gradients: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
+    """Gradients of what was sent, by target."""
+
+
+class Cells:
+    """Runs forwards and backwards of one step's cells and adds up the gradients.
+
+    With ``detached=False`` values go from cell to cell as they are: nothing is kept for :meth:`backward`, and autograd,
+    where it is on, sees the whole graph.
+    """
+
+    def __init__(self, step: Step, start: Start, *, detached: bool) -> None:
+        self.step = step
+        self.start = start
+        self.detached = detached
+        self.keep = False
+        """Whether backwards leave the cells' graphs for another backward."""
+        self.lowered = step.lowered
+        self.layout = self.lowered.layout
+        self.last = len(self.lowered.stages) - 1
+        self.cells: dict[tuple[int, int], Border] = {}
+        self.given = {s: _detached(bundle) if detached else bundle for s, bundle in start.shared.items()}
+        self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
+        self.clones = detached and self.lowered.changes_inputs
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
+        self.sums: list[list[torch.Tensor | None]] = [[None] * len(own) for own in self.parameters]
+        self.given_sums: dict[int, list[torch.Tensor | None]] = {s: [None] * len(b) for s, b in self.given.items()}
+        self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
+        """By stage, microbatch and position in the stage's bundle of inputs."""
+        for border in self.cells.values():
+            border.gradients.clear()
+
+    def act(self, action: Action) -> None:
+        """Perform an action; an exception gets a note that says where it happened."""
+        try:
+            if action.kind == "F":
+                self.forward(action.stage, action.microbatch)
+            else:
+                self.backward(action.stage, action.microbatch)
+        except BaseException as error:
+            self.step.locate(error, action=action)
+            raise
+
+    def forward(self, stage: int, microbatch: int) -> Border:
+        """Run a stage on a microbatch; what it sends lies in the border that is returned."""
+        module, layout = self.lowered.stages[stage], self.layout.stages[stage]
+        border = self.cells[stage, microbatch] = Border()
+        given: dict[str, Any] = {"rows": self.step.sizes[microbatch], "shared": self.given.get(stage)}
+        given["key"] = None if self.step.seed is None else Key(self.step.seed, microbatch)
+        if layout.inputs:
+            given["inputs"] = self._inputs(border, stage, microbatch)
+        for source in layout.received:
+            given[f"from{source}"] = self.received(border, source, stage, microbatch)
+        with self.step.lanes[stage].active():
+            border.sent = module(*[given[name] for name in self.lowered.takes[stage]])
+        return border
+
+    def _inputs(self, border: Border, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
+        bundle = self.start.inputs[stage][microbatch]
+        if not self.detached:
+            return bundle
+        taken = border.leaves["inputs"] = _detached(bundle)
+        return [t.clone() if t.requires_grad else t for t in taken] if self.clones else taken
+
+    def received(
+        self, border: Border, source: int, stage: int, microbatch: int, name: str | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Bring a bundle of an earlier stage to a stage; ``name`` is OUT for what the earlier one gives the caller."""
+        lanes, sent = self.step.lanes, self.cells[source, microbatch].sent
+        lanes[stage].wait(lanes[source].record())
+        if not self.detached:
+            return transfer(sent.pop(name or str(stage)), lanes[source], lanes[stage])
+        bundle = sent[name or str(stage)]
+        with torch.no_grad():
+            moved = transfer(bundle, lanes[source], lanes[stage])
+        leaves = [m.detach().requires_grad_(b.requires_grad) for m, b in zip(moved, bundle, strict=True)]
+        border.leaves[f"{name or ''}{source}"] = leaves
+        return leaves
+
+    def backward(self, stage: int, microbatch: int) -> None:
+        """Run a cell's backward, pass gradients on and add up those of parameters and shared values."""
+        border = self.cells[stage, microbatch]
+        leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
+        given = [(i, t) for i, t in enumerate(self.given.get(stage, ())) if t.requires_grad]
+        parameters = self.parameters[stage]
+        found = self._differentiate(
+            border, stage, [*(t for *_, t in leaves), *(t for _, t in given), *parameters], microbatch
+        )
+        for (name, position, _), gradient in zip(leaves, found, strict=False):
+            if gradient is not None:
+                self._send_back(stage, microbatch, name, position, gradient)
+        rest = found[len(leaves) :]
+        for (position, _), gradient in zip(given, rest, strict=False):
+            add(self.given_sums[stage], position, gradient)
+        for position, gradient in enumerate(rest[len(given) :]):
+            add(self.sums[stage], position, gradient)
+        if not self.keep:
+            border.leaves.clear()
+            border.sent = {}
+
+    def _differentiate(
+        self, border: Border, stage: int, wanted: Sequence[torch.Tensor], microbatch: int
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of what is wanted; nothing where no gradient came in."""
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+        for target, bundle in border.sent.items():
+            gradients = border.gradients.get(target)
+            for tensor, gradient in zip(bundle, gradients, strict=True) if gradients else ():
+                if gradient is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    seeds.append(gradient)
+        if not roots or not wanted:
+            return ()
+        with self.step.lanes[stage].active():
+            return torch.autograd.grad(roots, wanted, seeds, retain_graph=self.keep, allow_unused=True)
+
+    def _send_back(self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor) -> None:
+        if name == "inputs":
+            self.input_gradients[stage, microbatch, position] = gradient
+            return
+        target = OUT if name.startswith(OUT) else str(stage)
+        source = int(name.removeprefix(OUT))
+        lanes = self.step.lanes
+        lanes[source].wait(lanes[stage].record())
+        (moved,) = transfer((gradient,), lanes[stage], lanes[source])
+        border = self.cells[source, microbatch]
+        border.gradients.setdefault(target, [None] * len(border.sent[target]))[position] = moved
+
+
+@contextlib.contextmanager
+def held_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Hold back the hooks of tensors while cells run: they want the whole gradient, once."""
+    held = [(hooks, dict(hooks)) for hooks in (tensor._backward_hooks for tensor in tensors) if hooks]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in held:
+            hooks.update(own)
+
+
+def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in bundle]
+
+
+def add(sums: list[Any], position: int, gradient: torch.Tensor | None) -> None:
+    """Add a contribution, out of place: the first may still be used elsewhere."""
+    if gradient is not None:
+        sums[position] = gradient if sums[position] is None else sums[position] + gradient

@@ -1,0 +1,150 @@
+"""A call of the pipe on lanes that run at the same time: all cells stand behind one autograd function.
+
+    setup (autograd) ─► _Middle: forwards of all cells on their lanes ─► ending (autograd): merge, epilogue
+                        _Middle.backward: backwards of all cells on their lanes
+
+On the CPU autograd runs every node on the thread that calls backward. So each cell has a graph of its own, whose
+backward its lane calls; to the caller's graph all of them are one node, between the batch and parameters, and
+the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autosplit.runtime.ambient import ThreadState, graph_is_kept
+from autosplit.runtime.cells import Cells, Step, held_back
+from autosplit.runtime.ops import OUT
+from autosplit.runtime.threads import LaneThreads
+from autosplit.runtime.turns import Turns, backwards, turns
+from autosplit.schedule.gpipe import forward_only
+from autosplit.schedule.order import issue_order
+from autosplit.trace.state import buffer_contents
+
+_AGAIN = "create_graph=True runs the forward again on lanes='threads'; split with lanes='inline' for that"
+Leaf = tuple[str, Any, torch.Tensor]
+
+
+def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
+    """Run the pipe on its lanes and return the model's flat outputs; they are part of the caller's graph."""
+    state, start = ThreadState.current(), step.start()
+    cells = Cells(step, start, detached=state.grad)
+    leaves = _leaves(cells) if state.grad else []
+    if leaves:
+        flat = _Middle.apply(cells, threads, state, leaves, *(tensor for *_, tensor in leaves))
+    else:
+        flat = _forward(Cells(step, start, detached=False) if state.grad else cells, threads, state)
+    tensors = iter(flat)
+    bundles = {
+        stage: [tuple(next(tensors) for _ in slots) for _ in step.sizes] for stage, slots in _out_slots(cells).items()
+    }
+    return step.ending(*step.tensors, step.rows, step.sizes, step.lanes, step.seed, start.kept, bundles)
+
+
+def _leaves(cells: Cells) -> list[Leaf]:
+    """Return what the cells' gradients go to, as (kind, place, tensor): inputs, shared values and parameters."""
+    found: list[Leaf] = [
+        ("inputs", (stage, microbatch, position), tensor)
+        for stage, bundles in cells.start.inputs.items()
+        for microbatch, bundle in enumerate(bundles)
+        for position, tensor in enumerate(bundle)
+    ]
+    found += [("shared", (stage, p), t) for stage, bundle in cells.start.shared.items() for p, t in enumerate(bundle)]
+    found += [("parameters", (stage, p), t) for stage, own in enumerate(cells.parameters) for p, t in enumerate(own)]
+    return [leaf for leaf in found if leaf[2].requires_grad]
+
+
+def _out_slots(cells: Cells) -> dict[int, Any]:
+    return {stage: layout.sent[OUT] for stage, layout in enumerate(cells.layout.stages) if layout.sent.get(OUT)}
+
+
+def _outputs(cells: Cells) -> list[torch.Tensor]:
+    """Return what the stages give the epilogue and the caller, stage by stage, microbatch by microbatch."""
+    count = len(cells.step.sizes)
+    return [t for stage in _out_slots(cells) for m in range(count) for t in cells.cells[stage, m].sent[OUT]]
+
+
+def _turns(cells: Cells, kind: str) -> Turns:
+    known, count = cells.step.turns, len(cells.step.sizes)
+    if (kind, count) not in known:
+        build = forward_only if kind == "F" else backwards
+        sources = [set(layout.received) for layout in cells.layout.stages]
+        known[kind, count] = turns(build(len(sources), count), sources)
+    return known[kind, count]
+
+
+def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:
+    threads.run(_turns(cells, "F"), cells.act, state)
+    return _outputs(cells)
+
+
+class _Middle(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, cells: Cells, threads: LaneThreads, state: ThreadState, leaves: list[Leaf], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.cells, ctx.threads, ctx.state, ctx.leaves = cells, threads, state, leaves
+        ctx.versions = [tensor._version for tensor in tensors]
+        ctx.freed = False
+        outputs = _forward(cells, threads, state)
+        flat = tuple(tensor.detach() for tensor in outputs)
+        ctx.mark_non_differentiable(*(f for f, o in zip(flat, outputs, strict=True) if not o.requires_grad))
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        cells: Cells = ctx.cells
+        if ctx.freed:
+            raise RuntimeError(
+                "Trying to backward through the pipe a second time: what the first backward needed is freed. Specify "
+                "retain_graph=True in the first backward, or split with lanes='inline'"
+            )
+        if torch.is_grad_enabled():
+            return (None,) * 4 + tuple(_differentiable(ctx, gradients))
+        cells.keep = graph_is_kept()
+        ctx.freed = not cells.keep
+        cells.clear()
+        _seed(cells, gradients)
+        with held_back(tensor for *_, tensor in ctx.leaves):
+            ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current())
+        found = tuple(_gradient(cells, kind, place) for kind, place, _ in ctx.leaves)
+        cells.clear()
+        return (None,) * 4 + found
+
+
+def _seed(cells: Cells, gradients: Sequence[torch.Tensor | None]) -> None:
+    given = iter(gradients)
+    for stage, slots in _out_slots(cells).items():
+        for microbatch in range(len(cells.step.sizes)):
+            cells.cells[stage, microbatch].gradients[OUT] = [next(given) for _ in slots]
+
+
+def _gradient(cells: Cells, kind: str, place: Any) -> torch.Tensor | None:
+    if kind == "inputs":
+        return cells.input_gradients.get(place)
+    stage, position = place
+    return (cells.given_sums if kind == "shared" else cells.sums)[stage][position]
+
+
+def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Run the forwards again in one graph and differentiate that, so that the gradients have gradients."""
+    cells, leaves = ctx.cells, [tensor for *_, tensor in ctx.leaves]
+    if [leaf._version for leaf in leaves] != ctx.versions:
+        raise RuntimeError(f"a parameter or an input was changed in place since the forward; {_AGAIN}")
+    again = Cells(cells.step, cells.start, detached=False)
+    with buffer_contents(cells.lowered.traced.root), ctx.state.autocast():
+        for action in issue_order(forward_only(cells.last + 1, len(cells.step.sizes))):
+            again.act(action)
+    before, outputs = _outputs(cells), _outputs(again)
+    if not all(torch.equal(b, o) for b, o in zip(before, outputs, strict=True)):
+        raise RuntimeError(f"the model gives other values when it runs again, as it changes its own state; {_AGAIN}")
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+    if not pairs:
+        return [None] * len(leaves)
+    roots, seeds = zip(*pairs, strict=True)
+    with held_back(leaves):
+        return torch.autograd.grad(roots, leaves, seeds, create_graph=True, allow_unused=True)
