@@ -18,6 +18,7 @@ of `train_step` too, though it computes a loss and its backward per microbatch, 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,7 @@ class Bench:
 
 def measure(kind: str, bench: Bench, names: Sequence[str], *, repeats: int, calls: int) -> list[dict[str, Any]]:
     """Time the contenders on one kind of stage beside their hand loops and return a figure for each."""
+    gc.collect()  # the pipes of the case before, whose lanes are threads, end here
     contenders = {name: bench.contender(name) for name in names}
     references = {name: bench.reference(name) for name in names}
     found = pairs.paired(contenders, references, repeats=repeats, calls=calls)

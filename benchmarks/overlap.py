@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import gc
 import statistics
 import sys
 import threading
@@ -207,6 +208,7 @@ def measure(
     case: Case, names: Sequence[str], sleeps: Sleeps, *, repeats: int, serial_repeats: int
 ) -> list[dict[str, Any]]:
     """Run the contenders of one case in turn and return a figure for each."""
+    gc.collect()  # the pipes of the case before, whose lanes are threads, end here
     torch.manual_seed(0)
     model = nn.Sequential(*(SleepingStage(sleeps) for _ in range(case.stages)))
     contenders = {name: contender(name, model, case, sleeps) for name in names}

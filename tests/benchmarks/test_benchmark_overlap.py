@@ -17,7 +17,7 @@ from benchmarks import overlap, pairs
 from benchmarks.overlap import HAND, PEER, Case, Sleeps
 
 SLEEPS = Sleeps(forward_s=0.005, backward_s=0.010, exact=True)
-RUNNABLE = [name for name in overlap.NAMES if not name.startswith("threads")]
+RUNNABLE = list(overlap.NAMES)
 if pairs.torchgpipe() is None:
     RUNNABLE.remove(PEER)
 
