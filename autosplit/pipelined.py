@@ -30,7 +30,6 @@ from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.threads import LaneThreads
-from autosplit.runtime.turns import Turns
 from autosplit.trace.findings import Findings
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
@@ -66,7 +65,7 @@ class Recorded:
     trace: Trace
     kind: Kind
     programs: dict[int, fx.Graph] = field(default_factory=dict)
-    turns: dict[Any, Turns] = field(default_factory=dict)
+    orders: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def setup(self) -> fx.GraphModule:
@@ -312,7 +311,7 @@ class PipelinedModule(fx.GraphModule):
             (*core.lanes, caller),
             seed,
             core.plan.schedule,
-            recorded.turns,
+            recorded.orders,
             recorded,
         )
 

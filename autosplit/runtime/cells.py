@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, Key, transfer
-from autosplit.runtime.turns import Turns
 from autosplit.schedule.action import Action
 
 
@@ -42,8 +42,14 @@ class Step:
     """One lane per stage, and last the caller's device."""
     seed: int | None
     schedule: str
-    turns: dict[Any, Turns]
-    """Schedules made ready for lanes, kept from call to call."""
+    orders: dict[Any, Any]
+    """Schedules made ready to run, kept from call to call."""
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` made at the first call with this key."""
+        if key not in self.orders:
+            self.orders[key] = make()
+        return self.orders[key]
 
     def start(self) -> Start:
         """Run what comes before the first cell, in the caller's thread and graph."""
@@ -182,15 +188,15 @@ class Cells:
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         for target, bundle in border.sent.items():
-            gradients = border.gradients.get(target)
-            for tensor, gradient in zip(bundle, gradients, strict=True) if gradients else ():
+            came_in = border.gradients.get(target)
+            for tensor, gradient in zip(bundle, came_in, strict=True) if came_in else ():
                 if gradient is not None and tensor.requires_grad:
                     roots.append(tensor)
                     seeds.append(gradient)
         if not roots or not wanted:
             return ()
         with self.step.lanes[stage].active():
-            return torch.autograd.grad(roots, wanted, seeds, retain_graph=self.keep, allow_unused=True)
+            return gradients(roots, seeds, wanted, keep=self.keep)
 
     def _send_back(self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor) -> None:
         if name == "inputs":

@@ -16,9 +16,11 @@ from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
 from autosplit.runtime.ambient import ThreadState
 from autosplit.runtime.cells import Border, Cells, Step, add, held_back
+from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.ops import OUT, rows_along
 from autosplit.runtime.threads import LaneThreads
-from autosplit.runtime.turns import turns
+from autosplit.runtime.turns import Turns, turns
+from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import build
 from autosplit.schedule.order import issue_order
 from autosplit.trace import state
@@ -111,16 +113,12 @@ def _run(step: Step, loss: Loss, check: losses.WholeCheck | None, threads: LaneT
     with torch.inference_mode(False), torch.enable_grad():
         run = _TrainCells(step, loss, check)
         own = [p for parameters in run.parameters for p in parameters]
-        schedule = build(step.schedule, stages=run.last + 1, microbatches=len(step.sizes))
         with held_back(own):
             if threads is None:
-                for action in issue_order(schedule):
+                for action in run.order():
                     run.act(action)
             else:
-                known, key = step.turns, (step.schedule, len(step.sizes))
-                if key not in known:
-                    known[key] = turns(schedule, run.sources())
-                threads.run(known[key], run.act, ThreadState.current())
+                threads.run(run.turns(), run.act, ThreadState.current())
         total = run.losses[0]
         for value in run.losses[1:]:
             total = total + value
@@ -143,8 +141,20 @@ class _TrainCells(Cells):
         self.free: list[torch.Tensor] = []
         self.free_sums: list[torch.Tensor | None] = []
 
-    def sources(self) -> list[set[int]]:
-        """Return the stages that each takes values of; the last takes what the loss wants of any."""
+    def order(self) -> Sequence[Action]:
+        """Return the schedule's actions in the order in which one thread issues them."""
+        key = self.step.schedule, len(self.step.sizes), "order"
+        return self.step.once(key, lambda: issue_order(self._schedule()))
+
+    def turns(self) -> Turns:
+        """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
+        key = self.step.schedule, len(self.step.sizes), "turns"
+        return self.step.once(key, lambda: turns(self._schedule(), self._sources()))
+
+    def _schedule(self) -> Schedule:
+        return build(self.step.schedule, stages=self.last + 1, microbatches=len(self.step.sizes))
+
+    def _sources(self) -> list[set[int]]:
         found = [set(layout.received) for layout in self.layout.stages]
         found[-1] |= {stage for stage, layout in enumerate(self.layout.stages) if layout.sent.get(OUT)} - {self.last}
         return found
@@ -173,7 +183,7 @@ class _TrainCells(Cells):
         if not value.requires_grad or not (wanted or self.free):
             return ()
         with self.step.lanes[stage].active():
-            found = torch.autograd.grad(value, [*wanted, *self.free], allow_unused=True)
+            found = gradients([value], [torch.ones_like(value)], [*wanted, *self.free], keep=False)
         for position, gradient in enumerate(found[len(wanted) :]):
             add(self.free_sums, position, gradient)
         return found[: len(wanted)]

@@ -68,12 +68,10 @@ def _outputs(cells: Cells) -> list[torch.Tensor]:
 
 
 def _turns(cells: Cells, kind: str) -> Turns:
-    known, count = cells.step.turns, len(cells.step.sizes)
-    if (kind, count) not in known:
-        build = forward_only if kind == "F" else backwards
-        sources = [set(layout.received) for layout in cells.layout.stages]
-        known[kind, count] = turns(build(len(sources), count), sources)
-    return known[kind, count]
+    build = forward_only if kind == "F" else backwards
+    sources = [set(layout.received) for layout in cells.layout.stages]
+    count = len(cells.step.sizes)
+    return cells.step.once((kind, count), lambda: turns(build(len(sources), count), sources))
 
 
 def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:
