@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +16,21 @@ from torch import fx, nn
 from autosplit.errors import DeviceError
 from autosplit.lower.locate import add_location
 from autosplit.lower.place import place
-from autosplit.lower.program import STATE, emit, emit_ending, emit_setup
-from autosplit.lower.split import Lowered, lower
+from autosplit.lower.program import STATE, emit
+from autosplit.lower.split import lower
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.apply import assign
 from autosplit.planning.fingerprint import check_plan
 from autosplit.planning.plan import Plan
 from autosplit.planning.search import make_plan
+from autosplit.recorded import PreparedStep, Recorded
 from autosplit.report.table import render
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import is_transformed
-from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.threads import LaneThreads
 from autosplit.trace.findings import Findings
-from autosplit.trace.graph import TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.signature import Key, Kind, key_of, rows_of, without_rows
@@ -54,33 +53,6 @@ _HOOKS = (
 )
 _RECORDINGS = 32
 _SEED_BITS = 62
-
-
-@dataclass
-class Recorded:
-    """One signature of the model: its recording, cut by the plan, and the programs made of it per microbatch count."""
-
-    traced: TracedGraph
-    lowered: Lowered
-    trace: Trace
-    kind: Kind
-    programs: dict[int, fx.Graph] = field(default_factory=dict)
-    orders: dict[Any, Any] = field(default_factory=dict)
-
-    @cached_property
-    def setup(self) -> fx.GraphModule:
-        """The part of the program before the first cell."""
-        return emit_setup(self.lowered)
-
-    @cached_property
-    def ending(self) -> fx.GraphModule:
-        """The part of the program behind the last cell."""
-        return emit_ending(self.lowered)
-
-
-@dataclass
-class _Step(Step):
-    recorded: Recorded
 
 
 @dataclass
@@ -226,7 +198,7 @@ class PipelinedModule(fx.GraphModule):
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._prepare(args, kwargs))
 
-    def _run(self, step: _Step) -> Any:
+    def _run(self, step: PreparedStep) -> Any:
         recorded, graph = step.recorded, self._program(step)
         self._show(recorded, graph)
         if (threads := self._threads(step, graph)) is not None:
@@ -239,7 +211,7 @@ class PipelinedModule(fx.GraphModule):
             raise
         return recorded.traced.unflatten(list(flat))
 
-    def _threads(self, step: _Step, graph: fx.Graph) -> LaneThreads | None:
+    def _threads(self, step: PreparedStep, graph: fx.Graph) -> LaneThreads | None:
         """Return the lanes' threads for a call, None where the program itself has to run in the caller's thread.
 
         That is: one microbatch, where nothing overlaps; a program that was edited; and under function transforms and
@@ -250,7 +222,7 @@ class PipelinedModule(fx.GraphModule):
             return None
         return core.threads
 
-    def _program(self, step: _Step) -> fx.Graph:
+    def _program(self, step: PreparedStep) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
         if count not in programs:
             programs[count] = emit(step.recorded.lowered, microbatches=count, attributes=self._core.names)
@@ -266,7 +238,7 @@ class PipelinedModule(fx.GraphModule):
             self.__dict__["_graph"], self.__dict__["_code"] = graph, core.compiled[graph][1]
         else:
             self.__dict__["_graph"] = graph
-            graph.owning_module = self
+            graph.owning_module = weakref.proxy(self)  # a pipe that is dropped ends at once, and its threads with it
             self.recompile()
 
     def _attach(self, recorded: Recorded) -> None:
@@ -278,7 +250,7 @@ class PipelinedModule(fx.GraphModule):
             self.__dict__[self._core.names[name]] = part
         self.__dict__[STATE] = recorded.traced.root
 
-    def _prepare(self, args: Any, kwargs: Any) -> _Step:
+    def _prepare(self, args: Any, kwargs: Any) -> PreparedStep:
         core = self._core
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -300,10 +272,10 @@ class PipelinedModule(fx.GraphModule):
         caller = next((lane(t.device) for t in tensors), lane(torch.device("cpu")))
         seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
         assert core.plan is not None
-        return _Step(
+        return PreparedStep(
             recorded.lowered,
-            lambda *given: recorded.setup(*given),
-            lambda *given: recorded.ending(*given),
+            lambda *given: recorded.setup.forward(*given),
+            lambda *given: recorded.ending.forward(*given),
             partial(add_location, lowered=recorded.lowered),
             tensors,
             rows,

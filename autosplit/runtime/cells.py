@@ -154,9 +154,8 @@ class Cells:
         if not self.detached:
             return transfer(sent.pop(name or str(stage)), lanes[source], lanes[stage])
         bundle = sent[name or str(stage)]
-        with torch.no_grad():
-            moved = transfer(bundle, lanes[source], lanes[stage])
-        leaves = [m.detach().requires_grad_(b.requires_grad) for m, b in zip(moved, bundle, strict=True)]
+        moved = transfer(tuple(tensor.detach() for tensor in bundle), lanes[source], lanes[stage])
+        leaves = [m.requires_grad_(b.requires_grad) for m, b in zip(moved, bundle, strict=True)]
         border.leaves[f"{name or ''}{source}"] = leaves
         return leaves
 
