@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import AutosplitError, DeviceError, InfeasibleError, InputError, PlanError, autosplit
+from autosplit.options import resolve_lanes
 
 Unchanged = Callable[..., AbstractContextManager[None]]
 
@@ -84,7 +85,7 @@ def test_an_unknown_device_lists_the_valid_ones(devices: Any, unchanged: Unchang
 
 VALID = {
     "schedule": ("gpipe", "1f1b"),
-    "lanes": ("auto", "inline"),
+    "lanes": ("auto", "inline", "threads"),
     "rng": ("auto", "counter"),
     "optimizer": ("sgd", "adamw"),
     "batch_norm": ("micro",),
@@ -106,7 +107,6 @@ UNAVAILABLE = {
     "virtual_stages": 2,
     "recompute": "always",
     "precision": "amp_bf16",
-    "lanes": "threads",
     "rng": "plain",
     "batch_norm": "full",
     "compile": True,
@@ -120,6 +120,14 @@ def test_what_this_version_does_not_do_is_refused_and_never_ignored(option: str,
     model = chain()
     with unchanged(model, value()), pytest.raises(InputError, match=rf"{option}=.*valid: "):
         split(model, **{option: UNAVAILABLE[option]})
+
+
+def test_threads_are_for_cpu_lanes_and_the_default_on_several() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    with pytest.raises(InputError, match=r"threads.*cuda:0.*inline"):
+        resolve_lanes("threads", (cpu, cuda))
+    assert resolve_lanes("auto", (cpu, cpu)) == "threads"
+    assert resolve_lanes("auto", (cpu,)) == resolve_lanes("auto", (cpu, cuda)) == "inline"
 
 
 def test_an_unknown_argument_is_no_option(unchanged: Unchanged) -> None:
