@@ -206,7 +206,7 @@ class PipelinedModule(fx.GraphModule):
         program = self._core.compiled[graph][0]
         try:
             flat = program(self, *step.tensors, step.rows, step.sizes, step.lanes, step.seed)
-        except Exception as error:
+        except BaseException as error:
             add_location(error, lowered=recorded.lowered)
             raise
         return recorded.traced.unflatten(list(flat))
