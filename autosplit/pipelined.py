@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -238,7 +238,7 @@ class PipelinedModule(fx.GraphModule):
             self.__dict__["_graph"], self.__dict__["_code"] = graph, core.compiled[graph][1]
         else:
             self.__dict__["_graph"] = graph
-            graph.owning_module = weakref.proxy(self)  # a pipe that is dropped ends at once, and its threads with it
+            graph.owning_module = cast(fx.GraphModule, weakref.proxy(self))  # a dropped pipe ends at once
             self.recompile()
 
     def _attach(self, recorded: Recorded) -> None:

@@ -106,8 +106,8 @@ class Cells:
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
-        self.sums: list[list[torch.Tensor | None]] = [[None] * len(own) for own in self.parameters]
-        self.given_sums: dict[int, list[torch.Tensor | None]] = {s: [None] * len(b) for s, b in self.given.items()}
+        self.sums = [Sums(len(own)) for own in self.parameters]
+        self.given_sums = {stage: Sums(len(bundle)) for stage, bundle in self.given.items()}
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         """By stage, microbatch and position in the stage's bundle of inputs."""
         for border in self.cells.values():
@@ -165,17 +165,17 @@ class Cells:
         leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
         given = [(i, t) for i, t in enumerate(self.given.get(stage, ())) if t.requires_grad]
         parameters = self.parameters[stage]
-        found = self._differentiate(
-            border, stage, [*(t for *_, t in leaves), *(t for _, t in given), *parameters], microbatch
-        )
-        for (name, position, _), gradient in zip(leaves, found, strict=False):
-            if gradient is not None:
-                self._send_back(stage, microbatch, name, position, gradient)
-        rest = found[len(leaves) :]
-        for (position, _), gradient in zip(given, rest, strict=False):
-            add(self.given_sums[stage], position, gradient)
-        for position, gradient in enumerate(rest[len(given) :]):
-            add(self.sums[stage], position, gradient)
+        wanted = [*(t for *_, t in leaves), *(t for _, t in given), *parameters]
+        with self.step.lanes[stage].active():
+            found = self._differentiate(border, stage, wanted, microbatch)
+            if found:
+                ends = len(leaves), len(leaves) + len(given)
+                for (name, position, _), gradient in zip(leaves, found[: ends[0]], strict=True):
+                    if gradient is not None:
+                        self._send_back(stage, microbatch, name, position, gradient)
+                if given:
+                    self.given_sums[stage].add(found[ends[0] : ends[1]], [position for position, _ in given])
+                self.sums[stage].add(found[ends[1] :])
         if not self.keep:
             border.leaves.clear()
             border.sent = {}
@@ -194,8 +194,7 @@ class Cells:
                     seeds.append(gradient)
         if not roots or not wanted:
             return ()
-        with self.step.lanes[stage].active():
-            return gradients(roots, seeds, wanted, keep=self.keep)
+        return gradients(roots, seeds, wanted, keep=self.keep)
 
     def _send_back(self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor) -> None:
         if name == "inputs":
@@ -227,7 +226,26 @@ def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in bundle]
 
 
-def add(sums: list[Any], position: int, gradient: torch.Tensor | None) -> None:
-    """Add a contribution, out of place: the first may still be used elsewhere."""
-    if gradient is not None:
-        sums[position] = gradient if sums[position] is None else sums[position] + gradient
+class Sums:
+    """Sums of gradients: the contributions of one lane's cells, in the order of its backwards."""
+
+    def __init__(self, count: int) -> None:
+        self.values: list[torch.Tensor | None] = [None] * count
+        self._own: set[int] = set()
+        """Positions that hold a tensor of our own: the first contribution may still be used elsewhere."""
+
+    def add(self, contributions: Sequence[torch.Tensor | None], positions: Sequence[int] | None = None) -> None:
+        """Add contributions, None for nothing; all that can in one call, for its price and the interpreter lock's."""
+        places = range(len(contributions)) if positions is None else positions
+        pairs = [(p, c) for p, c in zip(places, contributions, strict=True) if c is not None]
+        held = [(self.values[p], c) for p, c in pairs if p in self._own]
+        if len(held) < len(pairs):
+            for position, contribution in pairs:
+                before = self.values[position]
+                if before is None:
+                    self.values[position] = contribution
+                elif position not in self._own:
+                    self.values[position] = before + contribution
+                    self._own.add(position)
+        if held:
+            torch._foreach_add_(*zip(*held, strict=True))

@@ -15,7 +15,7 @@ from torch import fx
 from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
 from autosplit.runtime.ambient import ThreadState
-from autosplit.runtime.cells import Border, Cells, Step, add, held_back
+from autosplit.runtime.cells import Border, Cells, Step, Sums, held_back
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.ops import OUT, rows_along
 from autosplit.runtime.threads import LaneThreads
@@ -139,7 +139,7 @@ class _TrainCells(Cells):
         self.roots: dict[int, torch.Tensor] = {}
         """The loss of each microbatch, until its backward."""
         self.free: list[torch.Tensor] = []
-        self.free_sums: list[torch.Tensor | None] = []
+        self.free_sums = Sums(0)
 
     def order(self) -> Sequence[Action]:
         """Return the schedule's actions in the order in which one thread issues them."""
@@ -171,7 +171,7 @@ class _TrainCells(Cells):
             self.losses.append(value.detach())
             if microbatch == 0:
                 self.free = self._free_leaves(border, value)
-                self.free_sums = [None] * len(self.free)
+                self.free_sums = Sums(len(self.free))
         return border
 
     def _differentiate(
@@ -182,10 +182,8 @@ class _TrainCells(Cells):
         value = self.roots.pop(microbatch)
         if not value.requires_grad or not (wanted or self.free):
             return ()
-        with self.step.lanes[stage].active():
-            found = gradients([value], [torch.ones_like(value)], [*wanted, *self.free], keep=False)
-        for position, gradient in enumerate(found[len(wanted) :]):
-            add(self.free_sums, position, gradient)
+        found = gradients([value], [torch.ones_like(value)], [*wanted, *self.free], keep=False)
+        self.free_sums.add(found[len(wanted) :])
         return found[: len(wanted)]
 
     def _free_leaves(self, border: Border, value: torch.Tensor) -> list[torch.Tensor]:
@@ -239,11 +237,11 @@ class _TrainCells(Cells):
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
         pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for own, sums in zip(self.parameters, self.sums, strict=True):
-            pairs.update((id(p), (p, g)) for p, g in zip(own, sums, strict=True) if g is not None)
+            pairs.update((id(p), (p, g)) for p, g in zip(own, sums.values, strict=True) if g is not None)
         for stage, given in self.given_sums.items():
             bundle = self.start.shared[stage]
-            pairs.update((id(t), (t, g)) for t, g in zip(bundle, given, strict=True) if g is not None)
-        pairs.update((id(t), (t, g)) for t, g in zip(self.free, self.free_sums, strict=True) if g is not None)
+            pairs.update((id(t), (t, g)) for t, g in zip(bundle, given.values, strict=True) if g is not None)
+        pairs.update((id(t), (t, g)) for t, g in zip(self.free, self.free_sums.values, strict=True) if g is not None)
         for (stage, microbatch, position), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
             tensor = self.start.inputs[stage][microbatch][position]
             pairs[id(tensor)] = tensor, gradient
