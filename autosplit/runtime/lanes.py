@@ -1,26 +1,70 @@
-"""A lane: where one stage's actions run in order. The one place that asks what kind of device it is."""
+"""A lane: where one stage's actions run in order. The one place, with streams.py, that asks what a device is.
+
+A CUDA lane has a compute stream, and a copy stream for each direction. A bundle y goes from lane s to lane t:
+
+    lane s  compute   ── y ──●                                     ● an event: every ─► is a stream that waits for it
+            outbound         │         ┌─► copy ──┐
+                             │         ●          │                torch's own barrier around a copy
+    lane t  inbound          ├─► ──────┘          └─► ●
+            compute          └─► ─────────────────────┴─► use
+
+On one device y stays where it is, and only the compute stream waits. The allocator is told of every stream that uses
+memory which another stream allocated. The backward mirrors this: gradients are fetched by lane s from lane t.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from autosplit.runtime.streams import CudaStreams, Streams
+
+Bundle = tuple[torch.Tensor, ...]
+_NOTHING = nullcontext()
 
 
 class Lane(Protocol):
     """One stage's device and its order of work."""
 
     device: torch.device
+    asynchronous: bool
+    """Whether work may still be under way when the call that issued it has returned."""
 
     def record(self) -> Any:
-        """Return an event that is reached when the work issued so far is done; None where work is done when issued."""
+        """Return an event that is reached when the compute issued so far is done; None where it is done by now."""
 
     def wait(self, event: Any) -> None:
-        """Make later work of this lane wait for an event of another lane."""
+        """Make later work of this lane, copies too, wait for an event of another lane."""
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make the lane's compute stream the current one."""
+
+    def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
+        """Bring a bundle of another lane here, without gradients: a copy, or on one device the tensors themselves.
+
+        This lane must have waited for an event that ``source`` recorded after the bundle was made. What the model
+        itself keeps on a third device, such as lengths on the CPU, stays there.
+        """
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have the memory of a tensor that another lane made outlive the work that this lane is given on it."""
+
+    def now(self) -> Lane:
+        """Return this lane as it is now, for another thread: a caller's lane with its stream of this moment."""
+
+    def here(self) -> Lane:
+        """Return the caller's lane on this lane's device."""
+
+    def origin(self, tensor: torch.Tensor) -> Lane:
+        """Return the caller's lane on the device of one of the caller's tensors."""
 
 
 class CpuLane:
-    """Work on the CPU is done when the call returns: there is nothing to record or to wait for."""
+    """Work on the CPU is done when the call returns: there is nothing to record or to keep."""
+
+    asynchronous = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -29,29 +73,165 @@ class CpuLane:
         """Return None: everything issued is done."""
 
     def wait(self, event: Any) -> None:
-        """Wait for another lane's event; the CPU waits for a CUDA event itself."""
+        """Wait for another lane's event; the host itself does."""
         if event is not None:
             event.synchronize()
 
+    def active(self) -> AbstractContextManager[Any]:
+        """Return the one context that does nothing."""
+        return _NOTHING
+
+    def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
+        """Return the bundle; from a CUDA lane, when its copies are through."""
+        return source.to_host(bundle) if isinstance(source, CudaLane) else bundle
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Do nothing: the CPU is through with a tensor when the call returns."""
+
+    def now(self) -> CpuLane:
+        """Return the lane itself."""
+        return self
+
+    def here(self) -> CpuLane:
+        """Return the lane itself: the caller is on the CPU too."""
+        return self
+
+    def origin(self, tensor: torch.Tensor) -> Lane:
+        """Return the caller's lane on the device of one of the caller's tensors."""
+        return caller_lane(tensor.device)
+
+
+class _Own(NamedTuple):
+    """The streams of a lane: for its stages, and for copies that end or start here."""
+
+    compute: Any
+    inbound: Any
+    outbound: Any
+
 
 class CudaLane:
-    """The current stream of one CUDA device."""
+    """A compute stream, and one copy stream per direction, of one CUDA device; they are made at the first use.
 
-    def __init__(self, device: torch.device) -> None:
+    Copies in and out have a stream each: on a single one, the next microbatch's copy in would queue behind this
+    microbatch's copy out, which waits for the compute that the copy in should overlap with.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self.device = device
+        self.streams: Streams = CudaStreams() if streams is None else streams
+        self._made: _Own | None = None
 
-    def record(self) -> torch.cuda.Event:
-        """Record an event on the device's current stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def __reduce__(self) -> Any:
+        return type(self), (self.device, self.streams)
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """Make the device's current stream wait for an event."""
+    @property
+    def own(self) -> _Own:
+        """The lane's streams; all are made at once, in the caller's thread: a backward uses lanes from several."""
+        if self._made is None:
+            self._made = _Own(*(self.streams.new(self.device) for _ in _Own._fields))
+        return self._made
+
+    def record(self) -> Any:
+        """Record an event on the compute stream."""
+        return self.streams.event(self.own.compute)
+
+    def wait(self, event: Any) -> None:
+        """Make the compute stream and the stream of incoming copies wait for an event; None is reached already."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            for stream in dict.fromkeys((self.own.compute, self.own.inbound)):
+                self.streams.wait(stream, event)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make the compute stream the current one of its device."""
+        return self.streams.using(self.own.compute)
+
+    def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
+        """Bring a bundle here; on another device by a copy, which the compute stream waits for."""
+        if source.device != self.device:
+            bundle = self._copied(bundle, source)
+            self.streams.wait(self.own.compute, self.streams.event(self.own.inbound))
+        for tensor in bundle:
+            self.keep(tensor)
+        return bundle
+
+    def _copied(self, bundle: Bundle, source: Lane) -> Bundle:
+        streams = self.streams
+        moving = [tensor for tensor in bundle if streams.device(tensor) == source.device]
+        if isinstance(source, CudaLane):
+            streams.wait(source.own.outbound, streams.event(self.own.inbound))
+            with streams.using(source.own.outbound, self.own.inbound):
+                copies = [streams.copy(tensor, self.device) for tensor in moving]
+            for tensor in moving:
+                streams.keep(tensor, source.own.outbound)
+        else:
+            staged = [streams.staged(tensor) for tensor in moving]
+            with streams.using(self.own.inbound):
+                copies = [streams.copy(tensor, self.device) for tensor in staged]
+        arrived = iter(copies)
+        return tuple(next(arrived) if streams.device(tensor) == source.device else tensor for tensor in bundle)
+
+    def to_host(self, bundle: Bundle) -> Bundle:
+        """Copy a bundle of this lane to the CPU and return it when the host may read it.
+
+        The host must have waited for the event after which the bundle is ready.
+        """
+        streams, host = self.streams, torch.device("cpu")
+        with streams.using(self.own.outbound):
+            copies = tuple(streams.copy(t, host) if streams.device(t) == self.device else t for t in bundle)
+        streams.event(self.own.outbound).synchronize()
+        return copies
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the compute stream uses a tensor of this device."""
+        if self.streams.device(tensor) == self.device:
+            self.streams.keep(tensor, self.own.compute)
+
+    def now(self) -> CudaLane:
+        """Return the lane itself: its streams are the same everywhere."""
+        return self
+
+    def here(self) -> CudaLane:
+        """Return the caller's lane on this lane's device."""
+        return CallerLane(self.device, self.streams)
+
+    def origin(self, tensor: torch.Tensor) -> Lane:
+        """Return the caller's lane on the device of one of the caller's tensors."""
+        device = self.streams.device(tensor)
+        return CpuLane() if device.type == "cpu" else CallerLane(device, self.streams)
+
+
+class CallerLane(CudaLane):
+    """The caller's work on one CUDA device: the calling thread's current stream, looked up at each use.
+
+    Given a stream, it is that one; its copies run on the same stream.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None, *, stream: Any = None) -> None:
+        super().__init__(device, streams)
+        self.stream = stream
+
+    @property
+    def own(self) -> _Own:
+        """The one stream, for everything."""
+        stream = self.streams.current(self.device) if self.stream is None else self.stream
+        return _Own(stream, stream, stream)
+
+    def now(self) -> CallerLane:
+        """Return the lane with the stream that is current now: in the backward another thread has another one."""
+        return CallerLane(self.device, self.streams, stream=self.own.compute)
+
+    def here(self) -> CallerLane:
+        """Return the lane itself."""
+        return self
 
 
 def lane(device: torch.device) -> Lane:
-    """Return the lane for a device."""
+    """Return the lane of a stage on a device."""
     return CudaLane(device) if device.type == "cuda" else CpuLane()
+
+
+def caller_lane(device: torch.device) -> Lane:
+    """Return the lane of the caller on a device."""
+    return CallerLane(device) if device.type == "cuda" else CpuLane()

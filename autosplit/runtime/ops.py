@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.fx.node import has_side_effect
 
+from autosplit.runtime.lanes import Bundle as Bundle
 from autosplit.runtime.lanes import Lane
 
-Bundle = tuple[torch.Tensor, ...]
 OUT = "out"
 """The name, among a stage's bundles, of the one for the epilogue and the caller."""
 _DRAWING = threading.Lock()
@@ -37,10 +39,19 @@ def sizes_of(rows: int, chunks: int, min_rows: int) -> tuple[int, ...]:
     return tuple(base + (i < extra) for i in range(count))
 
 
+class Sent(Bundle):
+    """What a cell on an asynchronous lane gives: it knows that lane.
+
+    Who takes it waits for the event that was recorded behind the cell; a later one would wait for later cells too.
+    """
+
+    lane: Lane
+
+
 def split(
     bundle: Bundle, sizes: Sequence[int], dims: Sequence[int], lane: Lane, changed: Sequence[bool] = ()
 ) -> tuple[Bundle, ...]:
-    """Cut every tensor into microbatches along its batch dimension and place them on a lane's device.
+    """Cut every tensor into microbatches along its batch dimension and bring them from the caller to a lane.
 
     Where the model changes an input in place (``changed``), each microbatch counts its versions itself: it is a copy
     when a gradient is wanted, else it writes to the caller's tensor, as the model would.
@@ -50,7 +61,8 @@ def split(
         pieces = rows_along(tensor, sizes, dim)
         if private:
             pieces = [piece.clone() if piece.requires_grad else piece.data for piece in pieces]
-        parts.append([_to(piece, lane) for piece in pieces])
+        origin = lane.origin(tensor)
+        parts.append([transfer((piece,), origin, lane)[0] for piece in pieces])
     return tuple(zip(*parts, strict=True))
 
 
@@ -65,21 +77,122 @@ def rows_along(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[tor
 
 
 def merge(bundles: Sequence[Bundle], dims: Sequence[int]) -> Bundle:
-    """Join the microbatches of every tensor of a bundle along its batch dimension."""
+    """Join the microbatches of every tensor of a bundle along its batch dimension, on the lane that made them."""
+    first = bundles[0]
     if len(bundles) == 1:
-        return tuple(bundles[0])
-    return tuple(torch.cat(pieces, dim) for pieces, dim in zip(zip(*bundles, strict=True), dims, strict=True))
+        return tuple(first)
+    with first.lane.active() if isinstance(first, Sent) else nullcontext():
+        return tuple(torch.cat(pieces, dim) for pieces, dim in zip(zip(*bundles, strict=True), dims, strict=True))
 
 
 def transfer(bundle: Bundle, source: Lane, target: Lane) -> Bundle:
-    """Copy a bundle from one lane's device to another's; between lanes of one device it stays where it is."""
-    if source.device == target.device:
+    """Bring a bundle from one lane to another: a copy between devices, on one device the tensors themselves.
+
+    The target waits for what the source was given so far; for what a cell sent it has waited already. Gradients come
+    back the same way, and so on.
+    """
+    if not (source.asynchronous or target.asynchronous):
         return bundle
-    return tuple(_to(tensor, target) for tensor in bundle)
+    if not isinstance(bundle, Sent):
+        target.wait(source.record())
+    if source.device == target.device or not (torch.is_grad_enabled() and any(t.requires_grad for t in bundle)):
+        return target.fetch(bundle, source)
+    with source.active():
+        bundle = _Departure.apply(*bundle)
+    with target.active():
+        return _Transfer.apply(source.now(), target.now(), *bundle)
 
 
-def _to(tensor: torch.Tensor, lane: Lane) -> torch.Tensor:
-    return tensor if tensor.device == lane.device else tensor.to(lane.device, non_blocking=True)
+class _Departure(torch.autograd.Function):
+    """Stands on the source's stream, so that autograd goes on there with the gradients that came back.
+
+    Between two nodes autograd makes the stream that the second one's forward ran on wait for the first one's. What
+    :class:`_Transfer` brings back is ready on the source's stream, not on its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> Bundle:
+        ctx.set_materialize_grads(False)
+        outputs = tuple(tensor.detach() for tensor in tensors)
+        ctx.mark_non_differentiable(*_without_gradient(ctx, outputs))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return gradients
+
+
+class _Transfer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Lane, target: Lane, *tensors: torch.Tensor) -> Bundle:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.target = source, target
+        moved = target.fetch(tensors, source)
+        outputs = tuple(m.detach() if m is t else m for m, t in zip(moved, tensors, strict=True))
+        ctx.mark_non_differentiable(*_without_gradient(ctx, outputs))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        given = tuple(gradient for gradient in gradients if gradient is not None)
+        back = iter(transfer(given, ctx.target, ctx.source))
+        return (None, None, *(None if gradient is None else next(back) for gradient in gradients))
+
+
+def _without_gradient(ctx: Any, outputs: Bundle) -> list[torch.Tensor]:
+    needs = ctx.needs_input_grad[-len(outputs) :]
+    return [output for output, needed in zip(outputs, needs, strict=True) if not needed]
+
+
+def on_lane(module: nn.Module, lane: Lane) -> nn.Module:
+    """Return a module that runs on a lane; for a lane on the CPU that is the module itself."""
+    return _OnLane(module, lane) if lane.asynchronous else module
+
+
+class _OnLane(nn.Module):
+    def __init__(self, module: nn.Module, lane: Lane) -> None:
+        super().__init__()
+        self.module = module
+        self.lane = lane
+
+    def forward(self, *args: Any) -> Any:
+        with self.lane.active():
+            given = self.module(*args)
+        return {target: self._sent(bundle) for target, bundle in given.items()} if isinstance(given, dict) else given
+
+    def _sent(self, bundle: Bundle) -> Sent:
+        sent = Sent(bundle)
+        sent.lane = self.lane
+        return sent
+
+
+def enter(caller: Lane, lanes: Sequence[Lane]) -> None:
+    """Before a step: let every lane wait for the caller, on the caller's device and on the lane's own.
+
+    The batch was made on the one; parameters were changed, by an optimizer say, on the other.
+    """
+    for lane in lanes:
+        if lane.asynchronous:
+            lane.wait(lane.here().record())
+            if caller.asynchronous and caller.device != lane.device:
+                lane.wait(caller.record())
+
+
+def leave(caller: Lane, lanes: Sequence[Lane], tensors: Sequence[Any]) -> None:
+    """After a step, also a failed one: let the caller, on every device, wait for all lanes, and keep what it is given.
+
+    ``tensors`` are the outputs; what is no tensor is passed over. The host does not wait.
+    """
+    busy = [lane for lane in lanes if lane.asynchronous]
+    if not busy:
+        return
+    done = [lane.record() for lane in busy]
+    for here in {lane.device: lane.here() for lane in (*busy, caller) if lane.asynchronous}.values():
+        for event in done:
+            here.wait(event)
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            busy[0].origin(tensor).keep(tensor)
 
 
 def record(lane: Lane) -> Any:

@@ -1,0 +1,92 @@
+"""The seam to the accelerator: streams, events, copies and lifetimes, each as one small method.
+
+:class:`autosplit.runtime.lanes.CudaLane` holds the handshake and reaches the hardware through nothing else, so that
+the same handshake runs on CUDA and, in the tests, on streams that only write down what they were told.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+
+
+class Streams(Protocol):
+    """What a lane needs of an accelerator; a stream and an event are whatever the implementation makes of them."""
+
+    def new(self, device: torch.device) -> Any:
+        """Return a new stream of a device."""
+
+    def current(self, device: torch.device) -> Any:
+        """Return the calling thread's current stream of a device."""
+
+    def using(self, *streams: Any) -> AbstractContextManager[Any]:
+        """Make each stream the current one of its device."""
+
+    def event(self, stream: Any) -> Any:
+        """Return an event that is reached when the work issued to a stream so far is done."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Make later work of a stream wait for an event; the host goes on."""
+
+    def device(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device that a tensor lies on."""
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a CPU tensor in pinned memory, made when the call returns."""
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Issue a copy to another device on the current streams of both and return it at once."""
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Have a tensor's memory, once freed, wait for the work issued to a stream by then before it is used again."""
+
+
+class CudaStreams:
+    """CUDA streams and events; it has no state of its own."""
+
+    def new(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a stream of torch's pool; torch hands out the same 32 per device in turn."""
+        return torch.cuda.Stream(device)
+
+    def current(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the calling thread's current stream of a device."""
+        return torch.cuda.current_stream(device)
+
+    def using(self, *streams: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Make each stream the current one of its device; at the end the current device is what it was."""
+        if len(streams) == 1:
+            return torch.cuda.stream(streams[0])
+        stack = ExitStack()
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    def event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Record a new event on a stream."""
+        return stream.record_event()
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Make a stream wait for an event, which may be another device's."""
+        stream.wait_event(event)
+
+    def device(self, tensor: torch.Tensor) -> torch.device:
+        """Return the tensor's device."""
+        return tensor.device
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy to pinned memory, also what is pinned already: its owner may change it before the copy is through."""
+        return torch.empty_like(tensor, requires_grad=False, pin_memory=True).copy_(tensor)
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy without waiting; torch puts a copy to the CPU into pinned memory.
+
+        Between two CUDA devices torch issues the copy to the source's current stream and has the two current streams
+        wait for each other before and after.
+        """
+        return tensor.to(device, non_blocking=True)
+
+    def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Call ``record_stream``: the caching allocator puts an event on the stream when the tensor is freed."""
+        tensor.record_stream(stream)

@@ -1,0 +1,173 @@
+"""What autograd's engine does with streams, done to :class:`tests.runtime.recording_lane.RecordingStreams`.
+
+By torch's own contract (``InputBuffer.cpp``, "Autograd Producer-Consumer Stream Syncs"), every node has a canonical
+stream: the one that was current on its outputs' device when they were made. A node runs on it, with the caller's
+streams current elsewhere; before that it waits for the canonical streams of the nodes that its gradients come from.
+Gradients that meet are added on the consumer's stream. At the end the caller's streams wait for those of the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from tests.runtime.happens_before import Keep, Wait
+from tests.runtime.recording_lane import CPU, Dispatch, Event, RecordingStreams, Stream
+
+_NODE = "recorded node"
+_ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What is known of a node: its canonical stream, None on the CPU."""
+
+    number: int
+    stream: Stream | None
+    is_leaf: bool
+
+
+Place = tuple[int, int]
+"""A node's number and the position among its gradients."""
+
+
+class Engine:
+    """Gives every node of the graphs made under :meth:`recording` its canonical stream and follows backwards."""
+
+    def __init__(self, streams: RecordingStreams) -> None:
+        self.streams = streams
+        self._nodes: list[_Node] = []
+        self._arrived: dict[tuple[int, Place], Event | None] = {}
+        """Gradients on their way, by their object and where they go, with the event of their producer."""
+        self._leaves: set[Stream] = set()
+        self._running: ExitStack | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Log what is called in here, forward and backward."""
+        apply = torch.autograd.Function.apply.__func__
+
+        def applied(kind: Any, *args: Any) -> Any:
+            result = apply(kind, *args)
+            self.adopt(result)
+            return result
+
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+            _Functions(self),
+            _Operations(self),
+        ):
+            yield
+
+    def adopt(self, result: Any) -> None:
+        """Give the nodes behind a result the streams that are current now."""
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                self._adopt(leaf.grad_fn, self._current(leaf))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Call backward; at the end the caller's streams wait for the leaves'."""
+        loss.backward()
+        for stream in self._leaves:
+            self._wait(self.streams.current(stream.device), self.streams.event(stream))
+        self._leaves.clear()
+        self._arrived.clear()
+
+    def _wait(self, stream: Stream, event: Event) -> None:
+        self.streams.add(Wait(stream.name, event.number))
+
+    def _current(self, tensor: torch.Tensor) -> Stream | None:
+        device = self.streams.device(tensor)
+        return None if device == CPU else self.streams.current(device)
+
+    def _adopt(self, function: Any, stream: Stream | None) -> _Node:
+        if _NODE in function.metadata:
+            return function.metadata[_NODE]
+        leaf = getattr(function, "variable", None)
+        node = _Node(len(self._nodes), stream if leaf is None else self._current(leaf), leaf is not None)
+        self._nodes.append(node)
+        function.metadata[_NODE] = node
+        following = [(None, 0) if f is None else (self._adopt(f, stream).number, i) for f, i in function.next_functions]
+        function.register_prehook(lambda gradients: self._begin(node, gradients))
+        function.register_hook(lambda given, _: self._end(node, given, following))
+        return node
+
+    def _begin(self, node: _Node, gradients: Any) -> None:
+        for position, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._take(gradient, (node.number, position))
+        self._running = ExitStack()
+        if node.stream is not None:
+            self._running.enter_context(self.streams.using(node.stream))
+            if node.is_leaf:
+                self._leaves.add(node.stream)
+
+    def _take(self, gradient: torch.Tensor, place: Place) -> None:
+        """Have a node's stream wait until a gradient is ready; one that the caller gave is on the caller's stream."""
+        event, here = self._arrived.pop((id(gradient), place), None), self._current(gradient)
+        if here is None:
+            return
+        stream = self._nodes[place[0]].stream or here
+        self._wait(stream, event or self.streams.event(here))
+        if stream.device == here.device:
+            self.streams.add(Keep(stream.name, self.streams.memory(gradient)))
+
+    def _end(self, node: _Node, gradients: Any, following: list[tuple[int | None, int]]) -> None:
+        assert self._running is not None
+        self._running.close()
+        self._running = None
+        for gradient, (number, position) in zip(gradients, following, strict=False):
+            if gradient is not None and number is not None:
+                self._produced(gradient, node.stream, (number, position))
+
+    def _produced(self, gradient: torch.Tensor, producer: Stream | None, place: Place) -> None:
+        producer = producer or self._current(gradient)
+        self._arrived[id(gradient), place] = None if producer is None else self.streams.event(producer)
+
+    def meeting(self, args: Any) -> Place | None:
+        """Return where two gradients meet, when an operation is the engine's own addition of them."""
+        if self._running is not None:
+            return None
+        first, second = ({place for key, place in self._arrived if key == id(leaf)} for leaf in args[:2])
+        return next(iter(first & second), None)
+
+    def add(self, place: Place, function: Callable[..., torch.Tensor], first: Any, second: Any) -> torch.Tensor:
+        """Add two gradients on the stream of the node that they go to."""
+        for gradient in (first, second):
+            self._take(gradient, place)
+        stream = self._nodes[place[0]].stream
+        with self.streams.using(*[] if stream is None else [stream]):
+            result = function(first, second)
+        self._produced(result, stream, place)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.engine.adopt(result)
+        return result
+
+
+class _Operations(Dispatch):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.streams)
+        self.engine = engine
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def call(*args: Any) -> Any:
+            return super(_Operations, self).__torch_dispatch__(function, types, args, kwargs)
+
+        place = self.engine.meeting(args) if function in _ADDITIONS else None
+        return call(*args) if place is None else self.engine.add(place, call, *args)

@@ -1,0 +1,151 @@
+"""What goes from lane to lane, and the lanes themselves."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.runtime import ops
+from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, caller_lane, lane
+from tests.runtime.happens_before import Keep, Op, Record, Wait
+from tests.runtime.recording_engine import Engine
+from tests.runtime.recording_lane import CPU, RecordingStreams, recording_lanes
+
+
+def text(streams: RecordingStreams) -> list[str]:
+    """Return the log as text, events by the stream that they are on, and empty it."""
+    lines = []
+    for entry in streams.log:
+        match entry:
+            case Op(stream, name):
+                lines.append(f"{stream}: {name}")
+            case Record(stream):
+                lines.append(f"{stream}: record")
+            case Wait(stream, event):
+                lines.append(f"{stream}: wait for {streams.recorded_on[event]}")
+            case Keep(stream):
+                lines.append(f"{stream}: keep")
+    streams.log.clear()
+    return lines
+
+
+HANDSHAKE = """
+compute0: record
+compute1: wait for compute0
+inbound1: wait for compute0
+inbound1: record
+outbound0: wait for inbound1
+outbound0: make contiguous
+inbound1: allocate
+inbound1: record
+outbound0: wait for inbound1
+outbound0: copy
+outbound0: record
+inbound1: wait for outbound0
+outbound0: keep
+inbound1: record
+compute1: wait for inbound1
+compute1: keep
+""".strip()
+
+
+def test_the_handshake_between_two_cards_and_its_mirror_image() -> None:
+    streams = RecordingStreams()
+    engine, lanes = Engine(streams), recording_lanes(streams, ["cuda:0", "cuda:1"])
+    value = streams.put(torch.ones(2, requires_grad=True), lanes[0].device)
+    with engine.recording():
+        with lanes[0].active():
+            made = value.exp()
+        streams.log.clear()
+        (moved,) = ops.transfer((made,), *lanes)
+        assert "\n".join(text(streams)) == HANDSHAKE
+        with lanes[1].active():
+            total = moved.sum()
+        engine.backward(total)
+    mirrored = HANDSHAKE.translate(str.maketrans("01", "10"))
+    assert mirrored in "\n".join(text(streams))
+
+
+@pytest.fixture
+def two_cards() -> tuple[RecordingStreams, Sequence[Any]]:
+    streams = RecordingStreams()
+    return streams, recording_lanes(streams, ["cuda:0", "cuda:1"])
+
+
+def test_only_what_has_a_gradient_gets_one_back(two_cards: tuple[RecordingStreams, Sequence[Any]]) -> None:
+    streams, lanes = two_cards
+    tensors = (torch.ones(2, requires_grad=True), torch.arange(2), torch.ones(2), torch.ones(2, requires_grad=True))
+    bundle = tuple(streams.put(tensor, lanes[0].device) for tensor in tensors)
+    moved = ops.transfer(bundle, *lanes)
+    assert [tensor.requires_grad for tensor in moved] == [True, False, False, True]
+    assert [tensor.dtype for tensor in moved] == [tensor.dtype for tensor in bundle]
+    (moved[0] * 3).sum().backward()
+    assert bundle[0].grad.tolist() == [3, 3]
+    assert bundle[3].grad is None
+    with torch.no_grad():
+        assert not any(tensor.requires_grad for tensor in ops.transfer(bundle, *lanes))
+
+
+def test_what_arrived_may_be_changed_in_place(two_cards: tuple[RecordingStreams, Sequence[Any]]) -> None:
+    streams, lanes = two_cards
+    value = streams.put(torch.ones(2, requires_grad=True), lanes[0].device)
+    pair = ops.transfer((value * 1, value * 2), *lanes)
+    (pair[0].mul_(5) + pair[1].add_(1)).sum().backward()
+    assert value.grad.tolist() == [7, 7]
+
+
+def test_gradients_of_gradients_cross_too(two_cards: tuple[RecordingStreams, Sequence[Any]]) -> None:
+    streams, lanes = two_cards
+    value = streams.put(torch.tensor([2.0], requires_grad=True), lanes[0].device)
+    (moved,) = ops.transfer((value.pow(2),), *lanes)
+    (first,) = torch.autograd.grad(moved.pow(2).sum(), value, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), value)
+    assert (first.item(), second.item()) == (32, 48)
+
+
+def test_what_a_stage_keeps_on_the_cpu_stays_there(two_cards: tuple[RecordingStreams, Sequence[Any]]) -> None:
+    streams, lanes = two_cards
+    lengths = torch.tensor([2, 1])
+    value = streams.put(torch.ones(2), lanes[0].device)
+    moved = ops.transfer((lengths, value), *lanes)
+    assert moved[0] is lengths
+    assert [streams.device(tensor) for tensor in moved] == [CPU, lanes[1].device]
+    assert ops.transfer((lengths, value), lanes[0], CudaLane(lanes[0].device, streams))[0] is lengths
+
+
+def test_the_callers_stream_is_looked_up_at_each_use() -> None:
+    streams, device = RecordingStreams(), torch.device("cuda:0")
+    caller, side = CallerLane(device, streams), streams.new(device)
+    before = caller.now()
+    with streams.using(side):
+        assert streams.recorded_on[caller.record().number] == side.name
+        assert streams.recorded_on[before.record().number] == "caller cuda:0"
+    assert streams.recorded_on[caller.record().number] == "caller cuda:0"
+
+
+def test_lanes_are_copied_and_pickled_without_their_streams() -> None:
+    for make in (lane, caller_lane):
+        for device in ("cpu", "cuda:1"):
+            own = make(torch.device(device))
+            for twin in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+                assert type(twin) is type(own)
+                assert twin.device == own.device
+    used = CudaLane(torch.device("cuda:0"), RecordingStreams())
+    stream = used.own.compute
+    assert used.own.compute is stream
+    assert copy.deepcopy(used).own.compute is not stream
+
+
+def test_lanes_of_the_cpu_cost_nothing() -> None:
+    source, target, module = CpuLane(), CpuLane(), nn.Linear(1, 1)
+    bundle = (torch.ones(1, requires_grad=True), torch.arange(2))
+    assert ops.transfer(bundle, source, target) is bundle
+    assert ops.on_lane(module, target) is module
+    assert source.active() is target.active()
+    assert source.record() is None
