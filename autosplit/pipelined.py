@@ -26,7 +26,7 @@ from autosplit.planning.search import make_plan
 from autosplit.recorded import PreparedStep, Recorded
 from autosplit.report.table import render
 from autosplit.runtime import engine, middle
-from autosplit.runtime.ambient import is_transformed
+from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.threads import LaneThreads
@@ -163,7 +163,7 @@ class PipelinedModule(fx.GraphModule):
             reduction=loss_reduction,
             proved=self._core.losses,
             whole=lambda: self._run(step),
-            threads=self._core.threads,
+            threads=None if needs_one_thread() else self._core.threads,
         )
 
     def train(self, mode: bool = True) -> PipelinedModule:
@@ -214,11 +214,11 @@ class PipelinedModule(fx.GraphModule):
     def _threads(self, step: PreparedStep, graph: fx.Graph) -> LaneThreads | None:
         """Return the lanes' threads for a call, None where the program itself has to run in the caller's thread.
 
-        That is: one microbatch, where nothing overlaps; a program that was edited; and under function transforms and
-        forward-mode differentiation, which have to see every operation.
+        That is: one microbatch, where nothing overlaps; a program that was edited; and what :func:`needs_one_thread`
+        tells.
         """
         core = self._core
-        if core.threads is None or len(step.sizes) == 1 or graph in core.edited or is_transformed():
+        if core.threads is None or len(step.sizes) == 1 or graph in core.edited or needs_one_thread():
             return None
         return core.threads
 

@@ -11,7 +11,7 @@ on any cut.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,23 @@ class Step:
 
     def start(self) -> Start:
         """Run what comes before the first cell, in the caller's thread and graph."""
-        return Start(*self.setup(*self.tensors, self.rows, self.sizes, self.lanes, self.seed))
+        with self.located():
+            return Start(*self.setup(*self.tensors, self.rows, self.sizes, self.lanes, self.seed))
+
+    def end(self, start: Start, bundles: Mapping[int, Sequence[Bundle]]) -> Sequence[Any]:
+        """Run what comes behind the last cell, on what the stages gave per microbatch; return the flat outputs."""
+        with self.located():
+            given = *self.tensors, self.rows, self.sizes, self.lanes, self.seed
+            return self.ending(*given, start.kept, bundles)
+
+    @contextlib.contextmanager
+    def located(self) -> Iterator[None]:
+        """Add a note to an exception that says where in the program it was raised."""
+        try:
+            yield
+        except Exception as error:
+            self.locate(error)
+            raise
 
 
 @dataclass(frozen=True)

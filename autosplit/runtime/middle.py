@@ -10,19 +10,22 @@ the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from autosplit.runtime.ambient import ThreadState, graph_is_kept
+from autosplit.runtime.ambient import ThreadState, graph_is_kept, one_intra_op_thread
 from autosplit.runtime.cells import Cells, Step, held_back
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, backwards, turns
 from autosplit.schedule.gpipe import forward_only
 from autosplit.schedule.order import issue_order
-from autosplit.trace.state import buffer_contents
+from autosplit.trace.graph import INFO
+from autosplit.trace.state import attributes
 
 _AGAIN = "create_graph=True runs the forward again on lanes='threads'; split with lanes='inline' for that"
 Leaf = tuple[str, Any, torch.Tensor]
@@ -41,7 +44,7 @@ def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
     bundles = {
         stage: [tuple(next(tensors) for _ in slots) for _ in step.sizes] for stage, slots in _out_slots(cells).items()
     }
-    return step.ending(*step.tensors, step.rows, step.sizes, step.lanes, step.seed, start.kept, bundles)
+    return step.end(start, bundles)
 
 
 def _leaves(cells: Cells) -> list[Leaf]:
@@ -86,7 +89,7 @@ class _Middle(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.cells, ctx.threads, ctx.state, ctx.leaves = cells, threads, state, leaves
-        ctx.versions = [tensor._version for tensor in tensors]
+        ctx.versions = _versions(cells, tensors)
         ctx.freed = False
         outputs = _forward(cells, threads, state)
         flat = tuple(tensor.detach() for tensor in outputs)
@@ -130,19 +133,67 @@ def _gradient(cells: Cells, kind: str, place: Any) -> torch.Tensor | None:
 
 def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
     """Run the forwards again in one graph and differentiate that, so that the gradients have gradients."""
-    cells, leaves = ctx.cells, [tensor for *_, tensor in ctx.leaves]
-    if [leaf._version for leaf in leaves] != ctx.versions:
+    cells: Cells = ctx.cells
+    leaves = [tensor for *_, tensor in ctx.leaves]
+    if _versions(cells, leaves) != ctx.versions:
         raise RuntimeError(f"a parameter or an input was changed in place since the forward; {_AGAIN}")
+    if _writes_to_caller(cells):
+        raise RuntimeError(f"the model changes its input in place; {_AGAIN}")
+    with one_intra_op_thread():
+        before, outputs = _outputs(cells), _again(ctx)
+        if not all(_same(b, o) for b, o in zip(before, outputs, strict=True)):
+            raise RuntimeError(f"the model gives other values when it runs again, as its state changed; {_AGAIN}")
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        if not pairs:
+            return [None] * len(leaves)
+        roots, seeds = zip(*pairs, strict=True)
+        with held_back(leaves):
+            return torch.autograd.grad(roots, leaves, seeds, create_graph=True, allow_unused=True)
+
+
+def _again(ctx: Any) -> list[torch.Tensor]:
+    """Run all forwards again, in the caller's thread and graph, and return their outputs."""
+    cells: Cells = ctx.cells
     again = Cells(cells.step, cells.start, detached=False)
-    with buffer_contents(cells.lowered.traced.root), ctx.state.autocast():
-        for action in issue_order(forward_only(cells.last + 1, len(cells.step.sizes))):
-            again.act(action)
-    before, outputs = _outputs(cells), _outputs(again)
-    if not all(torch.equal(b, o) for b, o in zip(before, outputs, strict=True)):
-        raise RuntimeError(f"the model gives other values when it runs again, as it changes its own state; {_AGAIN}")
-    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-    if not pairs:
-        return [None] * len(leaves)
-    roots, seeds = zip(*pairs, strict=True)
-    with held_back(leaves):
-        return torch.autograd.grad(roots, leaves, seeds, create_graph=True, allow_unused=True)
+    try:
+        with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
+            for action in issue_order(forward_only(cells.last + 1, len(cells.step.sizes))):
+                again.act(action)
+            return _outputs(again)
+    finally:
+        torch.clear_autocast_cache()  # the caller's autocast context, which would clear it, ended with the forward
+
+
+@contextlib.contextmanager
+def _copied_buffers(model: nn.Module) -> Iterator[None]:
+    """Give a model copies of its buffers, so that what is written goes there; its own come back at the end.
+
+    Own buffers put back in place would count as changed, which a backward that saved them refuses.
+    """
+    with attributes(model):
+        copies: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+        yield
+
+
+def _versions(cells: Cells, leaves: Sequence[torch.Tensor]) -> list[int]:
+    """Return how often each leaf and each input of the call was changed in place."""
+    return [tensor._version for tensor in (*leaves, *cells.step.tensors) if not tensor.is_inference()]
+
+
+def _writes_to_caller(cells: Cells) -> bool:
+    """Tell whether a forward writes to a tensor of the caller's; an input that wants a gradient is copied first."""
+    nodes = {n.name: n for n in cells.lowered.traced.graph.nodes}
+    return cells.lowered.changes_inputs and any(
+        nodes[slot.value].meta[INFO].mutated and not tensor.requires_grad
+        for stage, bundles in cells.start.inputs.items()
+        for slot, tensor in zip(cells.layout.stages[stage].inputs, bundles[0], strict=True)
+    )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether all values are equal; nan equals nan here."""
+    return bool(((one == other) | (one != one) & (other != other)).all())
