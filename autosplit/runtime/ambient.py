@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,10 @@ _SMALLEST_NORMAL = sys.float_info.min
 
 @dataclass(frozen=True)
 class ThreadState:
-    """What a thread has of its own: grad and inference mode, autocast, mode stacks, hooks on saved tensors, denormals.
+    """What a thread has of its own: grad and inference mode, autocast, mode stacks, denormals, context variables.
 
-    Anomaly mode, the default dtype and torch's backend flags belong to the process; lanes see them anyway.
+    Anomaly mode, the default dtype and torch's backend flags belong to the process; lanes see them anyway. Hooks on
+    saved tensors stay with their thread: see :func:`needs_one_thread`.
     """
 
     grad: bool
@@ -38,7 +39,6 @@ class ThreadState:
     autocast_cache: bool
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
-    saved_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
     saved_hooks_refused: str | None
     flush_denormal: bool
     context: contextvars.Context
@@ -46,7 +46,6 @@ class ThreadState:
     @classmethod
     def current(cls) -> ThreadState:
         """Return the state of this thread."""
-        autograd = torch._C._autograd
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -54,8 +53,7 @@ class ThreadState:
             autocast_cache=torch.is_autocast_cache_enabled(),
             function_modes=tuple(overrides._get_current_function_mode_stack()),
             dispatch_modes=tuple(dispatch._get_current_dispatch_mode_stack()),
-            saved_hooks=autograd._top_saved_tensors_default_hooks(False),
-            saved_hooks_refused=autograd._saved_tensors_hooks_get_disabled_error_message(),
+            saved_hooks_refused=torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
             flush_denormal=_SMALLEST_NORMAL / 2 == 0.0,
             context=contextvars.copy_context(),
         )
@@ -72,9 +70,6 @@ class ThreadState:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             if any(state.enabled for state in self.ambient.autocast):
                 stack.enter_context(self.autocast())
-            if self.saved_hooks is not None:
-                torch._C._autograd._push_saved_tensors_default_hooks(*self.saved_hooks)
-                stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
             if self.saved_hooks_refused is not None:
                 stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(self.saved_hooks_refused))
             for mode in self.dispatch_modes:
@@ -113,6 +108,22 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def is_transformed() -> bool:
-    """Tell whether a function transform (``torch.func``) or forward-mode differentiation is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+def needs_one_thread() -> bool:
+    """Tell whether all work has to stay in the caller's thread, in the order of the program.
+
+    That is so under function transforms (``torch.func``) and forward-mode differentiation, which see every operation,
+    and under hooks on saved tensors: ``torch.utils.checkpoint`` knows a tensor by when it was saved.
+    """
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return transformed or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextlib.contextmanager
+def one_intra_op_thread() -> Iterator[None]:
+    """Compute with one thread, as the lanes do: how torch adds up, and with it the bits, depends on their number."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
