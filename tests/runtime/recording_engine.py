@@ -8,6 +8,7 @@ Gradients that meet are added on the consumer's stream. At the end the caller's 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -52,10 +53,10 @@ class Engine:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Log what is called in here, forward and backward."""
-        apply = torch.autograd.Function.apply.__func__
+        apply = inspect.getattr_static(torch.autograd.Function, "apply")  # Python's in torch 2.13, C's in 2.15
 
         def applied(kind: Any, *args: Any) -> Any:
-            result = apply(kind, *args)
+            result = apply.__get__(None, kind)(*args)
             self.adopt(result)
             return result
 
