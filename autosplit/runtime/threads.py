@@ -8,15 +8,18 @@
 A lane works through its turns in order. Before a turn it takes messages from its inbox until all that the turn needs is
 done; after it, it tells the lanes that wait for it. Values themselves lie in memory that all lanes share.
 
-A step that fails stops all lanes: each ends the action that it is in, and no further one starts.
+A step that fails stops all lanes: each ends the action that it is in, and no further one starts. A lane whose action
+does not end is left behind: its thread ends when the action does, and a new thread takes its place in the next step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -30,16 +33,20 @@ from autosplit.schedule.action import Action, describe
 Act = Callable[[Action], None]
 _JOIN_S = 5.0
 _POLL_S = 0.05
+_LOOK_S = 1.0
+"""How long the caller waits at a time: a signal that came in on another thread does not end a wait."""
 
 
 class _Board:
     """What the lanes and the caller share during one step."""
 
-    def __init__(self, lanes: int) -> None:
-        self.inboxes: list[SimpleQueue[int | None]] = [SimpleQueue() for _ in range(lanes)]
+    def __init__(self, threads: Sequence[_LaneThread]) -> None:
+        self.threads = threads
+        self.inboxes: list[SimpleQueue[int | None]] = [SimpleQueue() for _ in threads]
         self.news: SimpleQueue[None] = SimpleQueue()
-        self.busy = set(range(lanes))
-        self.running: list[tuple[Action, float] | None] = [None] * lanes
+        self.busy = set(range(len(threads)))
+        """The lanes whose turns are not over."""
+        self.running: list[tuple[Action, float] | None] = [None] * len(threads)
         self.stopped = False
         self.error: BaseException | None = None
 
@@ -56,7 +63,7 @@ class _Board:
             self.stop()
         self.running[lane] = None
         self.busy.discard(lane)
-        if error is not None or not self.busy:
+        if self.stopped or not self.busy:
             self.news.put(None)
 
     def follow(self, lane: int, turns: tuple[Turn, ...], act: Act) -> None:
@@ -68,9 +75,9 @@ class _Board:
                     arrived.add(take())
                     if self.stopped:
                         return
-            if self.stopped:
-                return
             running[lane] = turn.action, time.monotonic()
+            if self.stopped:  # asked last: who stops the board sees every action that may still start
+                return
             act(turn.action)
             running[lane] = None
             for target in turn.tells:
@@ -82,10 +89,18 @@ class _Board:
         entries = {lane: entry for lane, entry in enumerate(self.running) if entry is not None}
         return {lane: action for lane, (action, start_s) in entries.items() if now - start_s >= least_s}
 
-    def patience_s(self, timeout_s: float) -> float:
-        """Return the seconds until the oldest running action is late."""
+    def patience_s(self, timeout_s: float | None) -> float:
+        """Return the seconds until the oldest running action is late, or until the caller looks up anyway."""
         starts = [entry[1] for entry in self.running if entry is not None]
-        return max(_POLL_S, min(starts) + timeout_s - time.monotonic()) if starts else timeout_s
+        if timeout_s is None or not starts:
+            return _LOOK_S
+        return min(_LOOK_S, max(_POLL_S, min(starts) + timeout_s - time.monotonic()))
+
+    def leave(self, lane: int) -> None:
+        """Go on without a lane; its thread ends when its action does."""
+        self.running[lane] = None
+        self.busy.discard(lane)
+        self.threads[lane].jobs.put(None)
 
 
 class _LaneThread:
@@ -107,7 +122,7 @@ class _LaneThread:
 
 
 class LaneThreads:
-    """The threads of a pipe's lanes: started by the first step, stopped by :meth:`close`.
+    """The threads of a pipe's lanes: started by the first step, stopped by :meth:`close` or with this object.
 
     Attributes:
         timeout_s: how long one action may run before the step is given up; None waits for ever.
@@ -116,11 +131,13 @@ class LaneThreads:
     def __init__(self, lanes: int, *, timeout_s: float | None = None) -> None:
         self.lanes = lanes
         self.timeout_s = timeout_s
+        self._threads: dict[int, _LaneThread] = {}
         self._begin()
+        weakref.finalize(self, _end, self._threads)
 
     def _begin(self) -> None:
         """Have no threads yet: at first, and in a forked process, which gets none of its parent's."""
-        self._threads: list[_LaneThread] = []
+        self._threads.clear()
         self._process = os.getpid()
         self._step = threading.Lock()
 
@@ -132,85 +149,94 @@ class LaneThreads:
         """
         if self._process != os.getpid():
             self._begin()
-        if any(t.thread is threading.current_thread() for t in self._threads):
+        if any(own.thread is threading.current_thread() for own in list(self._threads.values())):
             raise RuntimeError("a pipe was called from inside one of its own stages; use lanes='inline' for that")
         with self._step:
-            self._start()
-            board = _Board(self.lanes)
+            board = _Board(self._start())
             try:
-                for lane, own in enumerate(turns):
-                    self._threads[lane].jobs.put(partial(_work, board, lane, own, act, state))
-                self._wait(board)
-            except BaseException as error:
-                board.stop()
-                running = board.under_way().values()
-                if running and isinstance(error, KeyboardInterrupt):
-                    error.add_note(f"interrupted during {'; '.join(map(describe, running))}")
-                self._drain(board)
-                raise
-            if board.error is not None:
-                raise board.error
+                self._perform(board, turns, act, state)
+            finally:
+                self._leave(board, board.under_way())
+        error, board.error = board.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, which would hold it until the next garbage collection
 
     def close(self) -> None:
         """Stop the threads and wait for their end; the next step starts new ones."""
-        threads, self._threads = self._threads, []
-        if self._process != os.getpid():
-            return
-        for own in threads:
-            own.jobs.put(None)
-        for own in threads:
-            if own.thread is not threading.current_thread():
-                own.thread.join(_JOIN_S)
+        _end(self._threads)
 
-    def _start(self) -> None:
-        """Start the threads that are missing: all at first, and those that were left behind."""
-        missing = self.lanes - len(self._threads)
-        if not missing:
-            return
-        intra_op = torch.get_num_threads()
+    def _start(self) -> Sequence[_LaneThread]:
+        """Return the lanes' threads; start the missing ones: all at first, and those that were left behind."""
+        missing = [lane for lane in range(self.lanes) if lane not in self._threads]
+        if missing:
+            intra_op = torch.get_num_threads()
+            try:
+                self._threads.update((lane, _LaneThread(f"autosplit lane {lane}")) for lane in missing)
+                for own in list(self._threads.values()):
+                    own.ready.wait()
+            finally:
+                torch.set_num_threads(intra_op)  # what threads of the caller's start with; the lanes keep their one
+        return [self._threads[lane] for lane in range(self.lanes)]
+
+    def _perform(self, board: _Board, turns: Turns, act: Act, state: ThreadState) -> None:
         try:
-            for _ in range(missing):
-                self._threads.append(_LaneThread(f"autosplit lane {len(self._threads)}"))
-            for own in self._threads:
-                own.ready.wait()
-        finally:
-            torch.set_num_threads(intra_op)  # what threads of the caller's start with; the lanes keep their one
+            for lane, own in enumerate(turns):
+                board.threads[lane].jobs.put(partial(_work, board, lane, own, act, state))
+            self._wait(board)
+        except BaseException as error:
+            board.stop()
+            running = board.under_way().values()
+            if running and isinstance(error, KeyboardInterrupt):
+                error.add_note(f"interrupted during {'; '.join(map(describe, running))}")
+            self._drain(board)
+            raise
 
     def _wait(self, board: _Board) -> None:
         """Wait until every lane has ended; raise DeviceError when an action does not end in time."""
         while board.busy:
-            patience_s = None if self.timeout_s is None else board.patience_s(self.timeout_s)
             try:
-                board.news.get(timeout=patience_s)
+                board.news.get(timeout=board.patience_s(self.timeout_s))
             except Empty:
-                self._look_for_hangs(board)
+                late = self._late(board)
+            else:
+                continue
+            if board.stopped:
+                self._leave(board, late)
+            elif late:
+                raise DeviceError(
+                    f"{'; '.join(map(describe, late.values()))} did not end within {self.timeout_s:g} s; give slow "
+                    "stages more time with pipe.lane_timeout_s = seconds (None: no limit)"
+                )
 
-    def _look_for_hangs(self, board: _Board) -> None:
-        late = {} if self.timeout_s is None else board.under_way(self.timeout_s)
-        if late and not board.stopped:
-            raise DeviceError(
-                f"{'; '.join(map(describe, late.values()))} did not end within {self.timeout_s:g} s; give slow "
-                "stages more time with pipe.lane_timeout_s = seconds (None: no limit)"
-            )
-        self._leave(board, set(late))
+    def _late(self, board: _Board) -> dict[int, Action]:
+        return {} if self.timeout_s is None else board.under_way(self.timeout_s)
 
     def _drain(self, board: _Board) -> None:
-        """Wait for the actions that still run; leave behind those that are late, and all on a second Ctrl-C."""
-        try:
-            while board.busy:
-                try:
+        """Wait for the actions that still run, but not for those that are late; return on a second Ctrl-C."""
+        with contextlib.suppress(KeyboardInterrupt):
+            while board.under_way():
+                with contextlib.suppress(Empty):
                     board.news.get(timeout=_POLL_S)
-                except Empty:
-                    self._look_for_hangs(board)
-        except KeyboardInterrupt:
-            self._leave(board, set(board.busy))
+                self._leave(board, self._late(board))
 
-    def _leave(self, board: _Board, lanes: set[int]) -> None:
-        """Go on without lanes that hang: their threads end when their action does, new ones take their places."""
+    def _leave(self, board: _Board, lanes: Iterable[int]) -> None:
+        """Go on without lanes that hang; new threads take their places in the next step."""
         for lane in lanes:
-            board.busy.discard(lane)
-            self._threads[lane].jobs.put(None)
-        self._threads = [own for lane, own in enumerate(self._threads) if lane not in lanes]
+            board.leave(lane)
+            self._threads.pop(lane, None)
+
+
+def _end(threads: dict[int, _LaneThread]) -> None:
+    """Stop threads and wait for their end, except for this one's own."""
+    own = [threads.pop(lane) for lane in list(threads)]
+    for lane in own:
+        lane.jobs.put(None)
+    for lane in own:
+        if lane.thread is not threading.current_thread():
+            lane.thread.join(_JOIN_S)
 
 
 def _work(board: _Board, lane: int, turns: tuple[Turn, ...], act: Act, state: ThreadState) -> None:
