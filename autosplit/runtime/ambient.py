@@ -2,8 +2,8 @@
 
 Private torch API, since torch has no public way to read or to enter another thread's state: the mode stacks of
 ``torch.overrides`` and ``torch.utils._python_dispatch``, the default hooks of saved tensors, the flag
-``retain_graph`` of the running backward, and what tells that a transform is under way. Tried on torch 2.11, 2.13 and
-2.15.
+``retain_graph`` of the running backward, and what tells that a transform is under way or that gradients are batched.
+Tried on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -116,6 +116,11 @@ def needs_one_thread() -> bool:
     """
     transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     return transformed or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def is_batched(gradient: torch.Tensor) -> bool:
+    """Tell whether a gradient is many at once (``is_grads_batched=True``); not every operation takes those."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
 
 
 @contextlib.contextmanager

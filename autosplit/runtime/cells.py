@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from autosplit.runtime.ambient import is_batched
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, Key, transfer
@@ -144,15 +145,19 @@ class Cells:
         """Run a stage on a microbatch; what it sends lies in the border that is returned."""
         module, layout = self.lowered.stages[stage], self.layout.stages[stage]
         border = self.cells[stage, microbatch] = Border()
-        given: dict[str, Any] = {"rows": self.step.sizes[microbatch], "shared": self.given.get(stage)}
+        given: dict[str, Any] = {"rows": self.step.sizes[microbatch], "shared": self._passed(self.given.get(stage))}
         given["key"] = None if self.step.seed is None else Key(self.step.seed, microbatch)
         if layout.inputs:
-            given["inputs"] = self._inputs(border, stage, microbatch)
+            given["inputs"] = self._passed(self._inputs(border, stage, microbatch))
         for source in layout.received:
-            given[f"from{source}"] = self.received(border, source, stage, microbatch)
+            given[f"from{source}"] = self._passed(self.received(border, source, stage, microbatch))
         with self.step.lanes[stage].active():
             border.sent = module(*[given[name] for name in self.lowered.takes[stage]])
         return border
+
+    def _passed(self, bundle: Any) -> Any:
+        """Return what a stage is given: no leaves, on which torch's hooks for several gradients refuse to be."""
+        return [t[...] if t.requires_grad else t for t in bundle] if bundle and self.detached else bundle
 
     def _inputs(self, border: Border, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
         bundle = self.start.inputs[stage][microbatch]
@@ -263,5 +268,8 @@ class Sums:
                 elif position not in self._own:
                     self.values[position] = before + contribution
                     self._own.add(position)
-        if held:
+        if held and is_batched(held[0][1]):
+            for own, contribution in held:
+                own.add_(contribution)  # type: ignore[union-attr]
+        elif held:
             torch._foreach_add_(*zip(*held, strict=True))
