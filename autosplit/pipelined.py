@@ -26,7 +26,7 @@ from autosplit.planning.search import make_plan
 from autosplit.recorded import PreparedStep, Recorded
 from autosplit.report.table import render
 from autosplit.runtime import engine, middle
-from autosplit.runtime.ambient import needs_one_thread
+from autosplit.runtime.ambient import needs_one_thread, without_saved_tensor_hooks
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.threads import LaneThreads
@@ -261,7 +261,7 @@ class PipelinedModule(fx.GraphModule):
             if recorded is None:
                 recorded = self._record(key, Sample(*args, **kwargs))
             else:
-                with torch.inference_mode(False):
+                with torch.inference_mode(False), without_saved_tensor_hooks():
                     rows = rows_of(key.shapes, recorded.kind.batch_dims)
                     recorded.trace.check_rows(core.model, Sample(*args, **kwargs), rows)
             core.recordings[key] = recorded
@@ -299,7 +299,7 @@ class PipelinedModule(fx.GraphModule):
     def _record(self, key: Key, sample: Sample) -> Recorded:
         """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
         core = self._core
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), without_saved_tensor_hooks():
             flat = flatten(core.model, sample, core.options.batch_dims)
             rows = batch_rows(flat)
             values = key.rest[1:], without_rows(key.shapes, flat.batch_dims)

@@ -118,6 +118,25 @@ def needs_one_thread() -> bool:
     return transformed or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Take the caller's hooks on saved tensors away, and a ban on such hooks: what runs in here is not the caller's."""
+    autograd = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    refused = autograd._saved_tensors_hooks_get_disabled_error_message()
+    autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        if refused is not None:
+            autograd._saved_tensors_hooks_disable(refused)
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def is_batched(gradient: torch.Tensor) -> bool:
     """Tell whether a gradient is many at once (``is_grads_batched=True``); not every operation takes those."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
