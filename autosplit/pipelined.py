@@ -27,7 +27,7 @@ from autosplit.recorded import PreparedStep, Recorded
 from autosplit.report.table import render
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread, without_saved_tensor_hooks
-from autosplit.runtime.lanes import Lane, lane
+from autosplit.runtime.lanes import Lane, caller_lane, lane
 from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.threads import LaneThreads
 from autosplit.trace.findings import Findings
@@ -242,11 +242,7 @@ class PipelinedModule(fx.GraphModule):
             self.recompile()
 
     def _attach(self, recorded: Recorded) -> None:
-        lowered = recorded.lowered
-        parts: dict[str, Any] = {f"stage{i}": stage for i, stage in enumerate(lowered.stages)}
-        parts |= {f"shared{i}": prologue for i, prologue in enumerate(lowered.prologues)}
-        parts["epilogue"] = lowered.epilogue
-        for name, part in parts.items():
+        for name, part in recorded.parts.items():
             self.__dict__[self._core.names[name]] = part
         self.__dict__[STATE] = recorded.traced.root
 
@@ -269,7 +265,7 @@ class PipelinedModule(fx.GraphModule):
                 core.recordings.popitem(last=False)
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows)
-        caller = next((lane(t.device) for t in tensors), lane(torch.device("cpu")))
+        caller = caller_lane(next((t.device for t in tensors), torch.device("cpu")))
         seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
         assert core.plan is not None
         return PreparedStep(
@@ -325,7 +321,8 @@ class PipelinedModule(fx.GraphModule):
         place(core.model, lowered, devices)
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
-        return Recorded(found.graph, lowered, found, Kind(key.rest, without_rows(key.shapes, dims), dims))
+        kind = Kind(key.rest, without_rows(key.shapes, dims), dims)
+        return Recorded(found.graph, lowered, found, kind, core.lanes)
 
     def _own_threads(self, count: int) -> None:
         """Give the pipe threads for its lanes; they end with it."""

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from autosplit.lower.program import emit_ending, emit_setup
 from autosplit.lower.split import Lowered
 from autosplit.runtime.cells import Step
+from autosplit.runtime.lanes import Lane
+from autosplit.runtime.ops import on_lane
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import Trace
 from autosplit.trace.signature import Kind
@@ -24,18 +26,29 @@ class Recorded:
     lowered: Lowered
     trace: Trace
     kind: Kind
+    lanes: tuple[Lane, ...]
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     orders: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules that the program calls, each on its lane."""
+        lowered, lanes = self.lowered, self.lanes
+        parts = {f"stage{i}": on_lane(stage, lanes[i]) for i, stage in enumerate(lowered.stages)}
+        parts |= {f"shared{i}": on_lane(p, lanes[i]) for i, p in enumerate(lowered.prologues) if p is not None}
+        if lowered.epilogue is not None:
+            parts["epilogue"] = on_lane(lowered.epilogue, lanes[-1])
+        return parts
+
+    @cached_property
     def setup(self) -> fx.GraphModule:
         """The part of the program before the first cell."""
-        return emit_setup(self.lowered)
+        return emit_setup(self.lowered, self.parts)
 
     @cached_property
     def ending(self) -> fx.GraphModule:
         """The part of the program behind the last cell."""
-        return emit_ending(self.lowered)
+        return emit_ending(self.lowered, self.parts)
 
 
 @dataclass

@@ -34,38 +34,31 @@ def emit(lowered: Lowered, *, microbatches: int, attributes: Mapping[str, str]) 
     return program.graph
 
 
-def emit_setup(lowered: Lowered) -> fx.GraphModule:
+def emit_setup(lowered: Lowered, parts: Mapping[str, nn.Module]) -> fx.GraphModule:
     """Emit what happens once per step before the first cell, as a GraphModule of its own.
 
     It returns ``(inputs, shared, kept)``: per stage the microbatches of its inputs, its shared bundle, and the values
-    that :func:`emit_ending` takes from here.
+    that :func:`emit_ending` takes from here. ``parts`` are the modules of the program, on their lanes.
     """
-    program = _Program(lowered, _own_names(lowered))
+    program = _Program(lowered, {name: name for name in parts})
     kept = tuple(program.values[slot] for slot in program.ending_slots())
     program.graph.output((program.splits, program.shared, kept))  # type: ignore[arg-type]
-    return _module(lowered, program.graph)
+    return _module(lowered, parts, program.graph)
 
 
-def emit_ending(lowered: Lowered) -> fx.GraphModule:
+def emit_ending(lowered: Lowered, parts: Mapping[str, nn.Module]) -> fx.GraphModule:
     """Emit what happens once per step behind the last cell: the merges and the epilogue; it returns the flat outputs.
 
     It takes the program's own inputs, then ``kept`` of :func:`emit_setup`, then ``bundles``: per stage that gives the
     caller something, what it gave for each microbatch.
     """
-    ending = _Ending(lowered, _own_names(lowered))
-    return _module(lowered, ending.graph)
+    return _module(lowered, parts, _Ending(lowered, {name: name for name in parts}).graph)
 
 
-def _own_names(lowered: Lowered) -> dict[str, str]:
-    parts = (*(f"shared{i}" for i in range(len(lowered.prologues))), "epilogue")
-    return {part: part for part in parts}
-
-
-def _module(lowered: Lowered, graph: fx.Graph) -> fx.GraphModule:
+def _module(lowered: Lowered, parts: Mapping[str, nn.Module], graph: fx.Graph) -> fx.GraphModule:
     module = fx.GraphModule(nn.Module(), fx.Graph())
     module.__dict__[STATE] = lowered.traced.root
-    module.__dict__.update({f"shared{i}": part for i, part in enumerate(lowered.prologues)})
-    module.__dict__["epilogue"] = lowered.epilogue
+    module.__dict__.update(parts)
     module.graph = graph
     return module
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import overrides
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _python_dispatch as dispatch
 
 from autosplit.trace.calls import Ambient
@@ -151,3 +152,8 @@ def one_intra_op_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(count)
+
+
+def has_module_hooks() -> bool:
+    """Tell whether there are hooks on every module's call, as ``FlopCounterMode`` and trackers of modules set them."""
+    return bool(_has_any_global_hook())

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from autosplit.runtime.ambient import is_batched
+from autosplit.runtime.ambient import has_module_hooks, is_batched
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
-from autosplit.runtime.ops import OUT, Bundle, Key, transfer
+from autosplit.runtime.ops import OUT, Bundle, Key, enter, leave, take, transfer
 from autosplit.schedule.action import Action
 
 
@@ -56,6 +56,20 @@ class Step:
         """Run what comes before the first cell, in the caller's thread and graph."""
         with self.located():
             return Start(*self.setup(*self.tensors, self.rows, self.sizes, self.lanes, self.seed))
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[list[Any]]:
+        """Order the lanes' work behind the caller's, and at the end the caller's behind theirs.
+
+        Yields a list for the tensors that the caller is going to use.
+        """
+        *own, caller = self.lanes
+        handed: list[Any] = []
+        enter(caller, own)
+        try:
+            yield handed
+        finally:
+            leave(caller, own, handed)
 
     def end(self, start: Start, bundles: Mapping[int, Sequence[Bundle]]) -> Sequence[Any]:
         """Run what comes behind the last cell, on what the stages gave per microbatch; return the flat outputs."""
@@ -95,6 +109,8 @@ class Border:
     leaves: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Detached inputs by the name of the bundle that they came in."""
     sent: dict[str, Bundle] = field(default_factory=dict)
+    done: Any = None
+    """The lane's event behind the forward."""
     gradients: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
     """Gradients of what was sent, by target."""
 
@@ -143,21 +159,24 @@ class Cells:
 
     def forward(self, stage: int, microbatch: int) -> Border:
         """Run a stage on a microbatch; what it sends lies in the border that is returned."""
-        module, layout = self.lowered.stages[stage], self.layout.stages[stage]
+        layout, lane = self.layout.stages[stage], self.step.lanes[stage]
         border = self.cells[stage, microbatch] = Border()
         given: dict[str, Any] = {"rows": self.step.sizes[microbatch], "shared": self._passed(self.given.get(stage))}
         given["key"] = None if self.step.seed is None else Key(self.step.seed, microbatch)
-        if layout.inputs:
-            given["inputs"] = self._passed(self._inputs(border, stage, microbatch))
-        for source in layout.received:
-            given[f"from{source}"] = self._passed(self.received(border, source, stage, microbatch))
-        with self.step.lanes[stage].active():
-            border.sent = module(*[given[name] for name in self.lowered.takes[stage]])
+        with lane.active():
+            if layout.inputs:
+                given["inputs"] = self._passed(self._inputs(border, stage, microbatch))
+            for source in layout.received:
+                given[f"from{source}"] = self._passed(self.received(border, source, stage, microbatch))
+            border.sent = self.lowered.stages[stage](*[given[name] for name in self.lowered.takes[stage]])
+        border.done = lane.record()
         return border
 
     def _passed(self, bundle: Any) -> Any:
-        """Return what a stage is given: no leaves, on which torch's hooks for several gradients refuse to be."""
-        return [t[...] if t.requires_grad else t for t in bundle] if bundle and self.detached else bundle
+        """Return what a stage is given: under global hooks no leaves, on which hooks for several gradients fail."""
+        if not (self.detached and bundle and has_module_hooks()):
+            return bundle
+        return [t[...] if t.requires_grad else t for t in bundle]
 
     def _inputs(self, border: Border, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
         bundle = self.start.inputs[stage][microbatch]
@@ -170,12 +189,11 @@ class Cells:
         self, border: Border, source: int, stage: int, microbatch: int, name: str | None = None
     ) -> Sequence[torch.Tensor]:
         """Bring a bundle of an earlier stage to a stage; ``name`` is OUT for what the earlier one gives the caller."""
-        lanes, sent = self.step.lanes, self.cells[source, microbatch].sent
-        lanes[stage].wait(lanes[source].record())
+        lanes, cell, key = self.step.lanes, self.cells[source, microbatch], name or str(stage)
         if not self.detached:
-            return transfer(sent.pop(name or str(stage)), lanes[source], lanes[stage])
-        bundle = sent[name or str(stage)]
-        moved = transfer(tuple(tensor.detach() for tensor in bundle), lanes[source], lanes[stage])
+            return take(cell.sent.pop(key), lanes[source], cell.done, lanes[stage])
+        bundle = cell.sent[key]
+        moved = take(tuple(tensor.detach() for tensor in bundle), lanes[source], cell.done, lanes[stage])
         leaves = [m.requires_grad_(b.requires_grad) for m, b in zip(moved, bundle, strict=True)]
         border.leaves[f"{name or ''}{source}"] = leaves
         return leaves
@@ -224,7 +242,6 @@ class Cells:
         target = OUT if name.startswith(OUT) else str(stage)
         source = int(name.removeprefix(OUT))
         lanes = self.step.lanes
-        lanes[source].wait(lanes[stage].record())
         (moved,) = transfer((gradient,), lanes[stage], lanes[source])
         border = self.cells[source, microbatch]
         border.gradients.setdefault(target, [None] * len(border.sent[target]))[position] = moved

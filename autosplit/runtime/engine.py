@@ -111,14 +111,15 @@ Loss = Callable[[Any, int], torch.Tensor]
 
 def _run(step: Step, loss: Loss, check: losses.WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
     with torch.inference_mode(False), torch.enable_grad():
-        run = _TrainCells(step, loss, check)
-        own = [p for parameters in run.parameters for p in parameters]
-        with held_back(own):
-            if threads is None:
-                for action in run.order():
-                    run.act(action)
-            else:
-                threads.run(run.turns(), run.act, ThreadState.current())
+        with step.entered() as handed:
+            run = _TrainCells(step, loss, check)
+            with held_back(p for parameters in run.parameters for p in parameters):
+                if threads is None:
+                    for action in run.order():
+                        run.act(action)
+                else:
+                    threads.run(run.turns(), run.act, ThreadState.current())
+            handed += run.results()
         total = run.losses[0]
         for value in run.losses[1:]:
             total = total + value
@@ -232,6 +233,12 @@ class _TrainCells(Cells):
         names = [n.name for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
         tensor = self.step.tensors[names.index(node.name)]
         return rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
+
+    def results(self) -> list[torch.Tensor | None]:
+        """Return what the caller's thread works on when the lanes are done."""
+        sums = [value for own in (*self.sums, *self.given_sums.values(), self.free_sums) for value in own.values]
+        kept = self.check.tensors() if self.check is not None else []
+        return [*self.losses, *sums, *self.input_gradients.values(), *kept]
 
     def hand_over(self) -> None:
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""

@@ -176,6 +176,10 @@ class WholeCheck:
         else:
             self.kept.append([t.detach() if isinstance(t, torch.Tensor) else t for t in flat])
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept."""
+        return [leaf for flat in self.kept or () for leaf in flat if isinstance(leaf, torch.Tensor)]
+
     def compare(self, total: torch.Tensor, traced: TracedGraph) -> None:
         """Raise InputError when the loss of the whole batch is not what the microbatches add up to."""
         if self.kept is None:

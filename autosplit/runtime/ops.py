@@ -103,6 +103,14 @@ def transfer(bundle: Bundle, source: Lane, target: Lane) -> Bundle:
         return _Transfer.apply(source.now(), target.now(), *bundle)
 
 
+def take(bundle: Bundle, source: Lane, done: Any, target: Lane) -> Bundle:
+    """Bring what a cell sent to another lane, which waits for ``done``, the event behind that cell, and no more."""
+    if not (source.asynchronous or target.asynchronous):
+        return bundle
+    target.wait(done)
+    return transfer(_sent(bundle, source), source, target)
+
+
 class _Departure(torch.autograd.Function):
     """Stands on the source's stream, so that autograd goes on there with the gradients that came back.
 
@@ -158,12 +166,13 @@ class _OnLane(nn.Module):
     def forward(self, *args: Any) -> Any:
         with self.lane.active():
             given = self.module(*args)
-        return {target: self._sent(bundle) for target, bundle in given.items()} if isinstance(given, dict) else given
+        return {to: _sent(bundle, self.lane) for to, bundle in given.items()} if isinstance(given, dict) else given
 
-    def _sent(self, bundle: Bundle) -> Sent:
-        sent = Sent(bundle)
-        sent.lane = self.lane
-        return sent
+
+def _sent(bundle: Bundle, lane: Lane) -> Sent:
+    sent = Sent(bundle)
+    sent.lane = lane
+    return sent
 
 
 def enter(caller: Lane, lanes: Sequence[Lane]) -> None:
