@@ -109,14 +109,18 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def is_transformed() -> bool:
+    """Tell whether a function transform (``torch.func``) or forward-mode differentiation is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def needs_one_thread() -> bool:
     """Tell whether all work has to stay in the caller's thread, in the order of the program.
 
-    That is so under function transforms (``torch.func``) and forward-mode differentiation, which see every operation,
-    and under hooks on saved tensors: ``torch.utils.checkpoint`` knows a tensor by when it was saved.
+    That is so under transforms, which see every operation, and under hooks on saved tensors:
+    ``torch.utils.checkpoint`` knows a tensor by when it was saved.
     """
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    return transformed or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return is_transformed() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextlib.contextmanager

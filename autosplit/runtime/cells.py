@@ -140,6 +140,8 @@ class Cells:
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
         self.sums = [Sums(len(own)) for own in self.parameters]
+        self.wanting = [[i for i, p in enumerate(own) if p.requires_grad] for own in self.parameters]
+        """By stage, the positions of the parameters that still want a gradient."""
         self.given_sums = {stage: Sums(len(bundle)) for stage, bundle in self.given.items()}
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         """By stage, microbatch and position in the stage's bundle of inputs."""
@@ -203,8 +205,8 @@ class Cells:
         border = self.cells[stage, microbatch]
         leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
         given = [(i, t) for i, t in enumerate(self.given.get(stage, ())) if t.requires_grad]
-        parameters = self.parameters[stage]
-        wanted = [*(t for *_, t in leaves), *(t for _, t in given), *parameters]
+        places = self.wanting[stage]
+        wanted = [*(t for *_, t in leaves), *(t for _, t in given), *(self.parameters[stage][i] for i in places)]
         with self.step.lanes[stage].active():
             found = self._differentiate(border, stage, wanted, microbatch)
             if found:
@@ -214,7 +216,7 @@ class Cells:
                         self._send_back(stage, microbatch, name, position, gradient)
                 if given:
                     self.given_sums[stage].add(found[ends[0] : ends[1]], [position for position, _ in given])
-                self.sums[stage].add(found[ends[1] :])
+                self.sums[stage].add(found[ends[1] :], places)
         if not self.keep:
             border.leaves.clear()
             border.sent = {}

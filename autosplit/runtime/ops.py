@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.fx.node import has_side_effect
 
+from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.lanes import Bundle as Bundle
 from autosplit.runtime.lanes import Lane
 
@@ -229,8 +230,11 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 
 
 def fork(value: torch.Tensor, uses: int) -> Bundle:
-    """Return one alias per use of a value; their gradients add from the last use to the first, on any cut."""
-    if uses > 1 and torch.is_grad_enabled() and value.requires_grad:
+    """Return one alias per use of a value; their gradients add from the last use to the first, on any cut.
+
+    Under a transform they are the value itself, since those know no functions of ours.
+    """
+    if uses > 1 and torch.is_grad_enabled() and value.requires_grad and not is_transformed():
         return _Fork.apply(value, uses)
     return (value,) * uses
 
