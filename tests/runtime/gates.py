@@ -37,6 +37,8 @@ class Gates:
         self.handlers: dict[Action, Handler] | None = None
         self.passed: list[Action] = []
         self.inside: set[Action] = set()
+        self.threads: dict[int, set[threading.Thread]] = {}
+        """The threads that a stage's actions passed on."""
         self.function = _gate(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gates:
@@ -47,6 +49,7 @@ class Gates:
         """Call a handler whenever its action passes."""
         self.handlers = dict(handlers)
         self.passed.clear()
+        self.threads.clear()
         try:
             yield
         finally:
@@ -57,6 +60,7 @@ class Gates:
             return
         action = Action(stage, kind, int(mark.flatten()[0]))
         self.passed.append(action)
+        self.threads.setdefault(stage, set()).add(threading.current_thread())
         self.inside.add(action)
         try:
             self.handlers.get(action, lambda: None)()
@@ -155,6 +159,14 @@ class Case:
         for name, leaf in self.leaves().items():
             assert leaf.grad is not None, name
             assert difference(leaf.grad, gradients[name]) <= TOLERANCE[torch.float64], name
+
+    def threads(self) -> list[threading.Thread]:
+        """Return the one thread that each lane works on, found by a call."""
+        with self.gates.at({}):
+            self.pipe(self.value, MARK)
+        for own in self.gates.threads.values():
+            assert len(own) == 1
+        return [next(iter(self.gates.threads[stage])) for stage in range(STAGES)]
 
     def of_plain(self) -> tuple[Tensor, dict[str, Tensor]]:
         value = VALUE.clone().requires_grad_()
