@@ -1,0 +1,49 @@
+"""The same calls on the plain model and on a pipe, and what they give side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from autosplit import autosplit
+from tests.equivalence.equality import difference
+from tests.equivalence.named_models import CASES, WIDTH, numbers
+
+Run = Callable[[nn.Module], Sequence[Any]]
+
+
+def pair(name: str, lanes: str, *, chunks: int = 4) -> tuple[nn.Module, Any]:
+    """Return the plain model and a pipe of the same numbers."""
+    case = CASES[name]
+    return case.build(), autosplit(case.build(), devices=["cpu"] * 3, chunks=chunks, lanes=lanes)
+
+
+def assert_equal(actual: Sequence[Any], expected: Sequence[Any], *, tolerance: float = 1e-12) -> None:
+    """Assert that tensors are within the tolerance and that all else is equal."""
+    assert len(actual) == len(expected)
+    for position, (mine, plain) in enumerate(zip(actual, expected, strict=True)):
+        if isinstance(plain, Tensor):
+            assert isinstance(mine, Tensor), position
+            distance = difference(mine.detach(), plain.detach())
+            assert mine.shape == plain.shape, position
+            assert distance <= tolerance, f"{position}: {distance:.2e}"
+        else:
+            assert mine == plain, position
+
+
+def check(run: Run, name: str, lanes: str, *, chunks: int = 4, tolerance: float = 1e-12) -> None:
+    """Assert that ``run`` gives for the pipe what it gives for the plain model."""
+    plain, pipe = pair(name, lanes, chunks=chunks)
+    assert_equal(run(pipe), run(plain), tolerance=tolerance)
+
+
+def value_of(rows: int = 9, *, seed: int = 0, gradient: bool = True) -> Tensor:
+    """Return a batch that depends on the arguments only."""
+    return numbers(rows, WIDTH, seed=seed, gradient=gradient)
+
+
+def grads(module: nn.Module) -> list[Tensor | None]:
+    """Return copies of the parameters' gradients."""
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]

@@ -1,0 +1,327 @@
+"""Everything that a caller may ask of autograd, on both kinds of lanes: the answer is the plain model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from tests.equivalence.equality import LANES, probe_loss
+from tests.equivalence.named_models import WIDTH, numbers
+from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
+
+pytestmark = pytest.mark.parametrize("lanes", LANES)
+
+
+# -- what is differentiated ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["chain", "shared weight", "nested skips", "repeated block"])
+def test_backward_on_full_ragged_and_single_microbatches(name: str, lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        found: list[Any] = []
+        for rows in (9, 8, 5, 2, 1):
+            module.zero_grad()
+            value = value_of(rows)
+            probe_loss(module(value)).backward()
+            found += [value.grad, *grads(module)]
+        return found
+
+    check(run, name, lanes)
+
+
+def test_a_subset_of_the_parameters(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        parameters = list(module.parameters())
+        loss = probe_loss(module(value_of()))
+        found = [torch.autograd.grad(loss, [p], retain_graph=True)[0] for p in parameters]
+        assert grads(module) == [None] * len(parameters)
+        return [*found, *torch.autograd.grad(loss, parameters[1:3])]
+
+    check(run, "shared weight", lanes)
+
+
+def test_backward_with_inputs_adds_to_those_only(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        some = [p for index, p in enumerate(module.parameters()) if index % 2]
+        probe_loss(module(value)).backward(inputs=some)
+        return [value.grad, *grads(module)]
+
+    check(run, "shared weight", lanes)
+
+
+def test_values_of_the_callers_graph_before_and_behind_the_pipe(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        before = torch.tanh(value * 2)
+        output = module(before)
+        behind = output.pow(2)
+        return torch.autograd.grad(probe_loss(behind), [behind, output, before, value, *module.parameters()])
+
+    check(run, "nested skips", lanes)
+
+
+def test_a_tensor_that_was_not_used(lanes: str) -> None:
+    plain, pipe = pair("chain", lanes)
+    other = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    for module in (plain, pipe):
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+            torch.autograd.grad(probe_loss(module(value_of())), [other])
+        assert torch.autograd.grad(probe_loss(module(value_of())), [other], allow_unused=True) == (None,)
+
+
+def test_gradients_in_batches(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        output = module(value)
+        seeds = torch.stack([numbers(9, WIDTH, seed=seed) for seed in range(3)])
+        return torch.autograd.grad(output, [value, *module.parameters()], seeds, is_grads_batched=True)
+
+    check(run, "shared weight", lanes)
+
+
+@pytest.mark.parametrize("key", ["hidden", "logits"])
+def test_one_output_of_several(key: str, lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        probe_loss(module(value)[key]).backward()
+        return [value.grad, *grads(module)]
+
+    check(run, "dict output", lanes)
+
+
+class Mixed(nn.Module):
+    """Outputs with and without a gradient: a value, its largest entry's place, a frozen part, a detached one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, value: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.tanh(self.first(value))
+        beside = self.frozen(other)
+        return self.last(hidden) * beside, hidden.argmax(1), beside, hidden.detach() * 2, hidden
+
+
+def test_outputs_without_gradients(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        outputs = module(value_of(), value_of(seed=1, gradient=False))
+        probe_loss(outputs).backward()
+        return [*(o.requires_grad for o in outputs), *outputs, *grads(module)]
+
+    torch.manual_seed(1)
+    plain, model = Mixed().double(), Mixed().double()
+    model.load_state_dict(plain.state_dict())
+    assert_equal(run(autosplit(model, devices=["cpu"] * 3, chunks=4, lanes=lanes)), run(plain))
+
+
+# -- several calls, several backwards --------------------------------------------------------------------------------
+def test_a_graph_that_is_kept_gives_the_same_bits_again(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        found = []
+        value = value_of()
+        loss = probe_loss(module(value))
+        for keep in (True, True, False):
+            module.zero_grad()
+            value.grad = None
+            loss.backward(retain_graph=keep)
+            found.append([value.grad.clone(), *grads(module)])
+        for later in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(later, found[0], strict=True))
+        return found[0]
+
+    check(run, "shared weight", lanes)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_second_backward_of_a_freed_graph_says_retain_graph(create: bool, lanes: str) -> None:
+    plain, pipe = pair("shared weight", lanes)
+    for module in (plain, pipe):
+        value = value_of()
+        loss = probe_loss(module(value))
+        loss.backward()
+        before = [value.grad.clone(), *grads(module)]
+        with pytest.raises(RuntimeError, match=r"backward through the .* a second time.*retain_graph=True"):
+            torch.autograd.grad(loss, [value], create_graph=create)
+        with pytest.raises(RuntimeError, match="retain_graph=True"):
+            loss.backward()
+        assert_equal([value.grad, *grads(module)], before, tolerance=0)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba", "sum"])
+def test_two_forwards_before_their_backwards(order: str, lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        values = {"a": value_of(), "b": value_of(7, seed=2)}
+        losses = {name: probe_loss(module(value)) * (1 + len(value)) for name, value in values.items()}
+        if order == "sum":
+            (losses["a"] + losses["b"]).backward()
+        else:
+            for name in order:
+                losses[name].backward()
+        return [*(value.grad for value in values.values()), *grads(module)]
+
+    check(run, "shared weight", lanes)
+
+
+def test_the_output_of_one_call_is_the_input_of_the_next(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        probe_loss(module(module(value)) + module(value)).backward()
+        return [value.grad, *grads(module)]
+
+    check(run, "repeated block", lanes)
+
+
+def test_gradients_accumulate_over_calls_and_steps(lanes: str) -> None:
+    plain, pipe = pair("shared weight", lanes)
+    target = numbers(9, WIDTH, seed=3)
+    for seed in range(3):
+        value = value_of(seed=seed)
+        for module in (plain, pipe):
+            F.mse_loss(module(value), target).backward()
+        assert_equal(grads(pipe), grads(plain))
+    pipe.train_step(value, target=target, loss_fn=F.mse_loss)
+    F.mse_loss(plain(value), target).backward()
+    assert_equal(grads(pipe), grads(plain))
+
+
+def test_the_output_lives_on_after_the_backward_and_may_be_changed(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        output = module(value)
+        changed = output.mul(1)
+        changed.mul_(2).add_(1)
+        output.mul_(3)
+        (probe_loss(changed) + probe_loss(output)).backward()
+        output.detach().zero_()
+        changed.detach().add_(1)
+        return [output, changed, value.grad, *grads(module)]
+
+    check(run, "shared weight", lanes)
+
+
+@pytest.mark.parametrize("what", ["parameter", "input"])
+def test_a_change_in_place_between_forward_and_backward_is_an_error(what: str, lanes: str) -> None:
+    plain, pipe = pair("shared weight", lanes)
+    for module in (plain, pipe):
+        given = value_of() * 1
+        loss = probe_loss(module(given))
+        with torch.no_grad():
+            (given if what == "input" else next(module.parameters())).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    if lanes == "threads":
+        assert grads(pipe) == [None] * len(grads(pipe))  # nothing is handed over before all of it is known
+
+
+# -- frozen parts and modes ------------------------------------------------------------------------------------------
+FROZEN = {"first": "01", "middle": "12", "last": "3", "all": "0123"}
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("frozen", list(FROZEN))
+def test_frozen_stages_and_unfreezing_later(frozen: str, gradient: bool, lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name[0] not in FROZEN[frozen])
+        found: list[Any] = []
+        for _ in range(2):
+            value = value_of(gradient=gradient)
+            output = module(value)
+            if output.requires_grad:
+                probe_loss(output).backward()
+            found += [output.requires_grad, value.grad, *grads(module)]
+            module.requires_grad_(True)
+        return found
+
+    check(run, "chain", lanes)
+
+
+def test_frozen_between_forward_and_backward(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        loss = probe_loss(module(value))
+        module.requires_grad_(False)
+        loss.backward()
+        module.requires_grad_(True)
+        return [value.grad]
+
+    check(run, "shared weight", lanes)
+
+
+def test_modes_one_after_another(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        found: list[Any] = []
+        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad, torch.no_grad):
+            with mode():
+                output = module(value_of())
+            found += [output.requires_grad, output.is_inference(), output.detach().clone()]
+        return found
+
+    check(run, "nested skips", lanes)
+
+
+def test_a_batch_that_was_made_in_inference_mode(lanes: str) -> None:
+    with torch.inference_mode():
+        value = value_of(gradient=False)
+
+    def run(module: nn.Module) -> Sequence[Any]:
+        with torch.inference_mode():
+            output = module(value)
+        return [output, module.requires_grad_(False)(value)]
+
+    check(run, "chain", lanes)
+
+
+class Switching(nn.Module):
+    """Switches gradients off and on inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = torch.tanh(self.first(value))
+        with torch.set_grad_enabled(False):
+            gate = torch.sigmoid(self.gate(value))
+        with torch.enable_grad():
+            return self.last(value * gate)
+
+
+def test_grad_mode_changes_inside(lanes: str) -> None:
+    torch.manual_seed(2)
+    plain, model = Switching().double(), Switching().double()
+    model.load_state_dict(plain.state_dict())
+    pipe = autosplit(model, devices=["cpu"] * 3, chunks=4, lanes=lanes)
+    found = []
+    for module in (plain, pipe):
+        value = value_of()
+        probe_loss(module(value)).backward()
+        found.append([value.grad, *grads(module)])
+    assert_equal(found[1], found[0])
+    assert plain.gate.weight.grad is None
+
+
+@pytest.mark.parametrize("what", ["data", "object"])
+def test_parameters_that_are_replaced_between_calls(what: str, lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        found: list[Any] = []
+        for _ in range(2):
+            value = value_of()
+            probe_loss(module(value)).backward()
+            found += [value.grad, *grads(module)]
+            module.zero_grad()
+            layer = module.get_submodule("first")
+            with torch.no_grad():
+                if what == "data":
+                    layer.weight.data = layer.weight.data * 2
+                else:
+                    layer.bias = nn.Parameter(layer.bias * 2)
+        return found
+
+    check(run, "shared weight", lanes)

@@ -1,0 +1,286 @@
+"""Gradients of gradients: exact on both kinds of lanes, or on threads one clear error that names the other kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from tests.equivalence.equality import LANES, probe_loss
+from tests.equivalence.named_models import CASES, WIDTH, numbers
+from tests.equivalence.side_by_side import assert_equal, check, grads, value_of
+
+both = pytest.mark.parametrize("lanes", LANES)
+REFUSED = "lanes='inline'"
+
+
+def second_order(module: nn.Module, value: Tensor) -> Sequence[Any]:
+    """Return first gradients and, of their squares, second ones."""
+    wanted = [value, *module.parameters()]
+    first = torch.autograd.grad(probe_loss(module(value)), wanted, create_graph=True, allow_unused=True)
+    total = torch.stack([g.pow(2).sum() for g in first if g is not None]).sum()
+    return [*first, *torch.autograd.grad(total, wanted, allow_unused=True)]
+
+
+def make(build: Callable[[], nn.Module], lanes: str) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return autosplit(build().double(), devices=["cpu"] * 3, chunks=4, lanes=lanes)
+
+
+@both
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chain",
+        "shared weight",
+        "nested skips",
+        "hub",
+        "repeated block",
+        "attention",
+        "lstm batch first",
+        "weight norm",
+        "no_grad region",
+        "own autograd function",
+        "unused parameters",
+    ],
+)
+def test_second_order_equals_the_plain_model(name: str, lanes: str) -> None:
+    check(lambda module: second_order(module, CASES[name].batch(9).args[0]), name, lanes, tolerance=1e-10)
+
+
+@both
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_second_order_on_ragged_and_single_microbatches(rows: int, lanes: str) -> None:
+    check(lambda module: second_order(module, value_of(rows)), "shared weight", lanes, tolerance=1e-10)
+
+
+@both
+def test_gradient_penalty(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        loss = probe_loss(module(value))
+        (gradient,) = torch.autograd.grad(loss, [value], create_graph=True)
+        (loss + (gradient.norm(dim=1) - 1).pow(2).mean()).backward()
+        return [value.grad, *grads(module)]
+
+    check(run, "nested skips", lanes, tolerance=1e-10)
+
+
+@both
+def test_third_order(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        (first,) = torch.autograd.grad(probe_loss(module(value)), [value], create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(2).sum(), [value], create_graph=True)
+        return [first, second, *torch.autograd.grad(second.pow(2).sum(), [value, *module.parameters()])]
+
+    check(run, "hub", lanes, tolerance=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True:UserWarning")
+@both
+def test_backward_with_create_graph_and_a_plain_backward_after_it(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        loss = probe_loss(module(value))
+        loss.backward(create_graph=True)
+        first = [value.grad, *(p.grad for p in module.parameters())]
+        value.grad = None
+        module.zero_grad()
+        torch.stack([g.pow(2).sum() for g in first]).sum().backward(retain_graph=True)
+        loss.backward()
+        return [*first, value.grad, *grads(module)]
+
+    check(run, "shared weight", lanes, tolerance=1e-10)
+
+
+@both
+@pytest.mark.parametrize("name", ["chain", "shared weight"])
+def test_gradgradcheck(name: str, lanes: str) -> None:
+    pipe = autosplit(CASES[name].build(), devices=["cpu"] * 2, chunks=2, lanes=lanes)
+    value = value_of(3)
+    assert torch.autograd.gradgradcheck(pipe, [value], fast_mode=True, nondet_tol=0)
+
+
+@both
+def test_hooks_of_parameters_see_each_order_once(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        seen: list[str] = []
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: seen.append(name) or gradient * 2)
+        return [*second_order(module, value_of()), *sorted(seen)]
+
+    check(run, "shared weight", lanes, tolerance=1e-10)
+
+
+def normed() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def dropping() -> nn.Module:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
+
+
+class Counting(nn.Module):
+    """A counter that scales the value: state once per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.steps += 1
+        return self.last(torch.tanh(self.first(value) * (1 + 0.1 * self.steps)))
+
+
+@pytest.mark.parametrize("build", [normed, dropping, Counting])
+def test_running_again_repeats_draws_and_leaves_buffers(build: Callable[[], nn.Module]) -> None:
+    found = []
+    for lanes in LANES:
+        pipe = make(build, lanes)
+        pipe(value_of(gradient=False))
+        torch.manual_seed(5)
+        own = [id(buffer) for buffer in pipe.buffers()]
+        value = value_of()
+        loss = probe_loss(pipe(value))
+        before, state = [buffer.clone() for buffer in pipe.buffers()], torch.get_rng_state()
+        (gradient,) = torch.autograd.grad(loss, [value], create_graph=True)
+        second = torch.autograd.grad(gradient.pow(2).sum(), list(pipe.parameters()), allow_unused=True)
+        assert_equal(list(pipe.buffers()), before, tolerance=0)
+        assert [id(buffer) for buffer in pipe.buffers()] == own
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append([loss, gradient, *second, *pipe.buffers()])
+    assert_equal(found[1], found[0], tolerance=1e-10)
+
+
+class Lagging(nn.Module):
+    """The output depends on a running mean that the forward then moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        output = self.last(torch.tanh(value - self.mean))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(value.mean(0) * 0.1)
+        return output
+
+
+class Writing(nn.Module):
+    """Writes to one of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor, scale: Tensor) -> Tensor:
+        scale.add_(1)
+        return self.last(torch.tanh(self.first(value)) * scale)
+
+
+def test_state_that_moved_since_the_forward_is_refused_on_threads() -> None:
+    pipe = make(Lagging, "threads")
+    value = value_of()
+    loss = probe_loss(pipe(value))
+    before = pipe.get_buffer("mean").clone()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.grad(loss, [value], create_graph=True)
+    assert torch.equal(pipe.get_buffer("mean"), before)
+    loss.backward()
+    inline = make(Lagging, "inline")
+    again = value_of()
+    probe_loss(inline(again)).backward()
+    assert_equal([value.grad, *grads(pipe)], [again.grad, *grads(inline)])
+    second_order(inline, value_of())
+
+
+def test_an_input_that_the_model_writes_to_is_refused_on_threads_and_stays() -> None:
+    pipe = make(Writing, "threads")
+    value, scale = value_of(), torch.ones(9, WIDTH, dtype=torch.float64)
+    loss = probe_loss(pipe(value, scale))
+    assert torch.equal(scale, torch.full_like(scale, 2))
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.grad(loss, [value], create_graph=True)
+    assert torch.equal(scale, torch.full_like(scale, 2))
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("what", ["parameter", "input"])
+def test_a_change_in_place_since_the_forward_is_refused_on_threads(what: str, gradient: bool) -> None:
+    pipe = make(dropping, "threads")
+    value = value_of(gradient=gradient)
+    parameters = list(pipe.parameters())
+    loss = probe_loss(pipe(value))
+    with torch.no_grad():
+        (value if what == "input" else parameters[0]).mul_(1)  # the same values: only the version tells
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.grad(loss, parameters, create_graph=True)
+
+
+@both
+def test_values_that_are_nan_are_differentiated(lanes: str) -> None:
+    pipe = make(dropping, lanes)
+    value = value_of()
+    with torch.no_grad():
+        next(pipe.parameters()).fill_(float("nan"))
+    (gradient,) = torch.autograd.grad(probe_loss(pipe(value)), [value], create_graph=True)
+    assert gradient.isnan().all()
+
+
+@both
+def test_casts_of_weights_do_not_outlive_the_backward(lanes: str) -> None:
+    pipe = autosplit(CASES["chain"].build().float(), devices=["cpu"] * 3, chunks=4, lanes=lanes)
+    value = value_of().detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = pipe(value)
+    torch.autograd.grad(output.float().pow(2).sum(), [value], create_graph=True)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not pipe(value).any()
+
+
+@both
+def test_second_order_by_autocast(lanes: str) -> None:
+    plain = CASES["nested skips"].build().float()
+    pipe = autosplit(CASES["nested skips"].build().float(), devices=["cpu"] * 3, chunks=4, lanes=lanes)
+    found = []
+    for module in (plain, pipe):
+        value = value_of().detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(value)
+        (gradient,) = torch.autograd.grad(output.float().pow(2).sum(), [value], create_graph=True)
+        gradient.pow(2).sum().backward()
+        found.append([gradient, *grads(module)])
+    assert_equal(found[1], found[0], tolerance=0.05)  # bfloat16: 8 bits
+
+
+@both
+def test_training_with_a_penalty_follows_the_plain_model(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for seed in range(4):
+            optimizer.zero_grad()
+            value = value_of(seed=seed)
+            loss = F.mse_loss(module(value), numbers(9, WIDTH, seed=seed + 7))
+            (gradient,) = torch.autograd.grad(loss, [value], create_graph=True)
+            (loss + gradient.pow(2).sum()).backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return [*losses, *module.parameters()]
+
+    check(run, "shared weight", lanes, tolerance=1e-10)

@@ -1,0 +1,212 @@
+"""Hooks, checkpointing and function transforms on both kinds of lanes: what they see is what the plain model shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.equivalence.equality import LANES, probe_loss
+from tests.equivalence.named_models import WIDTH, numbers
+from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
+
+pytestmark = pytest.mark.parametrize("lanes", LANES)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("step", [False, True], ids=["call", "train_step"])
+@pytest.mark.parametrize("name", ["shared weight", "repeated block", "hub"])
+def test_hooks_of_parameters_and_inputs_fire_once_with_the_whole_gradient(name: str, step: bool, lanes: str) -> None:
+    target = numbers(9, WIDTH, seed=1)
+
+    def run(module: nn.Module) -> Sequence[Any]:
+        seen: list[tuple[str, str, Tensor]] = []
+        for key, parameter in module.named_parameters():
+            _hook(parameter, key, seen)
+        value = value_of()
+        value.register_hook(lambda gradient: seen.append(("input", "", gradient.clone())) or gradient * 3)
+        for _ in range(2):
+            if step and hasattr(module, "train_step"):
+                module.train_step(value, target=target, loss_fn=F.mse_loss)
+            else:
+                F.mse_loss(module(value), target).backward()
+        seen.sort(key=lambda entry: entry[:2])
+        return [*(entry[:2] for entry in seen), *(entry[2] for entry in seen), value.grad, *grads(module)]
+
+    check(run, name, lanes)
+
+
+def _hook(parameter: Tensor, key: str, seen: list[Any]) -> None:
+    def before(gradient: Tensor) -> Tensor:
+        seen.append(("before", key, gradient.clone()))
+        return gradient.clamp(-0.02, 0.02)  # not linear: only the whole gradient gives the plain result
+
+    def behind(changed: Tensor) -> None:
+        assert changed.grad is not None
+        seen.append(("behind", key, changed.grad.clone()))
+
+    parameter.register_hook(before)
+    parameter.register_post_accumulate_grad_hook(behind)
+
+
+def test_train_step_with_hooks_runs_by_the_schedule(lanes: str) -> None:
+    pipe = pair("shared weight", lanes)[1]
+    for parameter in pipe.parameters():
+        parameter.register_hook(lambda _: None)
+    rows: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        rows.append(len(output))
+        return F.mse_loss(output, target)
+
+    pipe.train_step(value_of(), target=numbers(9, WIDTH), loss_fn=loss_fn, loss_reduction="mean")
+    assert rows == [3, 2, 2, 2]
+
+
+def test_hooks_hold_for_autograd_grad_and_stay_in_place(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        seen: list[Any] = []
+        for key, parameter in module.named_parameters():
+            _hook(parameter, key, seen)
+        first = torch.autograd.grad(probe_loss(module(value_of())), list(module.parameters()))
+        second = torch.autograd.grad(probe_loss(module(value_of())), list(module.parameters()))
+        return [*first, *second, *sorted(entry[:2] for entry in seen)]
+
+    check(run, "shared weight", lanes)
+
+
+def test_hooks_are_back_after_an_error_in_the_backward(lanes: str) -> None:
+    plain, pipe = pair("shared weight", lanes)
+    parameters = list(pipe.parameters())
+    calls: list[int] = []
+    for index, parameter in enumerate(parameters):
+        parameter.register_hook(lambda _, index=index: calls.append(index))
+    loss = probe_loss(pipe(value_of()))
+    with torch.no_grad():
+        parameters[0].mul_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+    calls.clear()
+    probe_loss(pipe(value_of())).backward()
+    assert sorted(calls) == list(range(len(parameters)))
+    probe_loss(plain(value_of())).backward()
+    assert_equal(grads(pipe), grads(plain))
+
+
+def test_hooks_of_several_gradients_and_of_the_nodes_that_accumulate(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        seen: list[Any] = []
+        parameters = list(module.parameters())
+        torch.autograd.graph.register_multi_grad_hook(parameters, lambda found: seen.append(len(found)))
+        nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters]
+        for index, node in enumerate(nodes):
+            node.register_hook(lambda *_, index=index: seen.append((index, "behind")))
+            node.register_prehook(lambda *_, index=index: seen.append((index, "before")))
+        probe_loss(module(value_of())).backward()
+        return sorted(map(str, seen))
+
+    check(run, "shared weight", lanes)
+
+
+def test_full_backward_hooks_of_layers_fire_per_microbatch_and_may_change_gradients(lanes: str) -> None:
+    rows: dict[str, list[int]] = {}
+
+    def run(module: nn.Module) -> Sequence[Any]:
+        module(value_of())  # the call that plans
+        for key, layer in module.named_modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_full_backward_hook(
+                    lambda _, inputs, outputs, key=key: (
+                        rows.setdefault(key, []).append(len(outputs[0])) or tuple(g * 2 for g in inputs)
+                    )
+                )
+                layer.register_full_backward_pre_hook(lambda _, outputs: tuple(g * 1.5 for g in outputs))
+        value = value_of()
+        loss = probe_loss(module(value))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [value.grad, *grads(module)]
+
+    check(run, "chain", lanes)
+    assert [sorted(own) for own in rows.values()] == [[2, 2, 2, 2, 2, 2, 3, 3, 9, 9]] * 4
+
+
+# -- checkpoint and transforms ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant: bool, first: bool, lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        if not first:
+            module(value)
+        loss = probe_loss(checkpoint(module, value, use_reentrant=reentrant))
+        loss.backward(retain_graph=not reentrant)
+        if not reentrant:
+            loss.backward()
+        return [value.grad, *grads(module)]
+
+    check(run, "hub", lanes)
+
+
+def probe(output: Tensor) -> Tensor:
+    """Return a scalar; unlike ``probe_loss`` it does not ask for ``requires_grad``, which transforms hide."""
+    return (output * torch.arange(output.numel(), dtype=output.dtype).cos().reshape(output.shape)).sum()
+
+
+DIRECTION = numbers(9, WIDTH, seed=2)
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Sequence[Tensor]]] = {
+    "grad": lambda module, value: [torch.func.grad(lambda v: probe(module(v)))(value)],
+    "vjp": lambda module, value: torch.func.vjp(module, value)[1](DIRECTION),
+    "jvp": lambda module, value: torch.func.jvp(module, (value,), (DIRECTION,)),
+    "vmap": lambda module, value: [torch.func.vmap(module)(torch.stack([value, DIRECTION]))],
+    "jacrev": lambda module, value: [torch.func.jacrev(module)(value)],
+    "hessian": lambda module, value: [torch.func.hessian(lambda v: probe(module(v)))(value)],
+    "jacobian": lambda module, value: [torch.autograd.functional.jacobian(module, value)],
+    "jacobian in one backward": lambda module, value: [
+        torch.autograd.functional.jacobian(module, value, vectorize=True)
+    ],
+    "other parameters": lambda module, value: [
+        torch.func.functional_call(module, {n: p.detach() * 2 for n, p in module.named_parameters()}, (value,))
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("model", ["shared weight", "hub"])
+@pytest.mark.parametrize("name", list(TRANSFORMS))
+def test_function_transforms(name: str, model: str, lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of(gradient=False)
+        module(value)
+        return TRANSFORMS[name](module, value)
+
+    check(run, model, lanes)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("model", ["shared weight", "hub"])
+def test_forward_mode(model: str, lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of(gradient=False)
+        module(value)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(value, DIRECTION)
+            return list(torch.autograd.forward_ad.unpack_dual(module(dual)))
+
+    check(run, model, lanes)
+
+
+def test_functional_call_with_parameters_of_the_callers_graph(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        module(value_of())
+        leaves = {name: (p.detach() * 2).requires_grad_() for name, p in module.named_parameters()}
+        given = {name: leaf * 1.5 for name, leaf in leaves.items()}
+        loss = probe_loss(torch.func.functional_call(module, given, (value_of(),)))
+        return [*torch.autograd.grad(loss, list(leaves.values())), *grads(module)]
+
+    check(run, "shared weight", lanes)
