@@ -65,6 +65,7 @@ class ThreadState:
         with contextlib.ExitStack() as stack:
             if self.flush_denormal != (_SMALLEST_NORMAL / 2 == 0.0):
                 torch.set_flush_denormal(self.flush_denormal)
+                stack.callback(torch.set_flush_denormal, not self.flush_denormal)
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             if self.grad != torch.is_grad_enabled():
