@@ -1,0 +1,245 @@
+"""An action that hangs is named, its step is given up, and the lane gets a new thread."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import autosplit
+from autosplit.errors import DeviceError, InputError
+from autosplit.runtime import threads as threads_of_autosplit
+from autosplit.runtime.ambient import ThreadState
+from autosplit.runtime.threads import LaneThreads
+from autosplit.runtime.turns import Turn, turns
+from autosplit.schedule.action import Action, describe
+from autosplit.schedule.catalog import build
+from autosplit.schedule.gpipe import forward_only
+from tests.runtime.gates import HOWS, SAFETY_S, Case, case_of, hold, split
+
+SHORT_S = 0.3
+
+
+@pytest.fixture
+def short() -> Any:
+    """Return what gives a pipe little patience until the test ends."""
+    given: list[tuple[Any, Any]] = []
+
+    def give(pipe: Any) -> None:
+        given.append((pipe, pipe.lane_timeout_s))
+        pipe.lane_timeout_s = SHORT_S
+
+    yield give
+    for pipe, before in given:
+        pipe.lane_timeout_s = before
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    "action", [Action(0, "F", 0), Action(1, "F", 2), Action(2, "B", 1), Action(0, "B", 3)], ids=str
+)
+def test_an_action_that_hangs_is_named_and_left(short: Callable[[Any], None], how: str, action: Action) -> None:
+    case, release = case_of("threads", how), threading.Event()
+    case.run(how)
+    before, threads = {name: leaf.grad for name, leaf in case.leaves().items()}, case.threads()
+    values = {name: None if grad is None else grad.tolist() for name, grad in before.items()}
+    limit_s = case.pipe.lane_timeout_s
+    short(case.pipe)
+    with case.gates.at({action: lambda: hold(until=release)}), pytest.raises(DeviceError) as caught:
+        case.run(how)
+    case.pipe.lane_timeout_s = limit_s
+    try:
+        assert describe(action) in str(caught.value)
+        assert f"did not end within {SHORT_S} s" in str(caught.value)
+        assert "pipe.lane_timeout_s" in str(caught.value)
+        assert caught.value.__context__ is None
+        assert {n: None if t.grad is None else t.grad.tolist() for n, t in case.leaves().items()} == values
+        case.assert_works()
+        assert threads[action.stage].is_alive()
+        assert case.threads()[action.stage] is not threads[action.stage]
+        case.run(how)
+        values = {name: leaf.grad.tolist() for name, leaf in case.leaves().items()}
+    finally:
+        release.set()
+    threads[action.stage].join(SAFETY_S)
+    assert not threads[action.stage].is_alive()
+    assert {name: leaf.grad.tolist() for name, leaf in case.leaves().items()} == values
+    case.assert_works()
+
+
+def test_a_lane_that_hangs_after_another_failed_is_left(short: Callable[[Any], None]) -> None:
+    case, inside, release = Case(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        inside.set()
+        hold(until=release)
+
+    def fail() -> None:
+        hold(until=inside)
+        raise ZeroDivisionError
+
+    short(case.pipe)
+    with case.gates.at({Action(2, "F", 0): fail, Action(0, "F", 1): hang}), pytest.raises(ZeroDivisionError):
+        case.run("call")
+    case.pipe.lane_timeout_s = None
+    case.assert_works()
+    release.set()
+
+
+class Clock:
+    """A clock that only actions move on; ``looked`` tells that the caller has looked for actions that are late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.looked = threading.Event()
+        late = LaneThreads._late
+
+        def look(own: LaneThreads, board: Any) -> dict[int, Action]:
+            found = late(own, board)
+            self.looked.set()
+            return found
+
+        monkeypatch.setattr(LaneThreads, "_late", look)
+        monkeypatch.setattr(threads_of_autosplit.time, "monotonic", lambda: self.now_s)
+
+
+def test_a_slow_step_of_short_actions_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An action is late by its own time: not by the step's, nor while its lane waits for another's two."""
+    with monkeypatch.context() as patch:
+        clock, own, done = Clock(patch), LaneThreads(2, timeout_s=0.05), []
+
+        def act(action: Action) -> None:
+            clock.now_s += 0.04
+            clock.looked.clear()
+            hold(until=clock.looked)
+            done.append(action)
+
+        own.run(turns(build("gpipe", stages=2, microbatches=1), [set(), {0}]), act, ThreadState.current())
+        own.close()
+    assert len(done) == 4
+
+
+def test_an_action_that_is_late_by_that_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        clock, own, given_up = Clock(patch), LaneThreads(1, timeout_s=0.05), threading.Event()
+
+        def act(action: Action) -> None:
+            clock.now_s += 0.06
+            hold(until=given_up)
+
+        with pytest.raises(DeviceError, match=r"stage 0, forward, microbatch 0 did not end within 0\.05 s"):
+            own.run(turns(forward_only(1, 1), [set()]), act, ThreadState.current())
+        given_up.set()
+        own.close()
+
+
+def test_lanes_that_are_late_one_after_another_are_left_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lane 1 starts later than lane 0, behind an action of lane 2, and is late when lane 0 was left long ago."""
+    names = ("inside 0", "inside 1", "lane 2 may end", "draining", "release")
+    events, on = {name: threading.Event() for name in names}, dict[str, threading.Thread]()
+    made = tuple((Turn(Action(lane, "F", 0), lane, (2,) * (lane == 1), (1,) * (lane == 2)),) for lane in range(3))
+    own, drain = LaneThreads(3, timeout_s=0.05), LaneThreads._drain
+
+    def act(action: Action) -> None:
+        if action.stage == 2:
+            return hold(until=events["lane 2 may end"])
+        events[f"inside {action.stage}"].set()
+        return hold(until=events["release"])
+
+    def note(action: Action) -> None:
+        on[str(action)] = threading.current_thread()
+
+    def look_once_more() -> None:
+        for _ in range(2):  # the first look may have begun before the clock moved
+            clock.looked.clear()
+            hold(until=clock.looked)
+
+    def drive() -> None:
+        hold(until=events["inside 0"])
+        clock.now_s = 0.03
+        events["lane 2 may end"].set()
+        hold(until=events["inside 1"])
+        clock.now_s = 0.055
+        hold(until=events["draining"])
+        look_once_more()
+        clock.now_s = 0.09
+
+    own.run(made, note, ThreadState.current())
+    before = dict(on)
+    driver = threading.Thread(target=drive)
+    with monkeypatch.context() as patch:
+        clock = Clock(patch)
+        patch.setattr(LaneThreads, "_drain", lambda own, board: (events["draining"].set(), drain(own, board)))
+        driver.start()
+        with pytest.raises(DeviceError, match="stage 0, forward, microbatch 0 did not end"):
+            own.run(made, act, ThreadState.current())
+        driver.join(SAFETY_S)
+        own.timeout_s = None
+        own.run(made, note, ThreadState.current())
+    assert [on[name] is thread for name, thread in sorted(before.items())] == [False, False, True]
+    events["release"].set()
+    for name in ("0F0", "1F0"):
+        before[name].join(SAFETY_S)
+        assert not before[name].is_alive()
+    own.close()
+
+
+# -- the setting -----------------------------------------------------------------------------------------------------
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def test_the_limit_is_half_an_hour_and_can_be_set_before_and_after_the_first_call() -> None:
+    pipe = split(model())
+    assert pipe.lane_timeout_s == 1800
+    assert autosplit(model(), devices=["cpu"] * 2, lanes="threads").lane_timeout_s == 1800
+    pipe.lane_timeout_s = 7
+    pipe(torch.ones(8, 4))
+    assert pipe.lane_timeout_s == pipe._core.threads.timeout_s == 7
+    pipe.lane_timeout_s = 8.5
+    assert pipe.lane_timeout_s == pipe._core.threads.timeout_s == 8.5
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "10", True, float("nan"), [1]], ids=str)
+def test_a_wrong_limit_is_refused_and_the_old_one_stays(seconds: Any) -> None:
+    pipe = split(model())
+    pipe.lane_timeout_s = 9
+    with pytest.raises(InputError, match="positive number of seconds, or None"):
+        pipe.lane_timeout_s = seconds
+    assert pipe.lane_timeout_s == 9
+
+
+@pytest.mark.parametrize("seconds", [None, float("inf"), 1e300], ids=str)
+def test_no_limit(seconds: float | None) -> None:
+    pipe = split(model())
+    pipe.lane_timeout_s = seconds
+    torch.testing.assert_close(pipe(torch.ones(8, 4)), model()(torch.ones(8, 4)))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda pipe: pickle.loads(pickle.dumps(pipe)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("called", [False, True], ids=["new", "called"])
+def test_the_limit_goes_with_copies(name: str, called: bool) -> None:
+    pipe, value = split(model()), torch.ones(8, 4)
+    pipe.lane_timeout_s = 11.5
+    if called:
+        pipe(value)
+    twin = COPIES[name](pipe)
+    assert twin.lane_timeout_s == 11.5
+    twin.lane_timeout_s = 2000
+    twin(value)
+    assert pipe.lane_timeout_s == 11.5
+    assert twin._core.threads.timeout_s == 2000
