@@ -1,0 +1,213 @@
+"""The same bits on any number of lanes, inline or on threads, run after run, while the lanes' timing varies."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from autosplit.runtime.cells import Cells
+from autosplit.schedule.action import Action
+from tests.equivalence.equality import Batch, Run, assert_same_bits, forward_backward, train_step
+from tests.equivalence.named_models import CASES, WIDTH, flat, numbers, tokens
+from tests.equivalence.random_modules import Recipe, make_batch, recipes
+from tests.equivalence.random_modules import build as build_random
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
+
+RUNS = 30
+LONGEST_S = 0.002
+
+
+class Delays:
+    """Sleeps before each action on a lane's thread, a time drawn from a seed, and notes the order of the actions."""
+
+    def __init__(self, act: Callable[[Cells, Action], None]) -> None:
+        self.act = act
+        self.random = random.Random(0)
+        self.orders: set[tuple[str, ...]] = set()
+        self.order: list[str] = []
+        self.longest_s = LONGEST_S
+
+    def __call__(self, cells: Cells, action: Action) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(self.random.random() * self.longest_s)
+            self.order.append(str(action))
+        self.act(cells, action)
+
+    def next_run(self) -> None:
+        """Begin to note another run's order."""
+        self.orders.add(tuple(self.order))
+        self.order = []
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delays]:
+    delayed = Delays(Cells.act)
+    monkeypatch.setattr(Cells, "act", lambda cells, action: delayed(cells, action))
+    return delayed
+
+
+@pytest.fixture(autouse=True)
+def _one_intra_op_thread() -> Iterator[None]:
+    """Give the caller one intra-op thread, as lanes have: how torch adds up depends on the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Everything(nn.Module):
+    """Ties at both ends, a layer used three times, skips, dropout in every stage, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(13, WIDTH), nn.Linear(WIDTH, 13, bias=False)
+        self.head.weight = self.table.weight
+        self.repeated = nn.Linear(WIDTH, WIDTH)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+        self.mixes = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        first = value = self.table(words).mean(1)
+        for norm, mix in zip(self.norms, self.mixes, strict=True):
+            value = F.dropout(torch.tanh(self.repeated(value)), 0.3, self.training)
+            value = norm(mix(torch.cat([value, first], dim=1)))
+        return self.head(F.dropout(value, 0.2, self.training))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "everything": (Everything, lambda rows: Batch((tokens(rows, 4),))),
+    "tied": (CASES["shared weight"].make, flat),
+    "repeated": (CASES["repeated block"].make, flat),
+    "skips": (CASES["hub"].make, flat),
+    "gpt": (CASES["tiny gpt"].make, lambda rows: Batch((tokens(rows, 6),))),
+}
+
+
+def build(name: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return MODELS[name][0]().double()
+
+
+def split(name: str, lanes: str, devices: int, *, schedule: str = "auto") -> Any:
+    return autosplit(build(name), devices=["cpu"] * devices, chunks=4, lanes=lanes, schedule=schedule)
+
+
+def output_of(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else value.logits
+
+
+def mean_square(output: Any, target: Tensor) -> Tensor:
+    return F.mse_loss(output_of(output), target)
+
+
+def seeded(pipe: Any, run: Callable[[], Run]) -> tuple[Run, Tensor]:
+    """Return a run from one seed on buffers as they were, and the caller's random state after it."""
+    kept = [buffer.clone() for buffer in pipe.buffers()]
+    torch.manual_seed(11)
+    found = run()
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        for buffer, before in zip(pipe.buffers(), kept, strict=True):
+            buffer.copy_(before)
+    return found, state
+
+
+def assert_same(actual: tuple[Run, Tensor], expected: tuple[Run, Tensor]) -> None:
+    assert_same_bits(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1]), "the random state went elsewhere"
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_call_and_its_backward_thirty_times(devices: int, delays: Delays) -> None:
+    batch = MODELS["everything"][1](10)
+    inline = split("everything", "inline", devices)
+    expected = seeded(inline, lambda: forward_backward(inline, batch))
+    pipe = split("everything", "threads", devices)
+    for _ in range(RUNS):
+        assert_same(seeded(pipe, lambda: forward_backward(pipe, batch)), expected)
+        delays.next_run()
+    assert len(delays.orders) > RUNS / 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_thirty_times(schedule: str, delays: Delays) -> None:
+    batch = MODELS["everything"][1](10)
+    options = {"target": numbers(10, 13, seed=1), "loss_fn": mean_square, "loss_reduction": "mean"}
+    inline = split("everything", "inline", 4, schedule="gpipe")
+    expected = seeded(inline, lambda: train_step(inline, batch, **options))
+    pipe = split("everything", "threads", 4, schedule=schedule)
+    for _ in range(RUNS):
+        assert_same(seeded(pipe, lambda: train_step(pipe, batch, **options)), expected)
+        delays.next_run()
+    assert len(delays.orders) > RUNS / 2
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_any_number_of_lanes_of_either_kind(name: str, delays: Delays) -> None:
+    batch = MODELS[name][1](9)
+    calls, steps = [], []
+    for devices in (1, 2, 4):
+        for lanes in ("inline", "threads"):
+            schedule = ("gpipe", "1f1b")[devices // 2 % 2]
+            pipe = split(name, lanes, devices, schedule=schedule)
+            calls.append(seeded(pipe, lambda pipe=pipe: forward_backward(pipe, batch)))
+            target = torch.zeros_like(calls[0][0].outputs[next(iter(calls[0][0].outputs))])
+            options = {"target": target, "loss_fn": mean_square, "loss_reduction": "mean"}
+            steps.append(seeded(pipe, lambda pipe=pipe, options=options: train_step(pipe, batch, **options)))
+    for found in (calls, steps):
+        for one in found[1:]:
+            assert_same(one, found[0])
+
+
+def test_several_backwards_of_one_graph_and_calls_between(delays: Delays) -> None:
+    batch = MODELS["gpt"][1](9)
+    found = []
+    for lanes, devices in (("inline", 3), ("threads", 3), ("threads", 2)):
+        pipe = split("gpt", lanes, devices)
+        losses = [output_of(pipe(*batch.args)).pow(2).mean() * scale for scale in (1, 3)]
+        losses[1].backward(retain_graph=True)
+        losses[0].backward()
+        losses[1].backward()
+        found.append([parameter.grad for parameter in pipe.parameters()])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+
+
+@settings(max_examples=24)
+@given(
+    recipe=recipes(forms=("tensor",)),
+    rows=st.integers(2, 11),
+    chunks=st.integers(2, 5),
+    devices=st.integers(2, 4),
+    schedules=st.permutations(("gpipe", "1f1b")),
+)
+def test_random_modules(recipe: Recipe, rows: int, chunks: int, devices: int, schedules: list[str]) -> None:
+    batch = make_batch(recipe, rows=rows)
+    options = {"target": torch.zeros(rows, recipe.width, dtype=torch.float64), "loss_fn": F.mse_loss}
+    delayed = Delays(Cells.act)
+    delayed.longest_s = LONGEST_S / 4
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cells, "act", lambda cells, action: delayed(cells, action))
+        for lanes, schedule in zip(("inline", "threads"), schedules, strict=True):
+            model = build_random(recipe)
+            pipe = autosplit(model, devices=["cpu"] * devices, chunks=chunks, lanes=lanes, schedule=schedule)
+            runs = [forward_backward(pipe, batch)]
+            if any(parameter.requires_grad for parameter in model.parameters()):
+                runs.append(train_step(pipe, batch, **options))
+            found.append(runs)
+    for inline, threaded in zip(*found, strict=True):
+        assert_same_bits(threaded, inline)
