@@ -24,6 +24,10 @@ from autosplit.runtime.ops import OUT, Bundle, Key, enter, leave, take, transfer
 from autosplit.schedule.action import Action
 
 
+_MANY = 8
+"""As many sums are added to in one call; for fewer its price is higher than theirs."""
+
+
 @dataclass
 class Step:
     """One call of the pipe: what to run, on what, in which schedule.
@@ -275,20 +279,22 @@ class Sums:
         """Positions that hold a tensor of our own: the first contribution may still be used elsewhere."""
 
     def add(self, contributions: Sequence[torch.Tensor | None], positions: Sequence[int] | None = None) -> None:
-        """Add contributions, None for nothing; all that can in one call, for its price and the interpreter lock's."""
-        places = range(len(contributions)) if positions is None else positions
-        pairs = [(p, c) for p, c in zip(places, contributions, strict=True) if c is not None]
-        held = [(self.values[p], c) for p, c in pairs if p in self._own]
-        if len(held) < len(pairs):
-            for position, contribution in pairs:
-                before = self.values[position]
-                if before is None:
-                    self.values[position] = contribution
-                elif position not in self._own:
-                    self.values[position] = before + contribution
-                    self._own.add(position)
-        if held and is_batched(held[0][1]):
-            for own, contribution in held:
-                own.add_(contribution)  # type: ignore[union-attr]
-        elif held:
+        """Add contributions, None for nothing; many in one call, for its price and the interpreter lock's."""
+        values, own, held = self.values, self._own, []
+        for index, contribution in enumerate(contributions):
+            if contribution is None:
+                continue
+            position = index if positions is None else positions[index]
+            before = values[position]
+            if before is None:
+                values[position] = contribution
+            elif position in own:
+                held.append((before, contribution))
+            else:
+                values[position] = before + contribution
+                own.add(position)
+        if len(held) >= _MANY and not is_batched(held[0][1]):
             torch._foreach_add_(*zip(*held, strict=True))
+        else:
+            for before, contribution in held:
+                before.add_(contribution)
