@@ -200,6 +200,31 @@ def test_two_callers_at_once_are_both_right() -> None:
     assert wrong == []
 
 
+def test_a_second_caller_waits_until_the_lanes_are_free() -> None:
+    """Lanes that two steps share, in another order each, would wait for each other."""
+    case, inside, release, second, found = case_of("threads", "call"), *(threading.Event() for _ in range(3)), []
+
+    def last() -> None:
+        inside.set()
+        hold(until=release)
+
+    def first() -> None:
+        if inside.is_set():
+            second.set()
+
+    callers = [threading.Thread(target=lambda: found.append(case.pipe(case.value, MARK))) for _ in range(2)]
+    with case.gates.at({Action(STAGES - 1, "F", CHUNKS - 1): last, Action(0, "F", 0): first}):
+        callers[0].start()
+        hold(until=inside)
+        callers[1].start()
+        assert not second.wait(0.3)  # it may well begin later than that, but never while the first is under way
+        release.set()
+        hold(until=second)
+        assert_ended(callers)
+    for output in found:
+        torch.testing.assert_close(output, case.plain(case.value, MARK))
+
+
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_a_call_from_inside_a_stage_is_refused(kind: Any) -> None:
     case = case_of("threads", "call")
@@ -250,7 +275,7 @@ def test_an_idle_lane_holds_no_tensor(how: str) -> None:
     case = Case(schedule="1f1b")
     gates: Gates = case.gates
 
-    def use() -> list[weakref.ref[Tensor]]:
+    def use() -> list[threading.Event]:
         value, target = VALUE.clone().requires_grad_(), VALUE.clone()
         held = [value, target]
         if how == "step":
@@ -261,12 +286,15 @@ def test_an_idle_lane_holds_no_tensor(how: str) -> None:
         else:
             with torch.set_grad_enabled(how == "call"):
                 held.append(case.pipe(value, MARK))
-        return [weakref.ref(tensor) for tensor in held]
+        gone = [threading.Event() for _ in held]
+        for tensor, event in zip(held, gone, strict=True):
+            weakref.finalize(tensor, event.set)
+        return gone
 
-    found = use()
-    case.threads()  # whatever a lane still had to let go of then, it has by now
+    gone = use()
     gc.collect()
-    assert [reference() for reference in found] == [None] * len(found)
+    for event in gone:  # a lane lets go of a step a moment after the caller has gone on
+        assert event.wait(10)
 
 
 # -- in a process of its own -----------------------------------------------------------------------------------------
