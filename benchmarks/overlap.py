@@ -9,7 +9,8 @@ many stages run at once; what is missing from the ideal is the runtime's. Every 
     speed-up   nominal over the measured median
     ideal      nominal over the length of the simulated schedule: M·S / (M+S-1)
     share      speed-up over ideal; asked of threads: 97%
-    over hand  measured median of a plain loop over microbatches, on one thread, over the contender's
+    over hand  measured median of a plain loop over microbatches, on one thread, over the contender's; in brackets
+               its share of the ideal
 
 Sleeps overshoot, and that counts against the speed-up; what the overshoot alone costs is printed first. So does the
 work around a sleep, on a core that was idle until then, which the plain loop has to do as well. What the machine
@@ -250,8 +251,12 @@ def row(figure: dict[str, Any]) -> dict[str, str]:
         "speed-up": f"{figure['speed_up']:.2f}x",
         "ideal": f"{figure['ideal']:.2f}x",
         "share": f"{figure['share']:.1%}",
-        "over hand": "-" if figure["over_hand"] is None else f"{figure['over_hand']:.2f}x",
+        "over hand": "-" if figure["over_hand"] is None else _over_hand_text(figure),
     }
+
+
+def _over_hand_text(figure: dict[str, Any]) -> str:
+    return f"{figure['over_hand']:.2f}x ({figure['over_hand'] / figure['ideal']:.1%})"
 
 
 def checks_of(figures: Sequence[dict[str, Any]]) -> list[pairs.Check]:
