@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -154,7 +155,13 @@ class PipelinedModule(fx.GraphModule):
             InputError: the loss is neither a mean nor a sum over rows, or the target does not fit the batch.
         """
         if self._forward_hooks or self._forward_pre_hooks:
-            return engine.whole_step(lambda: self(*args, **kwargs), target=target, loss_fn=loss_fn)
+            caller = _caller(pytree.tree_leaves((args, kwargs)))
+            return engine.whole_step(
+                lambda: self(*args, **kwargs),
+                target=target,
+                loss_fn=loss_fn,
+                lanes=lambda: (*self._core.lanes, caller),
+            )
         step = self._prepare(args, kwargs)
         return engine.train_step(
             step,
@@ -205,7 +212,9 @@ class PipelinedModule(fx.GraphModule):
             return recorded.traced.unflatten(list(middle.call(step, threads)))
         program = self._core.compiled[graph][0]
         try:
-            flat = program(self, *step.tensors, step.rows, step.sizes, step.lanes, step.seed)
+            with step.entered() as handed:
+                flat = program(self, *step.tensors, step.rows, step.sizes, step.lanes, step.seed)
+                handed += flat
         except BaseException as error:
             add_location(error, lowered=recorded.lowered)
             raise
@@ -265,7 +274,6 @@ class PipelinedModule(fx.GraphModule):
                 core.recordings.popitem(last=False)
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows)
-        caller = caller_lane(next((t.device for t in tensors), torch.device("cpu")))
         seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
         assert core.plan is not None
         return PreparedStep(
@@ -276,7 +284,7 @@ class PipelinedModule(fx.GraphModule):
             tensors,
             rows,
             sizes,
-            (*core.lanes, caller),
+            (*core.lanes, _caller(tensors)),
             seed,
             core.plan.schedule,
             recorded.orders,
@@ -364,6 +372,11 @@ class PipelinedModule(fx.GraphModule):
                 f"the stages lie on {', '.join(sorted(own))}; moving all to {device} would collapse the pipeline. "
                 f"Take the model back with pipe.unsplit().to({str(device)!r}), or split it anew with devices="
             )
+
+
+def _caller(leaves: Sequence[Any]) -> Lane:
+    """Return the lane of the caller: on the device of the batch."""
+    return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))
 
 
 def _free_names(model: nn.Module, stages: int) -> dict[str, str]:

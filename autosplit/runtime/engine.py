@@ -17,7 +17,8 @@ from autosplit.runtime import loss as losses
 from autosplit.runtime.ambient import ThreadState
 from autosplit.runtime.cells import Border, Cells, Step, Sums, held_back
 from autosplit.runtime.differentiate import gradients
-from autosplit.runtime.ops import OUT, rows_along
+from autosplit.runtime.lanes import Lane
+from autosplit.runtime.ops import OUT, alias, bring, rows_along, transfer
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, turns
 from autosplit.schedule.action import Action, Schedule
@@ -45,9 +46,10 @@ def train_step(
     """
     _check_loss(loss_fn)
     lowered = step.lowered
+    target = _with_outputs(target, step.lanes)
     targets = losses.split_target(target, step.sizes, batch_dims=_output_dims(step))
     if lowered.epilogue is not None or len(step.sizes) == 1:
-        return whole_step(whole, target=target, loss_fn=loss_fn)
+        return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
     known = losses.known_reduction(loss_fn, reduction)
     if known is not None:
         return _run(step, losses.per_microbatch(known, loss_fn, step.sizes, targets), None, threads)
@@ -62,10 +64,16 @@ def train_step(
     return _run(step, losses.per_microbatch(kind, loss_fn, step.sizes, targets), check, threads)
 
 
-def whole_step(whole: Callable[[], Any], *, target: Any, loss_fn: Any) -> torch.Tensor:
-    """Run the loss on the output of the whole batch, and its backward."""
+def whole_step(
+    whole: Callable[[], Any], *, target: Any, loss_fn: Any, lanes: Callable[[], Sequence[Lane]]
+) -> torch.Tensor:
+    """Run the loss on the output of the whole batch, and its backward.
+
+    ``lanes`` are the stages' and last the caller's, as they are when ``whole`` has run.
+    """
     _check_loss(loss_fn)
-    value = losses.call_loss(loss_fn, whole(), target)
+    output = _gathered(whole(), lanes())
+    value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
     value.backward()
     return value.detach()
 
@@ -73,6 +81,27 @@ def whole_step(whole: Callable[[], Any], *, target: Any, loss_fn: Any) -> torch.
 def _check_loss(loss_fn: Any) -> None:
     if loss_fn is None:
         raise InputError("train_step needs loss_fn=, a function loss_fn(output, target) that returns a scalar")
+
+
+def _with_outputs(target: Any, lanes: Sequence[Lane]) -> Any:
+    """Return a target that lies on the caller's device on the last stage's, in the caller's order."""
+    *_, last, caller = lanes
+    if not (last.asynchronous or caller.asynchronous):
+        return target
+    with torch.inference_mode(False), torch.enable_grad():
+        return bring(target, caller, last.here())
+
+
+def _gathered(output: Any, lanes: Sequence[Lane]) -> Any:
+    """Return the model's output on the last stage's device, in the caller's order; on CPU lanes that is what it is."""
+    if not any(lane.asynchronous for lane in lanes):
+        return output
+    flat, rebuild = flatten_output(output)
+    target = lanes[-2].here()
+    for source in {lane.device: lane.here() for lane in lanes}.values():
+        if source.device != target.device:
+            flat = bring(flat, source, target)
+    return rebuild(flat)
 
 
 def _output_dims(step: Step) -> dict[tuple[int, ...], int]:
@@ -88,6 +117,7 @@ def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole:
     traced = step.lowered.traced
     with torch.no_grad(), state.random_state(), state.buffer_contents(traced.root):
         output = whole()
+    output = _gathered(output, step.lanes)
     flat, rebuild = flatten_output(output)
 
     def part(microbatch: int | None) -> Any:
@@ -141,6 +171,8 @@ class _TrainCells(Cells):
         """The loss of each microbatch, until its backward."""
         self.free: list[torch.Tensor] = []
         self.free_sums = Sums(0)
+        self.passed = [value for value in self.lowered.outputs if _is_input(value)]
+        """Inputs that are outputs too."""
 
     def order(self) -> Sequence[Action]:
         """Return the schedule's actions in the order in which one thread issues them."""
@@ -164,8 +196,9 @@ class _TrainCells(Cells):
         """Run a stage on a microbatch, and behind the last one the loss."""
         border = super().forward(stage, microbatch)
         if stage == self.last:
+            passed = {value.name: self._input(value, microbatch) for value in self.passed}
             with self.step.lanes[stage].active():
-                flat = self._output(microbatch, border)
+                flat = self._output(microbatch, border, passed)
                 if self.check is not None:
                     self.check.keep(flat)
                 value = self.roots[microbatch] = self.loss(self.lowered.traced.unflatten(flat), microbatch)
@@ -205,34 +238,25 @@ class _TrainCells(Cells):
             todo += [following for following, _ in node.next_functions]
         return found
 
-    def _output(self, microbatch: int, last: Border) -> list[Any]:
-        """Return the model's flat outputs for one microbatch; what earlier stages made has a border of its own."""
-        values: dict[str, torch.Tensor] = {}
+    def _output(self, microbatch: int, last: Border, values: dict[str, torch.Tensor]) -> list[Any]:
+        """Return the model's flat outputs for one microbatch; what earlier stages made has a border of its own.
+
+        ``values`` are the inputs among them by name; the others are added.
+        """
         for stage, layout in enumerate(self.layout.stages):
             slots = layout.sent.get(OUT, ())
             bundle: Any = self.cells[stage, microbatch].sent.get(OUT, ())
             if slots and stage < self.last:
                 bundle = self.received(last, stage, self.last, microbatch, OUT)
             values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
-        return [self._flat(value, values, microbatch) for value in self.lowered.outputs]
-
-    def _flat(self, value: Any, values: dict[str, torch.Tensor], microbatch: int) -> Any:
-        if not isinstance(value, fx.Node):
-            return value
-        if value.name in values:
-            return values[value.name]
-        info = value.meta.get(INFO)
-        if info is not None and value.op == "placeholder" and info.node_class is NodeClass.MICRO:
-            return self._input(value, microbatch)
-        raise InputError(
-            f"train_step cannot hand {value.name!r} of the output to the loss per microbatch: it is no value of the "
-            "batch's rows; call pipe(x) and loss.backward() instead"
-        )
+        return [_flat(value, values) for value in self.lowered.outputs]
 
     def _input(self, node: fx.Node, microbatch: int) -> torch.Tensor:
         names = [n.name for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
         tensor = self.step.tensors[names.index(node.name)]
-        return rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
+        piece = rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
+        *_, last, caller = self.step.lanes
+        return transfer((piece,), caller, last)[0]
 
     def results(self) -> list[torch.Tensor | None]:
         """Return what the caller's thread works on when the lanes are done."""
@@ -255,4 +279,23 @@ class _TrainCells(Cells):
         if not pairs:
             raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
         tensors, gradients = zip(*pairs.values(), strict=True)
+        if len({lane.device for lane in self.step.lanes}) > 1:
+            # The engine takes all roots to be made on one stream; a view puts each on the caller's of its own device.
+            tensors = tuple(alias(tensor) for tensor in tensors)
         torch.autograd.backward(tensors, gradients)
+
+
+def _is_input(value: Any) -> bool:
+    info = value.meta.get(INFO) if isinstance(value, fx.Node) else None
+    return info is not None and value.op == "placeholder" and info.node_class is NodeClass.MICRO
+
+
+def _flat(value: Any, values: dict[str, torch.Tensor]) -> Any:
+    if not isinstance(value, fx.Node):
+        return value
+    if value.name in values:
+        return values[value.name]
+    raise InputError(
+        f"train_step cannot hand {value.name!r} of the output to the loss per microbatch: it is no value of the "
+        "batch's rows; call pipe(x) and loss.backward() instead"
+    )

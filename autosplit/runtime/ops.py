@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx.node import has_side_effect
 
@@ -110,6 +111,19 @@ def take(bundle: Bundle, source: Lane, done: Any, target: Lane) -> Bundle:
         return bundle
     target.wait(done)
     return transfer(_sent(bundle, source), source, target)
+
+
+def bring(tree: Any, source: Lane, target: Lane) -> Any:
+    """Bring those of a tree's tensors that lie on one lane's device to another lane."""
+    leaves, spec = pytree.tree_flatten(tree)
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and target.origin(leaf).device == source.device
+    ]
+    for place, moved in zip(places, transfer(tuple(leaves[p] for p in places), source, target), strict=True):
+        leaves[place] = moved
+    return pytree.tree_unflatten(leaves, spec)
 
 
 class _Departure(torch.autograd.Function):

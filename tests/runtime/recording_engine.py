@@ -2,26 +2,31 @@
 
 By torch's own contract (``InputBuffer.cpp``, "Autograd Producer-Consumer Stream Syncs"), every node has a canonical
 stream: the one that was current on its outputs' device when they were made. A node runs on it, with the caller's
-streams current elsewhere; before that it waits for the canonical streams of the nodes that its gradients come from.
-Gradients that meet are added on the consumer's stream. At the end the caller's streams wait for those of the leaves.
+streams current elsewhere; before that it waits for the canonical streams of the nodes that its gradients come from,
+and tells the allocator so. The gradients that a call begins with come from one node more, on the caller's stream of
+the first one's device. Gradients that meet are added on the consumer's stream. At the end the caller's streams wait for
+those of the leaves, and of the nodes whose gradients are returned.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from autosplit.runtime import differentiate
 from tests.runtime.happens_before import Keep, Wait
 from tests.runtime.recording_lane import CPU, Dispatch, Event, RecordingStreams, Stream
 
+_ENGINE = torch.autograd.Variable._execution_engine
 _NODE = "recorded node"
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
@@ -35,6 +40,14 @@ class _Node:
     is_leaf: bool
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A gradient on its way: the stream that it comes from, and an event there."""
+
+    stream: Stream
+    event: Event
+
+
 Place = tuple[int, int]
 """A node's number and the position among its gradients."""
 
@@ -45,8 +58,10 @@ class Engine:
     def __init__(self, streams: RecordingStreams) -> None:
         self.streams = streams
         self._nodes: list[_Node] = []
-        self._arrived: dict[tuple[int, Place], Event | None] = {}
-        """Gradients on their way, by their object and where they go, with the event of their producer."""
+        self.mismatches: list[str] = []
+        """Leaves whose stream is another than that of their gradient, of which torch warns."""
+        self._arrived: dict[tuple[int, Place], _Arrival] = {}
+        """Gradients on their way, by their object and where they go."""
         self._leaves: set[Stream] = set()
         self._running: ExitStack | None = None
 
@@ -62,6 +77,8 @@ class Engine:
 
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+            mock.patch.object(torch.autograd.Variable, "_execution_engine", self),
+            mock.patch.object(differentiate, "_ENGINE", self),
             _Functions(self),
             _Operations(self),
         ):
@@ -73,13 +90,38 @@ class Engine:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 self._adopt(leaf.grad_fn, self._current(leaf))
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Call backward; at the end the caller's streams wait for the leaves'."""
-        loss.backward()
+    def run_backward(
+        self,
+        roots: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor],
+        keep: bool,
+        create: bool,
+        wanted: Sequence[torch.Tensor] = (),
+        **options: Any,
+    ) -> Sequence[torch.Tensor | None]:
+        """Run torch's engine; at the end the caller's streams wait for the leaves' and those of what is returned."""
+        assert not self._arrived, "a backward inside a backward"
+        places = [self._place(tensor) for tensor in (*roots, *wanted)]
+        streams = [stream for seed in seeds if (stream := self._current(seed)) is not None]
+        for seed, (_, place) in zip(seeds, places, strict=False):
+            if streams:
+                self._arrived[id(seed), place] = _Arrival(streams[0], self.streams.event(streams[0]))
+        found = _ENGINE.run_backward(roots, seeds, keep, create, wanted, **options)
+        for gradient, (_, place) in zip(found or (), places[len(roots) :], strict=True):
+            if gradient is not None:
+                self._take(gradient, place)
+                self._leaves |= {stream for stream in [self._nodes[place[0]].stream] if stream is not None}
         for stream in self._leaves:
-            self._wait(self.streams.current(stream.device), self.streams.event(stream))
+            if stream is not self.streams.current(stream.device):
+                self._wait(self.streams.current(stream.device), self.streams.event(stream))
         self._leaves.clear()
         self._arrived.clear()
+        return found
+
+    def _place(self, tensor: torch.Tensor) -> tuple[Any, Place]:
+        """Return where a tensor's gradient goes, and the node itself: one for a leaf lives as long as it is held."""
+        edge = get_gradient_edge(tensor)
+        return edge.node, (self._adopt(edge.node, self._current(tensor)).number, edge.output_nr)
 
     def _wait(self, stream: Stream, event: Event) -> None:
         self.streams.add(Wait(stream.name, event.number))
@@ -107,16 +149,22 @@ class Engine:
         self._running = ExitStack()
         if node.stream is not None:
             self._running.enter_context(self.streams.using(node.stream))
-            if node.is_leaf:
-                self._leaves.add(node.stream)
 
     def _take(self, gradient: torch.Tensor, place: Place) -> None:
-        """Have a node's stream wait until a gradient is ready; one that the caller gave is on the caller's stream."""
-        event, here = self._arrived.pop((id(gradient), place), None), self._current(gradient)
+        """Have a node's stream wait until a gradient is ready; to a leaf it goes in the end."""
+        arrival, here = self._arrived.pop((id(gradient), place), None), self._current(gradient)
         if here is None:
             return
-        stream = self._nodes[place[0]].stream or here
-        self._wait(stream, event or self.streams.event(here))
+        assert arrival is not None, "a gradient from nowhere"
+        node = self._nodes[place[0]]
+        stream = node.stream or here
+        if node.is_leaf:
+            self._leaves.add(stream)
+        if stream is arrival.stream:
+            return
+        if node.is_leaf:
+            self.mismatches.append(f"{arrival.stream.name} to {stream.name}")
+        self._wait(stream, arrival.event)
         if stream.device == here.device:
             self.streams.add(Keep(stream.name, self.streams.memory(gradient)))
 
@@ -130,7 +178,8 @@ class Engine:
 
     def _produced(self, gradient: torch.Tensor, producer: Stream | None, place: Place) -> None:
         producer = producer or self._current(gradient)
-        self._arrived[id(gradient), place] = None if producer is None else self.streams.event(producer)
+        if producer is not None:
+            self._arrived[id(gradient), place] = _Arrival(producer, self.streams.event(producer))
 
     def meeting(self, args: Any) -> Place | None:
         """Return where two gradients meet, when an operation is the engine's own addition of them."""

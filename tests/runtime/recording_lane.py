@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autosplit.runtime.lanes import CpuLane, CudaLane
+from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, Lane
 from tests.runtime.happens_before import HOST, Entry, Free, Keep, Op, Record, Wait
 
 CPU = torch.device("cpu")
@@ -228,12 +228,24 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+class HostLane(CpuLane):
+    """The lane of the CPU; it too asks the streams where a tensor lies."""
+
+    def __init__(self, streams: RecordingStreams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def origin(self, tensor: torch.Tensor) -> Lane:
+        device = self.streams.device(tensor)
+        return self if device == CPU else CallerLane(device, self.streams)
+
+
 def recording_lanes(streams: RecordingStreams, devices: list[str]) -> list[CudaLane | CpuLane]:
     """Return a lane per device, with streams that are called ``compute0``, ``inbound0``, ``outbound0`` and so on."""
     lanes: list[CudaLane | CpuLane] = []
     for number, device in enumerate(devices):
         if device == "cpu":
-            lanes.append(CpuLane())
+            lanes.append(HostLane(streams))
             continue
         lane = CudaLane(torch.device(device), streams)
         for role, stream in lane.own._asdict().items():

@@ -63,7 +63,7 @@ class Recorded:
         """Run forward and backward and read every gradient; return copies of outputs and gradients."""
         with self.engine.recording():
             outputs = self.outputs(value)
-            self.engine.backward(loss(outputs))
+            loss(outputs).backward()
             copies = [output.detach() * 1 for output in outputs]
             del outputs
             copies += [p.grad * 1 for p in self.model.parameters() if p.grad is not None]
@@ -109,7 +109,7 @@ def test_input_gradients_come_back_to_the_caller() -> None:
     loss([run.model(other)]).backward()
     run.model.zero_grad(set_to_none=True)
     with run.engine.recording():
-        run.engine.backward(loss(run.outputs(value)))
+        loss(run.outputs(value)).backward()
         gradient = value.grad * 1
     assert_close([gradient], [other.grad])
     assert problems(run.streams.log) == []
