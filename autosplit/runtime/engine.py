@@ -244,10 +244,11 @@ class _TrainCells(Cells):
         ``values`` are the inputs among them by name; the others are added.
         """
         for stage, layout in enumerate(self.layout.stages):
-            slots = layout.sent.get(OUT, ())
-            bundle: Any = self.cells[stage, microbatch].sent.get(OUT, ())
-            if slots and stage < self.last:
-                bundle = self.received(last, stage, self.last, microbatch, OUT)
+            slots = layout.sent.get(OUT)
+            if not slots:
+                continue  # its cell may not have run yet: the last stage waits for those that it takes values of
+            own = stage == self.last
+            bundle = last.sent[OUT] if own else self.received(last, stage, self.last, microbatch, OUT)
             values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
         return [_flat(value, values) for value in self.lowered.outputs]
 

@@ -186,6 +186,39 @@ def test_several_backwards_of_one_graph_and_calls_between(delays: Delays) -> Non
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
 
 
+class Aside(nn.Module):
+    """Its first two layers have results that nobody uses: the last stage waits for no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(True)) for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.first(value)
+        self.second(value)
+        return self.last(value)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_stages_that_wait_for_nothing(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    act = Cells.act
+
+    def late(cells: Cells, action: Action) -> None:
+        if action.stage == slow and threading.current_thread() is not threading.main_thread():
+            time.sleep(0.02)
+        act(cells, action)
+
+    monkeypatch.setattr(Cells, "act", late)
+    options = {"target": numbers(4, WIDTH, seed=1), "loss_fn": F.mse_loss}
+    found = []
+    for lanes in ("inline", "threads"):
+        torch.manual_seed(0)
+        pipe = autosplit(Aside().double(), devices=["cpu"] * 3, chunks=2, lanes=lanes)
+        found.append((forward_backward(pipe, flat(4)), train_step(pipe, flat(4), **options)))
+    for inline, threaded in zip(*found, strict=True):
+        assert_same_bits(threaded, inline)
+
+
 @settings(max_examples=24)
 @given(
     recipe=recipes(forms=("tensor",)),
