@@ -138,6 +138,17 @@ def test_a_graph_that_is_kept_gives_the_same_bits_again(lanes: str) -> None:
     check(run, "shared weight", lanes)
 
 
+def test_the_pipe_itself_says_that_its_graph_is_freed(lanes: str) -> None:
+    pipe = pair("nested skips", lanes)[1]
+    output = pipe(value_of())
+    seed = torch.ones_like(output)
+    torch.autograd.grad(output, list(pipe.parameters()), seed, retain_graph=True)
+    torch.autograd.grad(output, list(pipe.parameters()), seed)
+    for create in (False, True):
+        with pytest.raises(RuntimeError, match=r"backward through the .* a second time.*retain_graph=True"):
+            torch.autograd.grad(output, list(pipe.parameters()), seed, create_graph=create)
+
+
 @pytest.mark.parametrize("create", [False, True])
 def test_a_second_backward_of_a_freed_graph_says_retain_graph(create: bool, lanes: str) -> None:
     plain, pipe = pair("shared weight", lanes)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autosplit.runtime.ambient import ThreadState
 from tests.equivalence.equality import LANES
 from tests.runtime.watching import (
     SPOT,
@@ -139,6 +140,26 @@ def test_nothing_stays_behind(fails: str, inference: bool) -> None:
     Watch.fails = False
     assert everything() == caller
     assert watch(everything, lambda: pipe(value_of()).sum().backward()) == lanes
+
+
+def test_a_state_is_entered_and_left_on_any_thread() -> None:
+    found: list[dict[str, Any]] = []
+
+    def visit(state: ThreadState) -> None:
+        found.append(everything())
+        with state.entered():
+            state.context.run(lambda: found.append(everything()))
+        found.append(everything())
+
+    with much_set():
+        state, caller = ThreadState.current(), everything()
+    caller["dtype"] = torch.get_default_dtype()  # the process's, not the thread's
+    thread = threading.Thread(target=visit, args=(state,))
+    thread.start()
+    thread.join()
+    before, inside, after = found
+    assert inside == caller
+    assert after == before
 
 
 def test_the_comparison_of_states_sees_each_of_them() -> None:

@@ -45,12 +45,12 @@ class Watch(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A layer whose hook looks in the forward, and a watched value behind it for the backward."""
+    """A layer with a watched value behind it for the backward; its own hook looks in the forward and keeps it whole."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.layer.register_forward_pre_hook(Watch.look)
+        self.register_forward_pre_hook(Watch.look)
 
     def forward(self, value: Tensor) -> Tensor:
         return torch.tanh(Watch.apply(self.layer(value)))
