@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from autosplit import autosplit
 from autosplit.runtime import ops
 from autosplit.runtime.lanes import caller_lane, lane
-from tests.runtime.lane_models import MODELS, ROWS, WIDTH, assert_close, loss, plain
+from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Skips, assert_close, loss, plain
 from tests.runtime.lane_programs import Program
 
 pytestmark = pytest.mark.cuda
 CPU = torch.device("cpu")
+DEVICES = [["cuda:0"] * 3, ["cpu", "cuda:0"], ["cuda:0", "cpu", "cuda:0"]]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,7 @@ class Late(nn.Module):
         return sent
 
 
-@pytest.mark.parametrize("devices", [["cuda:0"] * 3, ["cpu", "cuda:0"], ["cuda:0", "cpu", "cuda:0"]])
+@pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("model", MODELS)
 def test_equal_to_the_plain_model_on_a_device(model: Callable[[], nn.Module], devices: list[str]) -> None:
     places = [torch.device(device) for device in devices]
@@ -56,6 +58,62 @@ def test_equal_to_the_plain_model_on_a_device(model: Callable[[], nn.Module], de
         gradients = [p.grad for p in own.parameters() if p.grad is not None]
         assert_close([*(output.detach() for output in outputs), *gradients], plain(reference, value))
         own.zero_grad(set_to_none=True)
+
+
+def own(output: Any, target: torch.Tensor) -> torch.Tensor:
+    first = output[0] if isinstance(output, tuple) else output
+    return (first - target).abs().pow(1.5).mean()
+
+
+def late(pipe: Any) -> Any:
+    """Have every stage of a pipe start late, forward and backward."""
+
+    def slow_gradients(stage: nn.Module, given: Any, sent: Any) -> None:
+        for tensor in (tensor for bundle in sent.values() for tensor in bundle if tensor.requires_grad):
+            tensor.register_hook(lambda gradient: torch.cuda._sleep(2_000_000))
+
+    for stage in pipe.stages:
+        stage.register_forward_pre_hook(lambda stage, given: torch.cuda._sleep(2_000_000))
+        stage.register_forward_hook(slow_gradients)
+    return pipe
+
+
+def split(model: nn.Module, devices: list[str], schedule: str) -> Any:
+    sample = torch.zeros(ROWS, WIDTH)
+    return late(autosplit(model, devices=devices, chunks=3, schedule=schedule, lanes="inline", sample=sample))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_pipe_on_a_device(model: Callable[[], nn.Module], devices: list[str]) -> None:
+    reference = copy.deepcopy(mine := model())
+    pipe = split(mine, devices, "gpipe")
+    for step in range(4):
+        value = torch.randn(ROWS, WIDTH)
+        found = pipe(value.to(devices[0] if step % 2 else CPU))
+        outputs = list(found) if isinstance(found, tuple) else [found]
+        loss(outputs).backward()
+        gradients = [p.grad for p in mine.parameters() if p.grad is not None]
+        assert_close([*(output.detach() for output in outputs), *gradients], plain(reference, value))
+        mine.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("loss_fn", [own, nn.MSELoss()])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_training_step_on_a_device(devices: list[str], schedule: str, loss_fn: Any) -> None:
+    reference = copy.deepcopy(mine := Skips())
+    pipe = split(mine, devices, schedule)
+    for step in range(4):
+        value, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+        place = devices[0] if step % 2 else CPU
+        total = pipe.train_step(value.to(place), target=target.to(place), loss_fn=loss_fn)
+        expected = loss_fn(reference(value), target)
+        expected.backward()
+        gradients = [[p.grad for p in owner.parameters()] for owner in (mine, reference)]
+        assert_close([total, *gradients[0]], [expected.detach(), *gradients[1]])
+        for owner in (mine, reference):
+            owner.zero_grad(set_to_none=True)
 
 
 def test_memory_that_is_free_early_is_not_used_early() -> None:

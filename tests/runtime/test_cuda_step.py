@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.runtime.happens_before import problems
-from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Skips, assert_close, loss, plain
+from autosplit.runtime import cells, engine, ops
+from autosplit.runtime.cells import Cells
+from autosplit.runtime.lanes import CudaLane, Lane
+from tests.runtime.happens_before import Keep, problems
+from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Chain, Frozen, Positions, Skips, assert_close, loss, plain
 from tests.runtime.recorded_pipe import RecordedPipe
 
 PLACES = {
@@ -149,7 +154,7 @@ def test_a_training_step(case: str, place: str, schedule: str) -> None:
 
 @schedule_of
 @place_of
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [Chain, Positions, Frozen])
 def test_a_training_step_of_every_model(model: Callable[[], nn.Module], place: str, schedule: str) -> None:
     run = RecordedPipe(own_model := model(), *PLACES[place], schedule=schedule)
     value, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -158,3 +163,114 @@ def test_a_training_step_of_every_model(model: Callable[[], nn.Module], place: s
         assert_close(run.train(value, target, own), expected)
     assert problems(run.streams.log) == []
     assert run.engine.mismatches == []
+
+
+def test_an_optimizer_between_steps() -> None:
+    run = RecordedPipe(model := Skips(), *PLACES["back and forth"], schedule="1f1b")
+    reference = copy.deepcopy(model)
+    for _ in range(3):
+        value, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+        expected = plain_step((reference,), value, target, own)
+        assert_close(run.train(value, target, own), expected)
+        with run.recording(), torch.no_grad():
+            for changed in (model, reference):
+                for parameter in changed.parameters():
+                    parameter.mul_(0.9)
+    assert problems(run.streams.log) == []
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_target_may_want_a_gradient(whole: bool) -> None:
+    run = RecordedPipe(model := Skips(), *PLACES["two cards"], chunks=1 if whole else 3)
+    value, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
+    own(model(value), target).backward()
+    model.zero_grad(set_to_none=True)
+    with run.recording():
+        given = run.put(target)
+        run.pipe.train_step(run.put(value), target=given, loss_fn=own)
+        gradient = given.grad * 1
+    assert_close([gradient], [target.grad])
+    assert problems(run.streams.log) == []
+
+
+def test_a_hook_on_the_pipe_gets_its_target_too() -> None:
+    model = Several()
+    model.register_forward_hook(lambda module, given, output: None)
+    run = RecordedPipe(model, *PLACES["two cards"])
+    target, value = CASES["several outputs"][1](), torch.randn(ROWS, WIDTH)
+    expected = plain_step((copy.deepcopy(model),), value, target, of_several)
+    assert_close(run.train(value, target, of_several), expected)
+    assert problems(run.streams.log) == []
+
+
+def _without_active(backward: Any) -> Any:
+    def inactive(*given: Any) -> None:
+        with mock.patch.object(CudaLane, "active", return_value=nullcontext()):
+            backward(*given)
+
+    return inactive
+
+
+def _without_wait(bundle: Any, source: Lane, target: Lane) -> Any:
+    return target.fetch(bundle, source)
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "the caller before a step": lambda: mock.patch.object(cells, "enter"),
+    "the lanes before the gradients are handed over": lambda: mock.patch.object(cells, "leave"),
+    "the event behind a cell": lambda: mock.patch.object(
+        cells, "take", lambda bundle, source, done, target: ops.take(bundle, source, None, target)
+    ),
+    "the backward that sends a gradient": lambda: mock.patch.object(cells, "transfer", _without_wait),
+    "the lane's stream under a backward": lambda: mock.patch.object(Cells, "backward", _without_active(Cells.backward)),
+}
+
+
+@schedule_of
+@pytest.mark.parametrize("left_out", MUTATIONS)
+def test_an_order_that_a_training_step_leaves_out_is_found(left_out: str, schedule: str) -> None:
+    run = RecordedPipe(Skips(), *PLACES["back and forth"], schedule=schedule)
+    with MUTATIONS[left_out]():
+        run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
+    assert any("unordered" in problem for problem in problems(run.streams.log))
+
+
+@schedule_of
+@pytest.mark.parametrize(
+    ("place", "stream"), [("one card", "compute"), ("two cards", "compute"), ("two cards", "outb")]
+)
+def test_a_lifetime_that_a_training_step_leaves_out_is_found(place: str, stream: str, schedule: str) -> None:
+    run = RecordedPipe(Skips(), *PLACES[place], schedule=schedule)
+    run.streams.forget = lambda entry: isinstance(entry, Keep) and entry.stream.startswith(stream)
+    for _ in range(2):
+        run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), own)
+    assert run.streams.forgotten
+    assert any("too early" in problem for problem in problems(run.streams.log))
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_gradients_are_held_until_the_caller_has_read_them(forgotten: bool) -> None:
+    run = RecordedPipe(Chain(), *PLACES["one card"])
+    run.streams.forget = lambda entry: forgotten and entry.stream.startswith("caller") and isinstance(entry, Keep)
+    last = run.lanes[-1]
+    with run.recording():
+        mine = run.streams.put(torch.ones(1), last.device)
+        last.wait(last.here().record())
+    run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
+    with run.recording(), last.active():
+        mine + 1
+    assert any("caller cuda:0 still uses" in problem for problem in problems(run.streams.log)) == forgotten
+
+
+def test_a_call_that_does_not_leave_its_lanes_is_found() -> None:
+    run = RecordedPipe(Chain(), *PLACES["one card"])
+    with mock.patch.object(cells, "leave"):
+        run.outputs(torch.randn(ROWS, WIDTH))
+    assert any(problem.startswith("caller") and "unordered" in problem for problem in problems(run.streams.log))
+
+
+def test_gradients_for_two_cards_reach_leaves_on_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "alias", lambda tensor: tensor)
+    run = RecordedPipe(Chain(), *PLACES["two cards"])
+    run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
+    assert run.engine.mismatches
