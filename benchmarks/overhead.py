@@ -2,9 +2,9 @@
 
     python -m benchmarks.overhead [--json FILE] [--repeats 100] [--only CONTENDER ...] [--kinds linear ...]
 
-The hand loop runs the same modules on the same microbatches on one thread: ``tensor_split``, the loop, ``cat``, then the
-loss and one ``backward``; beside `train_step` it has a loss and a ``backward`` per microbatch, which is what that does.
-Every contender's reading stands beside a reading of the hand loop, taken just before or just after it:
+The hand loop runs the same modules on the same microbatches on one thread: ``tensor_split``, the loop, ``cat``, then
+the loss and one ``backward``; beside `train_step` it has a loss and a ``backward`` per microbatch, as that does. Every
+contender's reading stands beside a reading of the hand loop, taken just before or just after it:
 
     overhead per cell = (median of the contender - median of its hand loop) / (stages x microbatches)
 
