@@ -34,7 +34,7 @@ Act = Callable[[Action], None]
 _JOIN_S = 5.0
 _POLL_S = 0.05
 _LOOK_S = 0.2
-"""How long the caller waits at a time: a signal that comes just before a wait, or to another thread, does not end it."""
+"""How long the caller waits at a time: a signal just before a wait, or to another thread, does not end it."""
 
 
 class _Board:

@@ -23,7 +23,6 @@ from tests.runtime.gates import (
     case_of,
     frames,
     hold,
-    lane_threads,
     notes,
     raiser,
 )
@@ -74,7 +73,7 @@ def is_transparent(lanes: str, how: str, action: Action) -> bool:
 @error_of
 def test_a_fault_in_any_action(lanes: str, how: str, action: Action, kind: str) -> None:
     case = case_of(lanes, how)
-    threads, count = lane_threads().keys(), threading.active_count()
+    own, every = case.threads(), set(threading.enumerate())
     for before in BEFORE:
         gradients, error = with_gradients(case, before), ERRORS[kind]("a fault")
         assert fail(case, how, action, error) is error
@@ -87,8 +86,8 @@ def test_a_fault_in_any_action(lanes: str, how: str, action: Action, kind: str) 
             assert places[0].endswith(describe(action))
             assert_gradients(case, gradients)
         case.assert_works()
-    assert lane_threads().keys() == threads
-    assert threading.active_count() == count
+    assert case.threads() == own
+    assert set(threading.enumerate()) <= every
 
 
 @lanes_of

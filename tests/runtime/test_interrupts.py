@@ -28,7 +28,6 @@ from tests.runtime.gates import (
     Case,
     case_of,
     hold,
-    lane_threads,
     notes,
 )
 
@@ -57,20 +56,16 @@ def _pythons_own_handler() -> Iterator[None]:
 
 @pytest.fixture
 def draining(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Return an event that is set when the caller begins to wait for the other lanes."""
-    begins, drain = threading.Event(), LaneThreads._drain
+    """Return an event that is set while the caller waits for the other lanes of a step that has failed."""
+    begun, late = threading.Event(), LaneThreads._late
 
-    def told(own: LaneThreads, board: Any) -> None:
-        begins.set()
-        drain(own, board)
+    def told(own: LaneThreads, board: Any) -> Any:
+        if board.stopped:
+            begun.set()
+        return late(own, board)
 
-    monkeypatch.setattr(LaneThreads, "_drain", told)
-    return begins
-
-
-def all_notes(error: BaseException | None) -> str:
-    """Return the notes of an exception and of those that it replaced."""
-    return "" if error is None else "\n".join(notes(error)) + all_notes(error.__context__)
+    monkeypatch.setattr(LaneThreads, "_late", told)
+    return begun
 
 
 def copies(case: Case) -> dict[str, Any]:
@@ -80,7 +75,8 @@ def copies(case: Case) -> dict[str, Any]:
 @how_of
 @action_of
 def test_ctrl_c_on_threads(draining: threading.Event, how: str, action: Action) -> None:
-    case, threads, ended = case_of("threads", how), lane_threads().keys(), []
+    case, ended = case_of("threads", how), []
+    threads = case.threads()
     case.run(how)
     before = copies(case)
 
@@ -98,7 +94,7 @@ def test_ctrl_c_on_threads(draining: threading.Event, how: str, action: Action) 
     assert describe(action) in notes(caught.value)[0]
     assert copies(case) == before
     case.assert_works()
-    assert lane_threads().keys() == threads
+    assert case.threads() == threads
 
 
 @how_of
@@ -149,7 +145,7 @@ def test_a_second_ctrl_c_leaves_behind_what_hangs(draining: threading.Event, how
     with case.gates.at({action: hang}), pytest.raises(KeyboardInterrupt) as caught:
         case.run(how)
     try:
-        assert describe(action) in all_notes(caught.value)
+        assert describe(action) in notes(caught.value)[0]
         assert copies(case) == before
         case.assert_works()
         assert threads[1].is_alive()

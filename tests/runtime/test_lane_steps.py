@@ -195,10 +195,10 @@ def test_lanes_can_be_closed_twice_and_used_again() -> None:
 
 
 def test_the_threads_end_with_their_owner() -> None:
-    before = lane_threads().keys()
+    before = lane_threads()
     own = LaneThreads(2)
     run(own, forwards(2, 1), lambda action: None)
-    mine = [thread for name, thread in lane_threads().items() if name not in before]
+    mine = lane_threads() - before
     assert len(mine) == 2
     del own
     for thread in mine:

@@ -46,8 +46,8 @@ def model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(6, 6) for _ in range(STAGES)))
 
 
-def new_since(before: set[str]) -> list[threading.Thread]:
-    return [thread for name, thread in lane_threads().items() if name not in before]
+def new_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    return sorted(lane_threads() - before, key=lambda thread: thread.name)
 
 
 def assert_ended(threads: list[threading.Thread]) -> None:
@@ -58,7 +58,7 @@ def assert_ended(threads: list[threading.Thread]) -> None:
 
 # -- start and end ---------------------------------------------------------------------------------------------------
 def test_none_before_the_first_call_then_one_per_lane_for_good() -> None:
-    before = set(lane_threads())
+    before = lane_threads()
     pipe = split(model())
     pipe.prepare(Sample(ROWS))
     assert new_since(before) == []
@@ -73,7 +73,7 @@ def test_none_before_the_first_call_then_one_per_lane_for_good() -> None:
 
 
 def test_inline_lanes_have_no_threads() -> None:
-    before = set(lane_threads())
+    before = lane_threads()
     pipe = split(model(), lanes="inline")
     pipe(ROWS).sum().backward()
     pipe.train_step(ROWS, target=ROWS, loss_fn=nn.MSELoss())
@@ -88,7 +88,7 @@ def test_each_stage_keeps_its_thread() -> None:
 
 @pytest.mark.parametrize("used", ["called", "trained", "failed"])
 def test_they_end_with_the_pipe(used: str) -> None:
-    before, case = set(lane_threads()), Case(schedule="1f1b")
+    before, case = lane_threads(), Case(schedule="1f1b")
     own = new_since(before)
     assert len(own) == STAGES
     if used == "trained":
@@ -102,7 +102,7 @@ def test_they_end_with_the_pipe(used: str) -> None:
 
 
 def test_they_end_when_the_model_is_taken_back_and_start_anew() -> None:
-    before, pipe = set(lane_threads()), split(model())
+    before, pipe = lane_threads(), split(model())
     pipe(ROWS)
     own = new_since(before)
     module = pipe.unsplit()
@@ -113,7 +113,7 @@ def test_they_end_when_the_model_is_taken_back_and_start_anew() -> None:
 
 
 def test_a_backward_after_the_pipe_is_gone_leaves_no_thread() -> None:
-    before, plain = set(lane_threads()), model()
+    before, plain = lane_threads(), model()
     pipe = split(copy.deepcopy(plain))
     parameters, loss = list(pipe.parameters()), pipe(ROWS).sum()
     first = new_since(before)
@@ -138,7 +138,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_have_threads_of_their_own(name: str) -> None:
-    before, pipe = set(lane_threads()), split(model())
+    before, pipe = lane_threads(), split(model())
     value = pipe(ROWS)
     own = new_since(before)
     twin = COPIES[name](pipe)

@@ -139,6 +139,21 @@ def test_an_action_that_is_late_by_that_clock(monkeypatch: pytest.MonkeyPatch) -
         own.close()
 
 
+@pytest.mark.parametrize("seconds", [None, 1800.0], ids=str)
+def test_the_caller_looks_up_while_an_action_runs(monkeypatch: pytest.MonkeyPatch, seconds: float | None) -> None:
+    """A signal that came just before the caller began to wait would else be seen at the end of the limit only."""
+    with monkeypatch.context() as patch:
+        clock, own = Clock(patch), LaneThreads(1, timeout_s=seconds)
+
+        def act(action: Action) -> None:
+            for _ in range(3):
+                clock.looked.clear()
+                hold(until=clock.looked)
+
+        own.run(turns(forward_only(1, 1), [set()]), act, ThreadState.current())
+        own.close()
+
+
 def test_lanes_that_are_late_one_after_another_are_left_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lane 1 starts later than lane 0, behind an action of lane 2, and is late when lane 0 was left long ago."""
     names = ("inside 0", "inside 1", "lane 2 may end", "draining", "release")
