@@ -143,7 +143,9 @@ class PipelinedModule(fx.GraphModule):
         Args:
             *args: positional inputs of the model, the whole batch.
             target: a tensor (or any nesting of tensors) whose first dimension is the batch; cut as the inputs are.
-            loss_fn: ``loss_fn(output, target)`` returns a scalar.
+                What lies on the batch's device is brought to the last stage's; what lies elsewhere stays there.
+            loss_fn: ``loss_fn(output, target)`` returns a scalar; it gets all outputs on the last stage's device, where
+                its own parameters belong.
             loss_reduction: "mean" (over rows), "sum", or "auto": known for torch's losses, proved on the first batch
                 for any other.
             **kwargs: keyword inputs of the model.
