@@ -23,7 +23,6 @@ from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, Key, enter, leave, take, transfer
 from autosplit.schedule.action import Action
 
-
 _MANY = 8
 """As many sums are added to in one call; for fewer its price is higher than theirs."""
 
@@ -257,9 +256,9 @@ class Cells:
 def held_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Hold back the hooks of tensors while cells run: they want the whole gradient, once."""
     held = [(hooks, dict(hooks)) for hooks in (tensor._backward_hooks for tensor in tensors) if hooks]
-    for hooks, _ in held:
-        hooks.clear()
     try:
+        for hooks, _ in held:
+            hooks.clear()
         yield
     finally:
         for hooks, own in held:

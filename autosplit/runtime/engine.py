@@ -6,7 +6,8 @@ fire once. One thread issues the actions in clock order, or every lane's thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -283,7 +284,29 @@ class _TrainCells(Cells):
         if len({lane.device for lane in self.step.lanes}) > 1:
             # The engine takes all roots to be made on one stream; a view puts each on the caller's of its own device.
             tensors = tuple(alias(tensor) for tensor in tensors)
-        torch.autograd.backward(tensors, gradients)
+        with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
+            torch.autograd.backward(tensors, gradients)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put the gradients of leaves back when a hook raises: by then some have been added to.
+
+    Copies are made only where there are hooks; without them nothing of the caller's runs in here.
+    """
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    if not any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+        yield
+        return
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
+    try:
+        yield
+    except BaseException:
+        for leaf, gradient, content in before:
+            leaf.grad = gradient
+            if gradient is not None and content is not None:
+                gradient.copy_(content)
+        raise
 
 
 def _is_input(value: Any) -> bool:
