@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.named_models import WIDTH, numbers
+from tests.equivalence.named_models import WIDTH, Chain, numbers
 from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
 
 pytestmark = pytest.mark.parametrize("lanes", LANES)
@@ -75,13 +76,39 @@ def test_a_tensor_that_was_not_used(lanes: str) -> None:
 
 
 def test_gradients_in_batches(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
+    found = []
+    plain = Chain(36).double()
+    for module in (autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, lanes=lanes), plain):
         value = value_of()
         output = module(value)
         seeds = torch.stack([numbers(9, WIDTH, seed=seed) for seed in range(3)])
-        return torch.autograd.grad(output, [value, *module.parameters()], seeds, is_grads_batched=True)
+        found.append(torch.autograd.grad(output, [value, *module.parameters()], seeds, is_grads_batched=True))
+    assert_equal(*found)
 
-    check(run, "shared weight", lanes)
+
+class Doubled(nn.Module):
+    """The sum of two weights: autograd gives both one tensor as their gradient. Its hook keeps it one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(numbers(WIDTH, WIDTH, seed=seed)) for seed in (1, 2))
+        self.register_forward_hook(lambda *_: None)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return F.linear(value, self.one + self.other)
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["call", "train_step"])
+def test_two_parameters_with_one_gradient(step: bool, lanes: str) -> None:
+    plain = nn.Sequential(Doubled(), nn.Tanh(), Doubled())
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, lanes=lanes)
+    target = numbers(9, WIDTH, seed=3)
+    F.mse_loss(plain(value_of()), target).backward()
+    if step:
+        pipe.train_step(value_of(), target=target, loss_fn=F.mse_loss)
+    else:
+        F.mse_loss(pipe(value_of()), target).backward()
+    assert_equal(grads(pipe), grads(plain))
 
 
 @pytest.mark.parametrize("key", ["hidden", "logits"])
