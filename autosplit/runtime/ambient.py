@@ -2,8 +2,8 @@
 
 Private torch API, since torch has no public way to read or to enter another thread's state: the mode stacks of
 ``torch.overrides`` and ``torch.utils._python_dispatch``, the default hooks of saved tensors, the flag
-``retain_graph`` of the running backward, and what tells that a transform is under way or that gradients are batched.
-Tried on torch 2.11, 2.13 and 2.15.
+``retain_graph`` of the running backward, what tells that a transform is under way, and whether there are hooks on all
+modules. Tried on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -141,11 +141,6 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             autograd._saved_tensors_hooks_disable(refused)
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def is_batched(gradient: torch.Tensor) -> bool:
-    """Tell whether a gradient is many at once (``is_grads_batched=True``); not every operation takes those."""
-    return bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
 
 
 @contextlib.contextmanager

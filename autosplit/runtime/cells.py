@@ -17,14 +17,11 @@ from typing import Any
 
 import torch
 
-from autosplit.runtime.ambient import has_module_hooks, is_batched
+from autosplit.runtime.ambient import has_module_hooks
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, Key, enter, leave, take, transfer
 from autosplit.schedule.action import Action
-
-_MANY = 8
-"""As many sums are added to in one call; for fewer its price is higher than theirs."""
 
 
 @dataclass
@@ -142,10 +139,15 @@ class Cells:
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
-        self.sums = [Sums(len(own)) for own in self.parameters]
-        self.wanting = [[i for i, p in enumerate(own) if p.requires_grad] for own in self.parameters]
-        """By stage, the positions of the parameters that still want a gradient."""
-        self.given_sums = {stage: Sums(len(bundle)) for stage, bundle in self.given.items()}
+        self.summed = [
+            [leaf for leaf in (*self.given.get(stage, ()), *own) if leaf.requires_grad]
+            for stage, own in enumerate(self.parameters)
+        ]
+        """By stage, the leaves whose gradient is a sum over microbatches: shared values, tied and own parameters."""
+        self.totals: list[dict[int, torch.Tensor]] = [{} for _ in self.summed]
+        """By stage, the sums so far by the leaf's identity."""
+        self.apart: set[int] = set()
+        """Leaves, by identity, that are not the lane's own: autograd may add their gradients on another stream."""
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         """By stage, microbatch and position in the stage's bundle of inputs."""
         for border in self.cells.values():
@@ -204,30 +206,34 @@ class Cells:
         return leaves
 
     def backward(self, stage: int, microbatch: int) -> None:
-        """Run a cell's backward, pass gradients on and add up those of parameters and shared values."""
-        border = self.cells[stage, microbatch]
+        """Run a cell's backward, pass gradients on and add to the sums.
+
+        What was summed so far is given to autograd as one more gradient of the leaf. Contributions are then added one
+        after the other, as in one backward of all cells, also where a cell has several.
+        """
+        border, summed, totals = self.cells[stage, microbatch], self.summed[stage], self.totals[stage]
         leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
-        given = [(i, t) for i, t in enumerate(self.given.get(stage, ())) if t.requires_grad]
-        places = self.wanting[stage]
-        wanted = [*(t for *_, t in leaves), *(t for _, t in given), *(self.parameters[stage][i] for i in places)]
         with self.step.lanes[stage].active():
-            found = self._differentiate(border, stage, wanted, microbatch)
-            if found:
-                ends = len(leaves), len(leaves) + len(given)
-                for (name, position, _), gradient in zip(leaves, found[: ends[0]], strict=True):
+            roots, seeds = self._roots(border, stage, microbatch)
+            if roots and (leaves or summed):
+                held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
+                roots += held
+                seeds += [totals[id(leaf)] for leaf in held]
+                wanted = [*(t for *_, t in leaves), *summed]
+                found = gradients(roots, seeds, wanted, keep=self.keep)
+                for (name, position, _), gradient in zip(leaves, found, strict=False):
                     if gradient is not None:
                         self._send_back(stage, microbatch, name, position, gradient)
-                if given:
-                    self.given_sums[stage].add(found[ends[0] : ends[1]], [position for position, _ in given])
-                self.sums[stage].add(found[ends[1] :], places)
+                for leaf, total in zip(summed, found[len(leaves) :], strict=True):
+                    if total is not None:
+                        before = totals.get(id(leaf)) if id(leaf) in self.apart else None
+                        totals[id(leaf)] = total if before is None else before + total
         if not self.keep:
             border.leaves.clear()
             border.sent = {}
 
-    def _differentiate(
-        self, border: Border, stage: int, wanted: Sequence[torch.Tensor], microbatch: int
-    ) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of what is wanted; nothing where no gradient came in."""
+    def _roots(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what a cell's backward begins at, and the gradients that came in for it."""
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         for target, bundle in border.sent.items():
@@ -236,9 +242,7 @@ class Cells:
                 if gradient is not None and tensor.requires_grad:
                     roots.append(tensor)
                     seeds.append(gradient)
-        if not roots or not wanted:
-            return ()
-        return gradients(roots, seeds, wanted, keep=self.keep)
+        return roots, seeds
 
     def _send_back(self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor) -> None:
         if name == "inputs":
@@ -267,33 +271,3 @@ def held_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in bundle]
-
-
-class Sums:
-    """Sums of gradients: the contributions of one lane's cells, in the order of its backwards."""
-
-    def __init__(self, count: int) -> None:
-        self.values: list[torch.Tensor | None] = [None] * count
-        self._own: set[int] = set()
-        """Positions that hold a tensor of our own: the first contribution may still be used elsewhere."""
-
-    def add(self, contributions: Sequence[torch.Tensor | None], positions: Sequence[int] | None = None) -> None:
-        """Add contributions, None for nothing; many in one call, for its price and the interpreter lock's."""
-        values, own, held = self.values, self._own, []
-        for index, contribution in enumerate(contributions):
-            if contribution is None:
-                continue
-            position = index if positions is None else positions[index]
-            before = values[position]
-            if before is None:
-                values[position] = contribution
-            elif position in own:
-                held.append((before, contribution))
-            else:
-                values[position] = before + contribution
-                own.add(position)
-        if len(held) >= _MANY and not is_batched(held[0][1]):
-            torch._foreach_add_(*zip(*held, strict=True))
-        else:
-            for before, contribution in held:
-                before.add_(contribution)

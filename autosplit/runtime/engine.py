@@ -16,8 +16,7 @@ from torch import fx
 from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
 from autosplit.runtime.ambient import ThreadState
-from autosplit.runtime.cells import Border, Cells, Step, Sums, held_back
-from autosplit.runtime.differentiate import gradients
+from autosplit.runtime.cells import Border, Cells, Step, held_back
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, alias, bring, rows_along, transfer
 from autosplit.runtime.threads import LaneThreads
@@ -171,7 +170,6 @@ class _TrainCells(Cells):
         self.roots: dict[int, torch.Tensor] = {}
         """The loss of each microbatch, until its backward."""
         self.free: list[torch.Tensor] = []
-        self.free_sums = Sums(0)
         self.passed = [value for value in self.lowered.outputs if _is_input(value)]
         """Inputs that are outputs too."""
 
@@ -206,20 +204,15 @@ class _TrainCells(Cells):
             self.losses.append(value.detach())
             if microbatch == 0:
                 self.free = self._free_leaves(border, value)
-                self.free_sums = Sums(len(self.free))
+                self.summed[stage] += self.free
+                self.apart |= {id(leaf) for leaf in self.free}
         return border
 
-    def _differentiate(
-        self, border: Border, stage: int, wanted: Sequence[torch.Tensor], microbatch: int
-    ) -> Sequence[torch.Tensor | None]:
+    def _roots(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if stage != self.last:
-            return super()._differentiate(border, stage, wanted, microbatch)
+            return super()._roots(border, stage, microbatch)
         value = self.roots.pop(microbatch)
-        if not value.requires_grad or not (wanted or self.free):
-            return ()
-        found = gradients([value], [torch.ones_like(value)], [*wanted, *self.free], keep=False)
-        self.free_sums.add(found[len(wanted) :])
-        return found[: len(wanted)]
+        return ([value], [torch.ones_like(value)]) if value.requires_grad else ([], [])
 
     def _free_leaves(self, border: Border, value: torch.Tensor) -> list[torch.Tensor]:
         """Return the leaves under the loss that are not the model's: parameters of the loss itself."""
@@ -262,19 +255,17 @@ class _TrainCells(Cells):
 
     def results(self) -> list[torch.Tensor | None]:
         """Return what the caller's thread works on when the lanes are done."""
-        sums = [value for own in (*self.sums, *self.given_sums.values(), self.free_sums) for value in own.values]
+        totals = [total for own in self.totals for total in own.values()]
         kept = self.check.tensors() if self.check is not None else []
-        return [*self.losses, *sums, *self.input_gradients.values(), *kept]
+        return [*self.losses, *totals, *self.input_gradients.values(), *kept]
 
     def hand_over(self) -> None:
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
         pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for own, sums in zip(self.parameters, self.sums, strict=True):
-            pairs.update((id(p), (p, g)) for p, g in zip(own, sums.values, strict=True) if g is not None)
-        for stage, given in self.given_sums.items():
-            bundle = self.start.shared[stage]
-            pairs.update((id(t), (t, g)) for t, g in zip(bundle, given.values, strict=True) if g is not None)
-        pairs.update((id(t), (t, g)) for t, g in zip(self.free, self.free_sums.values, strict=True) if g is not None)
+        for stage, totals in enumerate(self.totals):
+            leaves = [(p, p) for p in (*self.parameters[stage], *(self.free if stage == self.last else ()))]
+            leaves += zip(self.start.shared.get(stage, ()), self.given.get(stage, ()), strict=True)
+            pairs.update((id(whole), (whole, totals[id(leaf)])) for whole, leaf in leaves if id(leaf) in totals)
         for (stage, microbatch, position), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
             tensor = self.start.inputs[stage][microbatch][position]
             pairs[id(tensor)] = tensor, gradient

@@ -128,7 +128,8 @@ def _gradient(cells: Cells, kind: str, place: Any) -> torch.Tensor | None:
     if kind == "inputs":
         return cells.input_gradients.get(place)
     stage, position = place
-    return (cells.given_sums if kind == "shared" else cells.sums)[stage].values[position]
+    leaf = (cells.given if kind == "shared" else cells.parameters)[stage][position]
+    return cells.totals[stage].get(id(leaf))
 
 
 def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
