@@ -67,7 +67,7 @@ def test_the_handshake_between_two_cards_and_its_mirror_image() -> None:
         assert "\n".join(text(streams)) == HANDSHAKE
         with lanes[1].active():
             total = moved.sum()
-        engine.backward(total)
+        total.backward()
     mirrored = HANDSHAKE.translate(str.maketrans("01", "10"))
     assert mirrored in "\n".join(text(streams))
 
