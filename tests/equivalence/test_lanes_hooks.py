@@ -176,7 +176,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Sequence[Tensor]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("model", ["shared weight", "hub"])
 @pytest.mark.parametrize("name", list(TRANSFORMS))
 def test_function_transforms(name: str, model: str, lanes: str) -> None:
@@ -188,7 +188,7 @@ def test_function_transforms(name: str, model: str, lanes: str) -> None:
     check(run, model, lanes)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("model", ["shared weight", "hub"])
 def test_forward_mode(model: str, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
