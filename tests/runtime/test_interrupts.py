@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -293,7 +294,7 @@ def test_a_script_ends_with_the_first_ctrl_c_when_its_lanes_drain() -> None:
         out, errors = interrupt(process, times=1)
         assert process.returncode == -signal.SIGINT
     assert out == "draining\nlanes at exit: 0\n"
-    assert "\nKeyboardInterrupt\ninterrupted during stage 1, backward, microbatch 1" in errors
+    assert re.search(r"\nKeyboardInterrupt\ninterrupted during .*stage 1, backward, microbatch 1", errors)  # and others
 
 
 def test_a_script_whose_lane_hangs_ends_with_the_second_ctrl_c() -> None:
