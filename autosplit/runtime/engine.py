@@ -208,6 +208,11 @@ class _TrainCells(Cells):
                 self.apart |= {id(leaf) for leaf in self.free}
         return border
 
+    def backward(self, stage: int, microbatch: int) -> None:
+        """Run a cell's backward; hooks on the loss's own leaves want the whole gradient too."""
+        with held_back(self.free if stage == self.last else ()):
+            super().backward(stage, microbatch)
+
     def _roots(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if stage != self.last:
             return super()._roots(border, stage, microbatch)
@@ -215,9 +220,11 @@ class _TrainCells(Cells):
         return ([value], [torch.ones_like(value)]) if value.requires_grad else ([], [])
 
     def _free_leaves(self, border: Border, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the leaves under the loss that are not the model's: parameters of the loss itself."""
-        own = {id(p) for p in self.lowered.traced.root.parameters()}
-        own |= {id(t) for bundle in (*border.leaves.values(), *self.given.values()) for t in bundle}
+        """Return the leaves under the loss that are not the last stage's: the loss's own parameters, for one.
+
+        So are parameters of other stages that the loss looks at itself, as a penalty on weights does.
+        """
+        own = {id(t) for bundle in (*border.leaves.values(), *self.given.values()) for t in bundle}
         own |= {id(p) for p in self.parameters[-1]}
         found, seen = [], set()
         todo = [value.grad_fn]
@@ -261,17 +268,16 @@ class _TrainCells(Cells):
 
     def hand_over(self) -> None:
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
-        pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for stage, totals in enumerate(self.totals):
             leaves = [(p, p) for p in (*self.parameters[stage], *(self.free if stage == self.last else ()))]
             leaves += zip(self.start.shared.get(stage, ()), self.given.get(stage, ()), strict=True)
-            pairs.update((id(whole), (whole, totals[id(leaf)])) for whole, leaf in leaves if id(leaf) in totals)
+            pairs += [(whole, totals[id(leaf)]) for whole, leaf in leaves if id(leaf) in totals]
         for (stage, microbatch, position), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
-            tensor = self.start.inputs[stage][microbatch][position]
-            pairs[id(tensor)] = tensor, gradient
+            pairs.append((self.start.inputs[stage][microbatch][position], gradient))
         if not pairs:
             raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
-        tensors, gradients = zip(*pairs.values(), strict=True)
+        tensors, gradients = zip(*pairs, strict=True)
         if len({lane.device for lane in self.step.lanes}) > 1:
             # The engine takes all roots to be made on one stream; a view puts each on the caller's of its own device.
             tensors = tuple(alias(tensor) for tensor in tensors)

@@ -68,6 +68,29 @@ def test_train_step_with_hooks_runs_by_the_schedule(lanes: str) -> None:
     assert rows == [3, 2, 2, 2]
 
 
+def test_a_loss_with_parameters_of_its_own_and_a_penalty_on_all_of_the_models(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        seen: list[tuple[str, str, Tensor]] = []
+        scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+        for key, parameter in (*module.named_parameters(), ("scale", scale)):
+            _hook(parameter, key, seen)
+
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(output * scale, target) + 0.1 * sum(p.pow(2).sum() for p in module.parameters())
+
+        target = numbers(9, WIDTH, seed=1)
+        for _ in range(2):
+            if hasattr(module, "train_step"):
+                module.train_step(value_of(), target=target, loss_fn=loss_fn)
+            else:
+                loss_fn(module(value_of()), target).backward()
+        seen.sort(key=lambda entry: entry[:2])
+        return [*(entry[:2] for entry in seen), *(entry[2] for entry in seen), scale.grad, *grads(module)]
+
+    for name in ("chain", "shared weight"):
+        check(run, name, lanes)
+
+
 def test_hooks_hold_for_autograd_grad_and_stay_in_place(lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         seen: list[Any] = []
