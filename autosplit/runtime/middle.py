@@ -90,7 +90,6 @@ class _Middle(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.cells, ctx.threads, ctx.state, ctx.leaves = cells, threads, state, leaves
         ctx.versions = _versions(cells, tensors)
-        ctx.freed = False
         outputs = _forward(cells, threads, state)
         flat = tuple(tensor.detach() for tensor in outputs)
         ctx.mark_non_differentiable(*(f for f, o in zip(flat, outputs, strict=True) if not o.requires_grad))
@@ -98,21 +97,23 @@ class _Middle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        cells: Cells = ctx.cells
-        if ctx.freed:
+        cells: Cells | None = ctx.cells
+        if cells is None:
             raise RuntimeError(
                 "Trying to backward through the pipe a second time: what the first backward needed is freed. Specify "
                 "retain_graph=True in the first backward, or split with lanes='inline'"
             )
         if torch.is_grad_enabled():
             return (None,) * 4 + tuple(_differentiable(ctx, gradients))
+        leaves: list[Leaf] = ctx.leaves
         cells.keep = graph_is_kept()
-        ctx.freed = not cells.keep
+        if not cells.keep:
+            ctx.cells = ctx.leaves = None  # who keeps the loss keeps this node, and would keep the batch
         cells.clear()
         _seed(cells, gradients)
-        with held_back(tensor for *_, tensor in ctx.leaves):
+        with held_back(tensor for *_, tensor in leaves):
             ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current())
-        found = tuple(_gradient(cells, kind, place) for kind, place, _ in ctx.leaves)
+        found = tuple(_gradient(cells, kind, place) for kind, place, _ in leaves)
         cells.clear()
         return (None,) * 4 + found
 

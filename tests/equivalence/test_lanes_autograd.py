@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,6 +175,16 @@ def test_the_pipe_itself_says_that_its_graph_is_freed(lanes: str) -> None:
     for create in (False, True):
         with pytest.raises(RuntimeError, match=r"backward through the .* a second time.*retain_graph=True"):
             torch.autograd.grad(output, list(pipe.parameters()), seed, create_graph=create)
+
+
+def test_a_loss_that_is_kept_after_its_backward_does_not_keep_the_batch(lanes: str) -> None:
+    pipe = pair("nested skips", lanes)[1]
+    value = value_of(gradient=False)
+    batch, loss = weakref.ref(value), pipe(value).sum()
+    loss.backward()
+    del value
+    assert batch() is None
+    assert loss.grad_fn is not None
 
 
 @pytest.mark.parametrize("create", [False, True])
