@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _RECORDINGS = 32
+_RECORDING = threading.RLock()
+"""Held while a model is recorded: that patches torch for the whole process."""
 _SEED_BITS = 62
 
 
@@ -264,16 +267,8 @@ class PipelinedModule(fx.GraphModule):
         key = key_of(core.model, leaves, spec)
         recorded = core.recordings.get(key)
         if recorded is None:
-            recorded = self._known(key)
-            if recorded is None:
-                recorded = self._record(key, Sample(*args, **kwargs))
-            else:
-                with torch.inference_mode(False), without_saved_tensor_hooks():
-                    rows = rows_of(key.shapes, recorded.kind.batch_dims)
-                    recorded.trace.check_rows(core.model, Sample(*args, **kwargs), rows)
-            core.recordings[key] = recorded
-            while len(core.recordings) > _RECORDINGS:
-                core.recordings.popitem(last=False)
+            with _RECORDING:
+                recorded = self._found(key, Sample(*args, **kwargs))
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows)
         seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
@@ -292,6 +287,20 @@ class PipelinedModule(fx.GraphModule):
             recorded.orders,
             recorded,
         )
+
+    def _found(self, key: Key, sample: Sample) -> Recorded:
+        """Return a recording for a kind of call that had none: one for another batch size, or a new one."""
+        core = self._core
+        recorded = core.recordings.get(key) or self._known(key)
+        if recorded is None:
+            recorded = self._record(key, sample)
+        else:
+            with torch.inference_mode(False), without_saved_tensor_hooks():
+                recorded.trace.check_rows(core.model, sample, rows_of(key.shapes, recorded.kind.batch_dims))
+        core.recordings[key] = recorded
+        while len(core.recordings) > _RECORDINGS:
+            core.recordings.popitem(last=False)
+        return recorded
 
     def _known(self, key: Key) -> Recorded | None:
         """Return a recording of the same kind of call at another batch size."""
@@ -327,17 +336,13 @@ class PipelinedModule(fx.GraphModule):
             core.lanes = tuple(lane(device) for device in devices)
             core.names = _free_names(core.model, len(devices))
             if core.options.lanes == "threads":
-                self._own_threads(len(devices))
+                core.threads = LaneThreads(len(devices), timeout_s=core.options.lane_timeout_s)
+                weakref.finalize(self, core.threads.close)  # the lanes' threads end with the pipe
         place(core.model, lowered, devices)
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, without_rows(key.shapes, dims), dims)
         return Recorded(found.graph, lowered, found, kind, core.lanes)
-
-    def _own_threads(self, count: int) -> None:
-        """Give the pipe threads for its lanes; they end with it."""
-        threads = self._core.threads = LaneThreads(count, timeout_s=self._core.options.lane_timeout_s)
-        weakref.finalize(self, threads.close)
 
     # -- copies and moves ----------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from autosplit.errors import InputError
@@ -48,7 +49,7 @@ def train_step(
     lowered = step.lowered
     target = _with_outputs(target, step.lanes)
     targets = losses.split_target(target, step.sizes, batch_dims=_output_dims(step))
-    if lowered.epilogue is not None or len(step.sizes) == 1:
+    if lowered.epilogue is not None or len(step.sizes) == 1 or _has_graph(target):
         return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
     known = losses.known_reduction(loss_fn, reduction)
     if known is not None:
@@ -62,6 +63,11 @@ def train_step(
             proved[id(loss_fn)] = loss_fn, kind
     check = losses.WholeCheck(loss_fn, target, kind)
     return _run(step, losses.per_microbatch(kind, loss_fn, step.sizes, targets), check, threads)
+
+
+def _has_graph(target: Any) -> bool:
+    """Tell whether a target was computed with gradients: microbatches share its graph, so one backward takes it."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(target))
 
 
 def whole_step(
@@ -143,12 +149,13 @@ def _run(step: Step, loss: Loss, check: losses.WholeCheck | None, threads: LaneT
     with torch.inference_mode(False), torch.enable_grad():
         with step.entered() as handed:
             run = _TrainCells(step, loss, check)
-            with held_back(p for parameters in run.parameters for p in parameters):
-                if threads is None:
+            hooks = held_back(p for parameters in run.parameters for p in parameters)
+            if threads is None:
+                with hooks:
                     for action in run.order():
                         run.act(action)
-                else:
-                    threads.run(run.turns(), run.act, ThreadState.current())
+            else:
+                threads.run(run.turns(), run.act, ThreadState.current(), hooks)
             handed += run.results()
         total = run.losses[0]
         for value in run.losses[1:]:

@@ -111,8 +111,8 @@ class _Middle(torch.autograd.Function):
             ctx.cells = ctx.leaves = None  # who keeps the loss keeps this node, and would keep the batch
         cells.clear()
         _seed(cells, gradients)
-        with held_back(tensor for *_, tensor in leaves):
-            ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current())
+        hooks = held_back(tensor for *_, tensor in leaves)
+        ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
         found = tuple(_gradient(cells, kind, place) for kind, place, _ in leaves)
         cells.clear()
         return (None,) * 4 + found

@@ -20,8 +20,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 
@@ -31,6 +33,7 @@ from autosplit.runtime.turns import Turn, Turns
 from autosplit.schedule.action import Action, describe
 
 Act = Callable[[Action], None]
+_NOTHING = contextlib.nullcontext()
 _JOIN_S = 5.0
 _POLL_S = 0.05
 _LOOK_S = 0.2
@@ -141,8 +144,10 @@ class LaneThreads:
         self._process = os.getpid()
         self._step = threading.Lock()
 
-    def run(self, turns: Turns, act: Act, state: ThreadState) -> None:
+    def run(self, turns: Turns, act: Act, state: ThreadState, within: AbstractContextManager[Any] = _NOTHING) -> None:
         """Run a step: ``act`` performs one action, on its lane's thread, in the given thread state.
+
+        The caller enters ``within`` when it has the lanes for itself, and leaves it before another caller has.
 
         Raises what an action raised, the first if there are several; DeviceError when one runs for longer than
         ``timeout_s``. All other lanes have ended their action by then.
@@ -151,7 +156,7 @@ class LaneThreads:
             self._begin()
         if any(own.thread is threading.current_thread() for own in list(self._threads.values())):
             raise RuntimeError("a pipe was called from inside one of its own stages; use lanes='inline' for that")
-        with self._step:
+        with self._step, within:
             board = _Board(self._start())
             try:
                 self._perform(board, turns, act, state)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,13 +125,20 @@ def _quiet_log() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
+    """Show calls of modules and of autograd functions to a recorder; those of other threads go on as ever."""
     call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    own = threading.get_ident()
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != own:
+            return call(module, *args, **kwargs)
         return recorder.call_module(call, module, args, kwargs)
 
     def apply_function(function: type, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_function(apply.__get__(None, function), function, args, kwargs)
+        plain = apply.__get__(None, function)
+        if threading.get_ident() != own:
+            return plain(*args, **kwargs)
+        return recorder.call_function(plain, function, args, kwargs)
 
     with (
         patch.object(nn.Module, "__call__", call_module),
