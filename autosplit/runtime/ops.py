@@ -229,11 +229,6 @@ def wait(lane: Lane, event: Any) -> None:
     lane.wait(event)
 
 
-def pick(bundle: Sequence[Any], position: int) -> Any:
-    """Return one entry of a bundle."""
-    return bundle[position]
-
-
 def alias(value: torch.Tensor) -> torch.Tensor:
     """Return a view of its own for one use of a value that is used several times.
 

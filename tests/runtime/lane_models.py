@@ -8,6 +8,15 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, ROWS = 3, 5
+PLACES = {
+    "one card": (["cuda:0"] * 3, "cuda:0"),
+    "two cards": (["cuda:0", "cuda:1"], "cuda:0"),
+    "back and forth": (["cuda:1", "cuda:0", "cuda:1", "cuda:0"], "cuda:0"),
+    "from the CPU": (["cuda:0", "cuda:1"], "cpu"),
+    "CPU and cards": (["cpu", "cuda:0", "cpu", "cuda:1"], "cpu"),
+    "ends on the CPU": (["cuda:0", "cuda:1", "cpu"], "cpu"),
+}
+"""The devices of the lanes, and the caller's."""
 
 
 class Chain(nn.Module):

@@ -12,19 +12,10 @@ from torch import Tensor, nn
 from autosplit.runtime import ops
 from autosplit.runtime.lanes import CallerLane, CpuLane
 from tests.runtime.happens_before import Keep, Op, Wait, is_before, problems
-from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Chain, Skips, assert_close, loss, plain
+from tests.runtime.lane_models import MODELS, PLACES, ROWS, WIDTH, Chain, Skips, assert_close, loss, plain
 from tests.runtime.lane_programs import Program
 from tests.runtime.recording_engine import Engine
 from tests.runtime.recording_lane import CPU, RecordingStreams, recording_lanes
-
-PLACES = {
-    "one card": (["cuda:0"] * 3, "cuda:0"),
-    "two cards": (["cuda:0", "cuda:1"], "cuda:0"),
-    "back and forth": (["cuda:1", "cuda:0", "cuda:1", "cuda:0"], "cuda:0"),
-    "from the CPU": (["cuda:0", "cuda:1"], "cpu"),
-    "CPU and cards": (["cpu", "cuda:0", "cpu", "cuda:1"], "cpu"),
-    "ends on the CPU": (["cuda:0", "cuda:1", "cpu"], "cpu"),
-}
 
 
 @pytest.fixture(autouse=True)

@@ -15,17 +15,12 @@ from torch import Tensor, nn
 from autosplit.runtime import cells, engine, ops
 from autosplit.runtime.cells import Cells
 from autosplit.runtime.lanes import CudaLane, Lane
+from tests.runtime import lane_models
 from tests.runtime.happens_before import Keep, problems
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Chain, Frozen, Positions, Skips, assert_close, loss, plain
 from tests.runtime.recorded_pipe import RecordedPipe
 
-PLACES = {
-    "one card": (["cuda:0"] * 3, "cuda:0"),
-    "two cards": (["cuda:0", "cuda:1"], "cuda:0"),
-    "back and forth": (["cuda:1", "cuda:0", "cuda:1", "cuda:0"], "cuda:0"),
-    "from the CPU": (["cuda:0", "cuda:1"], "cpu"),
-    "CPU and cards": (["cpu", "cuda:0", "cpu", "cuda:1"], "cpu"),
-    "ends on the CPU": (["cuda:0", "cuda:1", "cpu"], "cpu"),
+PLACES = lane_models.PLACES | {
     "from a card to the CPU": (["cuda:0", "cpu"], "cuda:0"),
     "CPU lanes under a card": (["cpu", "cpu"], "cuda:0"),
 }

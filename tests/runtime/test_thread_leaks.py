@@ -32,9 +32,8 @@ from tests.runtime.watching import (
 
 @pytest.fixture(autouse=True)
 def _no_watch_yet() -> Iterator[None]:
-    Watch.seen, Watch.observe, Watch.fails = [], staticmethod(lambda: None), False
-    yield
-    Watch.seen, Watch.observe, Watch.fails = [], staticmethod(lambda: None), False
+    with Watch.fresh():
+        yield
 
 
 # -- hooks on saved tensors ------------------------------------------------------------------------------------------

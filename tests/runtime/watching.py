@@ -28,6 +28,21 @@ class Watch(torch.autograd.Function):
     fails: ClassVar[bool] = False
 
     @staticmethod
+    @contextlib.contextmanager
+    def fresh() -> Iterator[None]:
+        """Watch nothing at the beginning and at the end, whatever a test watches in between."""
+        Watch.reset()
+        try:
+            yield
+        finally:
+            Watch.reset()
+
+    @staticmethod
+    def reset() -> None:
+        """Watch nothing."""
+        Watch.seen, Watch.observe, Watch.fails = [], staticmethod(lambda: None), False
+
+    @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         return value.view_as(value)
 
