@@ -16,6 +16,7 @@ from autosplit.errors import (
 from autosplit.options import Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan import Plan
+from autosplit.verification import Verification, verify
 
 __all__ = [
     "AutosplitError",
@@ -29,5 +30,7 @@ __all__ = [
     "Sample",
     "ScheduleError",
     "TraceError",
+    "Verification",
     "autosplit",
+    "verify",
 ]

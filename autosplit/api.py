@@ -106,7 +106,7 @@ def autosplit(
     pipe = PipelinedModule(model, options, pinned)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
-    elif (own := _own_sample(model)) is not None:
+    elif (own := own_sample(model)) is not None:
         _try_own(pipe, own)
     return pipe
 
@@ -134,7 +134,7 @@ def _try_own(pipe: PipelinedModule, own: Any) -> None:
         )
 
 
-def _own_sample(model: nn.Module) -> Any:
+def own_sample(model: nn.Module) -> Any:
     """Return the sample that a model carries: Lightning's ``example_input_array``, transformers' ``dummy_inputs``."""
     own = getattr(model, "example_input_array", None)
     if own is None and type(model).__module__.split(".")[0] == "transformers":

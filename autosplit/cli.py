@@ -1,6 +1,6 @@
-"""The command line: ``autosplit report MODEL`` (``autosplit`` is ``python -m autosplit``).
+"""The command line: ``autosplit report MODEL``, ``autosplit verify MODEL`` (``autosplit`` is ``python -m autosplit``).
 
-Exit codes: 0 done; 1 done, and the answer is no (the plan does not fit); 2 bad usage or input. Stdout carries the
+Exit codes: 0 done; 1 done, and the answer is no (does not fit, not equal); 2 bad usage or input. Stdout carries the
 result and nothing else; errors, warnings and whatever the model prints go to stderr.
 """
 
@@ -25,11 +25,12 @@ import torch
 import typer
 from torch import nn
 
-from autosplit.api import autosplit
+from autosplit.api import autosplit, own_sample
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
 from autosplit.options import OPTIMIZER_COPIES, SCHEDULES, Sample
 from autosplit.planning.plan import Plan
 from autosplit.report import table
+from autosplit.verification import verify
 
 DONE, ANSWER_IS_NO, BAD_INPUT = 0, 1, 2
 DTYPES = "float32 float64 float16 bfloat16 complex64 complex128 bool int64 int32 int16 int8 uint8".split()
@@ -50,6 +51,15 @@ bool[4,128] is either. Without --input the model's own example_input_array or du
 Exit codes: 0 done; 1 done, and the plan does not fit; 2 bad usage or input.
 """
 
+VERIFY_EXAMPLES = """Examples:
+
+\b
+  autosplit verify nets.py:make --devices 4 --chunks 8 --input "x=float32[8,3,32,32]"
+  autosplit verify my.gpt:GPT --devices cpu,cpu --chunks 4 --input "input_ids=int64[4,128]<50257" --json
+
+Exit codes: 0 equal; 1 not equal; 2 bad usage or input.
+"""
+
 app = typer.Typer(
     name="autosplit", add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
@@ -65,27 +75,37 @@ def _commands() -> None:
     """Split a PyTorch model into pipeline stages, and say what they will cost."""
 
 
+Target = Annotated[
+    str, typer.Argument(metavar="MODEL", help=f"{MODEL_FORM}: a zero-argument callable or an nn.Module.")
+]
+Devices = Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")]
+Chunks = Annotated[int, typer.Option(help="Number of microbatches.")]
+Inputs = Annotated[
+    list[str] | None, typer.Option("--input", metavar="NAME=DTYPE[SHAPE]", help="One per input; NAME or position.")
+]
+ScheduleName = Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")]
+Seed = Annotated[int, typer.Option(help="Seed of the factory and of the inputs.")]
+PlanFile = Annotated[Path | None, typer.Option(help="Use this saved plan instead of a new one.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
 @app.command(epilog=EXAMPLES)
 def report(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=f"{MODEL_FORM}: a zero-argument callable or an nn.Module.")
-    ],
-    devices: Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")],
-    chunks: Annotated[int, typer.Option(help="Number of microbatches.")],
-    inputs: Annotated[
-        list[str] | None, typer.Option("--input", metavar="NAME=DTYPE[SHAPE]", help="One per input; NAME or position.")
-    ] = None,
-    schedule: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")] = "auto",
+    model: Target,
+    devices: Devices,
+    chunks: Chunks,
+    inputs: Inputs = None,
+    schedule: ScheduleName = "auto",
     optimizer: Annotated[
         str, typer.Option(help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.")
     ] = "adamw",
     memory_limit: Annotated[str | None, typer.Option(help="Bytes per device, such as 70GiB.")] = None,
     train: Annotated[bool | None, typer.Option("--train/--eval", help="Mode of the model (default: as made).")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the factory and of the inputs.")] = 0,
-    plan: Annotated[Path | None, typer.Option(help="Use this saved plan instead of a new one.")] = None,
+    seed: Seed = 0,
+    plan: PlanFile = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of a table.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Plan a model and print its partition: stages, times, memory, boundaries."""
 
@@ -96,7 +116,7 @@ def report(
                 inputs=[InputSpec.parse(text) for text in inputs or ()],
                 seed=seed,
                 train=train,
-                devices=int(devices) if devices.strip().isdecimal() else [part.strip() for part in devices.split(",")],
+                devices=_devices(devices),
                 chunks=chunks,
                 schedule=schedule,
                 optimizer=int(optimizer) if optimizer.isdecimal() else optimizer,
@@ -109,6 +129,41 @@ def report(
         return ANSWER_IS_NO if found.fits is False else DONE
 
     raise typer.Exit(_exit_code(answer, debug=debug))
+
+
+@app.command("verify", epilog=VERIFY_EXAMPLES)
+def verify_command(
+    model: Target,
+    devices: Devices,
+    chunks: Chunks,
+    inputs: Inputs = None,
+    schedule: ScheduleName = "auto",
+    seed: Seed = 0,
+    plan: PlanFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparisons as JSON instead of a table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Compare the pipeline with the plain model: outputs, gradients, buffers, in train and in eval mode."""
+
+    def answer() -> int:
+        with _beside_stdout():
+            torch.manual_seed(seed)
+            made = load_model(model)
+            sample = build_sample([InputSpec.parse(text) for text in inputs or ()], model=made, seed=seed)
+            if sample is None:
+                sample = own_sample(made)
+            if sample is None:
+                raise _no_inputs(made)
+            pipe = autosplit(made, _devices(devices), chunks, sample=sample, schedule=schedule, plan=plan)
+            found = verify(made, pipe, sample)
+        typer.echo(found.to_json() if as_json else str(found))
+        return DONE if found else ANSWER_IS_NO
+
+    raise typer.Exit(_exit_code(answer, debug=debug))
+
+
+def _devices(text: str) -> int | list[str]:
+    return int(text) if text.strip().isdecimal() else [part.strip() for part in text.split(",")]
 
 
 @dataclass(frozen=True)
@@ -260,11 +315,15 @@ def _plan(target: str, *, inputs: Sequence[InputSpec], seed: int, train: bool | 
         model.train(train)
     pipe = autosplit(model, sample=build_sample(inputs, model=model, seed=seed), **choices)
     if pipe.plan is None:
-        raise InputError(
-            f"no inputs are known for {type(model).__name__}; give --input {INPUT_FORM}, "
-            "or give the model an example_input_array or dummy_inputs"
-        )
+        raise _no_inputs(model)
     return pipe.plan
+
+
+def _no_inputs(model: nn.Module) -> InputError:
+    return InputError(
+        f"no inputs are known for {type(model).__name__}; give --input {INPUT_FORM}, "
+        "or give the model an example_input_array or dummy_inputs"
+    )
 
 
 def _save(plan: Plan, *, path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,25 +15,20 @@ from torch import fx, nn
 
 from autosplit.errors import DeviceError
 from autosplit.lower.locate import add_location
-from autosplit.lower.place import place
 from autosplit.lower.program import STATE, emit
-from autosplit.lower.split import lower
 from autosplit.options import Options, Sample, check_seconds
-from autosplit.planning.apply import assign
-from autosplit.planning.fingerprint import check_plan
 from autosplit.planning.plan import Plan
-from autosplit.planning.search import make_plan
-from autosplit.recorded import PreparedStep, Recorded
+from autosplit.recorded import PreparedStep, PreparedTree, Recorded
+from autosplit.recordings import Recordings
 from autosplit.report.table import render
 from autosplit.runtime import engine, middle
-from autosplit.runtime.ambient import needs_one_thread, without_saved_tensor_hooks
-from autosplit.runtime.lanes import Lane, caller_lane, lane
+from autosplit.runtime.ambient import needs_one_thread
+from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.threads import LaneThreads
-from autosplit.trace.findings import Findings
-from autosplit.trace.inputs import batch_rows, flatten
-from autosplit.trace.ladder import Trace, trace
-from autosplit.trace.signature import Key, Kind, key_of, rows_of, without_rows
+from autosplit.runtime.tree import TreeRun
+from autosplit.trace.formula import lengths_in
+from autosplit.trace.signature import key_of, rows_of
 from autosplit.trace.state import random_state
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -53,9 +46,6 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_RECORDINGS = 32
-_RECORDING = threading.RLock()
-"""Held while a model is recorded: that patches torch for the whole process."""
 _SEED_BITS = 62
 
 
@@ -63,15 +53,13 @@ _SEED_BITS = 62
 class _Core:
     model: nn.Module
     options: Options
-    plan: Plan | None
-    recordings: OrderedDict[Any, Recorded] = field(default_factory=OrderedDict)
-    findings: dict[Any, Findings] = field(default_factory=dict)
-    compiled: dict[fx.Graph, Any] = field(default_factory=dict)
-    edited: set[fx.Graph] = field(default_factory=set)
+    recordings: Recordings
+    compiled: weakref.WeakKeyDictionary[fx.Graph, Any] = field(default_factory=weakref.WeakKeyDictionary)
+    edited: weakref.WeakSet[fx.Graph] = field(default_factory=weakref.WeakSet)
     """Programs that were compiled again by the caller."""
     losses: dict[int, tuple[Any, str]] = field(default_factory=dict)
-    lanes: tuple[Lane, ...] = ()
     threads: LaneThreads | None = None
+    own_python: fx.Graph | None = None
     names: dict[str, str] = field(default_factory=dict)
 
 
@@ -92,25 +80,25 @@ class PipelinedModule(fx.GraphModule):
             if name in model.__dict__:
                 self.__dict__[name] = model.__dict__[name]
         self.__dict__["training"] = model.training
-        self.__dict__["_autosplit"] = _Core(model, options, plan)
+        self.__dict__["_autosplit"] = _Core(model, options, Recordings(model, options, plan))
 
     # -- what the caller sees ------------------------------------------------------------------------------------
     @property
     def plan(self) -> Plan | None:
         """The plan; None before the first call when no sample was given."""
-        return self._core.plan
+        return self._core.recordings.plan
 
     @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
         """The stages of the last program, as GraphModules; empty before the first call."""
-        core = self._core
-        return next(reversed(core.recordings.values())).lowered.stages if core.recordings else ()
+        kept = self._core.recordings.kept
+        return next(reversed(kept.values()))[0].lowered.stages if kept else ()
 
     def report(self) -> str:
         """Return the partition report as text."""
-        if self._core.plan is None:
+        if self.plan is None:
             return "not planned yet: the pipe plans itself on its first call, or give autosplit a sample="
-        return render(self._core.plan)
+        return render(self.plan)
 
     def prepare(self, sample: Sample) -> None:
         """Record, plan and compile for a kind of call without running it.
@@ -119,7 +107,10 @@ class PipelinedModule(fx.GraphModule):
         """
         with random_state():
             step = self._prepare(sample.args, sample.kwargs)
-        self._show(step.recorded, self._program(step))
+        if isinstance(step, PreparedTree):
+            self._show_tree(step)
+        else:
+            self._show(step.recorded, self._program(step))
 
     @property
     def lane_timeout_s(self) -> float | None:
@@ -129,8 +120,9 @@ class PipelinedModule(fx.GraphModule):
     @lane_timeout_s.setter
     def lane_timeout_s(self, seconds: float | None) -> None:
         self._core.options = replace(self._core.options, lane_timeout_s=check_seconds("lane_timeout_s", seconds))
-        if self._core.threads is not None:
-            self._core.threads.timeout_s = seconds
+        for runs in (self._core.threads, self._core.recordings.tree):
+            if runs is not None:
+                runs.timeout_s = seconds
 
     def unsplit(self) -> nn.Module:
         """Return the model itself, and stop the lanes' threads; a later call of the pipe starts new ones."""
@@ -165,9 +157,11 @@ class PipelinedModule(fx.GraphModule):
                 lambda: self(*args, **kwargs),
                 target=target,
                 loss_fn=loss_fn,
-                lanes=lambda: (*self._core.lanes, caller),
+                lanes=lambda: (*self._core.recordings.lanes, caller),
             )
         step = self._prepare(args, kwargs)
+        if isinstance(step, PreparedTree):
+            return engine.whole_step(lambda: self._run(step), target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
         return engine.train_step(
             step,
             target=target,
@@ -210,7 +204,10 @@ class PipelinedModule(fx.GraphModule):
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._prepare(args, kwargs))
 
-    def _run(self, step: PreparedStep) -> Any:
+    def _run(self, step: PreparedStep | PreparedTree) -> Any:
+        if isinstance(step, PreparedTree):
+            self._show_tree(step)
+            return step.tree.call(step.args, step.kwargs, step.key)
         recorded, graph = step.recorded, self._program(step)
         self._show(recorded, graph)
         if (threads := self._threads(step, graph)) is not None:
@@ -218,7 +215,7 @@ class PipelinedModule(fx.GraphModule):
         program = self._core.compiled[graph][0]
         try:
             with step.entered() as handed:
-                flat = program(self, *step.tensors, step.rows, step.sizes, step.lanes, step.seed)
+                flat = program(self, *step.given())
                 handed += flat
         except BaseException as error:
             add_location(error, lowered=recorded.lowered)
@@ -255,24 +252,36 @@ class PipelinedModule(fx.GraphModule):
             graph.owning_module = cast(fx.GraphModule, weakref.proxy(self))  # a dropped pipe ends at once
             self.recompile()
 
+    def _show_tree(self, step: PreparedTree) -> None:
+        """Show that the model's own Python runs."""
+        core = self._core
+        if core.own_python is None:
+            graph = core.own_python = fx.Graph()
+            args, kwargs = graph.placeholder("*args"), graph.placeholder("**kwargs")
+            graph.output(graph.call_module(core.names["module_tree"], (args, kwargs)))
+        self.__dict__[core.names["module_tree"]] = step.tree
+        if self._graph is not core.own_python:
+            self.__dict__["_graph"] = core.own_python
+            core.own_python.owning_module = cast(fx.GraphModule, weakref.proxy(self))
+            self.recompile()
+
     def _attach(self, recorded: Recorded) -> None:
         for name, part in recorded.parts.items():
             self.__dict__[self._core.names[name]] = part
         self.__dict__[STATE] = recorded.traced.root
 
-    def _prepare(self, args: Any, kwargs: Any) -> PreparedStep:
+    def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
         core = self._core
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key = key_of(core.model, leaves, spec)
-        recorded = core.recordings.get(key)
-        if recorded is None:
-            with _RECORDING:
-                recorded = self._found(key, Sample(*args, **kwargs))
+        recorded = core.recordings.find(key, Sample(*args, **kwargs))
+        self._settle(core.recordings.lanes)
+        if isinstance(recorded, TreeRun):
+            return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, _caller(tensors)))
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows)
         seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
-        assert core.plan is not None
         return PreparedStep(
             recorded.lowered,
             lambda *given: recorded.setup.forward(*given),
@@ -280,82 +289,37 @@ class PipelinedModule(fx.GraphModule):
             partial(add_location, lowered=recorded.lowered),
             tensors,
             rows,
+            lengths_in(recorded.traced.lengths, tensors),
             sizes,
-            (*core.lanes, _caller(tensors)),
+            (*recorded.lanes, _caller(tensors)),
             seed,
-            core.plan.schedule,
+            core.recordings.schedule,
             recorded.orders,
             recorded,
         )
 
-    def _found(self, key: Key, sample: Sample) -> Recorded:
-        """Return a recording for a kind of call that had none: one for another batch size, or a new one."""
+    def _settle(self, lanes: Sequence[Lane]) -> None:
+        """Name the program's parts and start the lanes' threads, once the plan says how many there are."""
         core = self._core
-        recorded = core.recordings.get(key) or self._known(key)
-        if recorded is None:
-            recorded = self._record(key, sample)
-        else:
-            with torch.inference_mode(False), without_saved_tensor_hooks():
-                recorded.trace.check_rows(core.model, sample, rows_of(key.shapes, recorded.kind.batch_dims))
-        core.recordings[key] = recorded
-        while len(core.recordings) > _RECORDINGS:
-            core.recordings.popitem(last=False)
-        return recorded
-
-    def _known(self, key: Key) -> Recorded | None:
-        """Return a recording of the same kind of call at another batch size."""
-        for recorded in self._core.recordings.values():
-            kind = recorded.kind
-            same = kind.rest == key.rest and kind.shapes == without_rows(key.shapes, kind.batch_dims)
-            if same and rows_of(key.shapes, kind.batch_dims):
-                return recorded
-        return None
-
-    def _record(self, key: Key, sample: Sample) -> Recorded:
-        """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
-        core = self._core
-        with torch.inference_mode(False), without_saved_tensor_hooks():
-            flat = flatten(core.model, sample, core.options.batch_dims)
-            rows = batch_rows(flat)
-            values = key.rest[1:], without_rows(key.shapes, flat.batch_dims)
-            found = trace(core.model, sample, batch_dims=core.options.batch_dims, findings=core.findings.get(values))
-            core.findings[values] = found.findings
-            if core.plan is None:
-                sizes = sizes_of(rows, core.options.chunks, found.graph.min_rows)
-                core.plan = make_plan(core.model, found, core.options, sizes=sizes)
-            elif not core.recordings:
-                check_plan(core.plan, core.model, stages=len(core.options.devices))
-            return self._cut(found, core.plan, key)
-
-    def _cut(self, found: Trace, plan: Plan, key: Key) -> Recorded:
-        core = self._core
-        devices = core.options.devices[: len(plan.stages)]
-        stage_of = assign(found.graph, plan.stage_of(), stages=len(devices))
-        lowered = lower(found.graph, stage_of, devices)
-        if not core.lanes:
-            core.lanes = tuple(lane(device) for device in devices)
-            core.names = _free_names(core.model, len(devices))
-            if core.options.lanes == "threads":
-                core.threads = LaneThreads(len(devices), timeout_s=core.options.lane_timeout_s)
-                weakref.finalize(self, core.threads.close)  # the lanes' threads end with the pipe
-        place(core.model, lowered, devices)
-        dims = found.inputs.batch_dims
-        found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
-        kind = Kind(key.rest, without_rows(key.shapes, dims), dims)
-        return Recorded(found.graph, lowered, found, kind, core.lanes)
+        if core.names:
+            return
+        core.names = _free_names(core.model, len(lanes))
+        if core.options.lanes == "threads":
+            core.threads = LaneThreads(len(lanes), timeout_s=core.options.lane_timeout_s)
+            weakref.finalize(self, core.threads.close)  # the lanes' threads end with the pipe
 
     # -- copies and moves ----------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         core = self._core
-        twin = PipelinedModule(copy.deepcopy(core.model, memo), core.options, core.plan)
+        twin = PipelinedModule(copy.deepcopy(core.model, memo), core.options, core.recordings.plan)
         memo[id(self)] = twin
         return twin
 
     def __copy__(self) -> PipelinedModule:
-        return PipelinedModule(self._core.model, self._core.options, self._core.plan)
+        return PipelinedModule(self._core.model, self._core.options, self._core.recordings.plan)
 
     def __reduce__(self) -> Any:
-        return PipelinedModule, (self._core.model, self._core.options, self._core.plan)
+        return PipelinedModule, (self._core.model, self._core.options, self._core.recordings.plan)
 
     def to(self, *args: Any, **kwargs: Any) -> PipelinedModule:
         """Change the dtype; a device is refused when stages lie on others: it would collapse the placement."""
@@ -389,7 +353,12 @@ def _caller(leaves: Sequence[Any]) -> Lane:
 def _free_names(model: nn.Module, stages: int) -> dict[str, str]:
     """Choose attribute names for the parts that hide nothing of the model's own."""
     names = {}
-    for part in (*(f"stage{i}" for i in range(stages)), *(f"shared{i}" for i in range(stages)), "epilogue"):
+    for part in (
+        *(f"stage{i}" for i in range(stages)),
+        *(f"shared{i}" for i in range(stages)),
+        "epilogue",
+        "module_tree",
+    ):
         name = part
         while hasattr(model, name):
             name = f"pipe_{name}"

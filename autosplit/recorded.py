@@ -13,9 +13,10 @@ from autosplit.lower.split import Lowered
 from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import on_lane
+from autosplit.runtime.tree import TreeRun
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import Trace
-from autosplit.trace.signature import Kind
+from autosplit.trace.signature import Key, Kind
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Recorded:
     trace: Trace
     kind: Kind
     lanes: tuple[Lane, ...]
+    vain: int = 0
+    """How many attempts to make one recording of several lengths were in vain so far."""
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     orders: dict[Any, Any] = field(default_factory=dict)
 
@@ -49,6 +52,17 @@ class Recorded:
     def ending(self) -> fx.GraphModule:
         """The part of the program behind the last cell."""
         return emit_ending(self.lowered, self.parts)
+
+
+@dataclass(frozen=True)
+class PreparedTree:
+    """One call of a model that runs by its own Python; ``lanes`` are the stages' and last the caller's."""
+
+    tree: TreeRun
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Key
+    lanes: tuple[Lane, ...]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from autosplit.lower.region import named
 from autosplit.lower.split import Lowered, program_alias
 from autosplit.lower.text import readable
 from autosplit.runtime.ops import OUT, Key, fork, merge, record, split, transfer, wait
-from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.graph import INFO, LENGTH, NodeClass
 
 STATE = "_model"
 
@@ -103,8 +103,11 @@ class _Program:
             for node in self.lowered.traced.graph.nodes
             if node.op == "placeholder" and INFO in node.meta
         }
-        self.rows, self.sizes, self.lanes, self.seed = (
-            named(self.graph, self.graph.placeholder(name), name) for name in ("rows", "sizes", "lanes", "seed")
+        self.rows = named(self.graph, self.graph.placeholder("rows"), "rows")
+        names = (length.name for length in self.lowered.traced.lengths)
+        self.lengths = {name: named(self.graph, self.graph.placeholder(name), name) for name in names}
+        self.sizes, self.lanes, self.seed = (
+            named(self.graph, self.graph.placeholder(name), name) for name in ("sizes", "lanes", "seed")
         )
 
     def _given(self) -> None:
@@ -131,7 +134,9 @@ class _Program:
                 continue
             prologue = self.layout.prologues[stage]
             bundle = tuple(self._placed(slot, stage) for slot in prologue.takes)
-            given = {"rows": self.rows, "key": self._key(-1) if "key" in module.takes else None, "shared": bundle}
+            given: dict[str, Any] = {**self.lengths, "rows": self.rows, "shared": bundle}
+            if "key" in module.takes:
+                given["key"] = self._key(-1)
             out = self.graph.call_module(self.attributes[f"shared{stage}"], tuple(given[name] for name in module.takes))
             named(self.graph, out, f"shared{stage}_values")
             for position, slot in enumerate(prologue.gives):
@@ -176,7 +181,7 @@ class _Program:
 
     def _cell(self, stage: int, microbatch: int) -> None:
         layout, module = self.layout.stages[stage], self.lowered.stages[stage]
-        given: dict[str, Any] = {"shared": self.shared.get(stage)}
+        given: dict[str, Any] = {**self.lengths, "shared": self.shared.get(stage)}
         if "rows" in module.takes:
             given["rows"] = self._item(self.sizes, microbatch)
         if "key" in module.takes:
@@ -213,7 +218,9 @@ class _Program:
         if module is not None:
             last = len(self.lowered.stages) - 1
             bundle = tuple(self._for_epilogue(slot, last) for slot in self.lowered.epilogue_inputs)
-            given = {"rows": self.rows, "key": self._key(-2) if "key" in module.takes else None, "values": bundle}
+            given: dict[str, Any] = {**self.lengths, "rows": self.rows, "values": bundle}
+            if "key" in module.takes:
+                given["key"] = self._key(-2)
             out = self.graph.call_module(self.attributes["epilogue"], tuple(given[name] for name in module.takes))
             named(self.graph, out, "epilogue_values")
             self.epilogue = {n: self._item(out, i) for i, n in enumerate(self.lowered.epilogue_outputs)}
@@ -255,7 +262,7 @@ class _Program:
 
     def _size(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
-            return self.rows
+            return self.lengths.get(node.meta.get(LENGTH, ""), self.rows)
         assert callable(node.target), "a size is an expression of operator functions"
         args = tuple(self._size(a) if isinstance(a, fx.Node) else a for a in node.args)
         return self.graph.call_function(node.target, args)

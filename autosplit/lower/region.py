@@ -12,7 +12,7 @@ from torch import fx, nn
 from autosplit.lower.layout import Layout, Slot
 from autosplit.runtime.ops import alias, draw, fork
 from autosplit.trace.calls import under
-from autosplit.trace.graph import INFO
+from autosplit.trace.graph import INFO, LENGTH
 
 ROOT = "model"
 SINGLE_MODULES = (
@@ -44,6 +44,7 @@ class Region:
         self.graph = fx.Graph()
         self.rows = self.graph.placeholder("rows")
         self.key = self.graph.placeholder("key")
+        self.lengths = {length.name: self.graph.placeholder(length.name) for length in self.traced.lengths}
         self.slots: dict[Slot, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
         self.functions: dict[str, Any] = {}
@@ -58,12 +59,18 @@ class Region:
 
     def copy(self, nodes: Iterable[fx.Node]) -> None:
         """Copy recorded nodes in model order."""
+        changed = []
         for node in nodes:
             self._copy(node)
             key = node.name
             forks = key in self.layout.forked or (key in self.layout.home and self.layout.uses[key] > 1)
             if forks and self.layout.uses[key] > 1:
-                self._fork(node, self.layout.uses[key])
+                if INFO in node.meta and node.meta[INFO].mutated:
+                    changed.append(node)  # its history is whole behind its last change in place
+                else:
+                    self._fork(node, self.layout.uses[key])
+        for node in changed:
+            self._fork(node, self.layout.uses[node.name])
 
     def value(self, slot: Slot) -> fx.Node:
         """Return the node for a slot that the region gives."""
@@ -109,7 +116,7 @@ class Region:
             epilogue = self.slots.get(Slot(str(operand.target), None))
             return epilogue if epilogue is not None else self.graph.get_attr(f"{ROOT}.{operand.target}")
         if operand.op == "placeholder" and INFO not in operand.meta:
-            return self.rows
+            return self.lengths.get(operand.meta.get(LENGTH, ""), self.rows)
         if INFO not in operand.meta:
             return self._plumbing(operand, consumer)
         use = self.layout.alias_of.get((operand.name, consumer.name))
@@ -165,7 +172,7 @@ class Region:
     def finish(self, output: Any, kind: str) -> RegionModule:
         """Close the graph and return it as a GraphModule that reads the model's own state by name."""
         self.graph.output(output)
-        for node in (self.key, self.rows):
+        for node in (self.key, self.rows, *self.lengths.values()):
             if not node.users:
                 self.graph.erase_node(node)
         module = RegionModule(nn.Module(), fx.Graph(), kind)

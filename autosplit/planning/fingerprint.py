@@ -20,10 +20,15 @@ def state_entries(model: nn.Module) -> list[str]:
 
 def fingerprint(model: nn.Module, traced: TracedGraph) -> Fingerprint:
     """Return the fingerprint of a model and of the recording that was planned."""
+    return fingerprint_of(model, [info.name for _, info in traced.compute_nodes()])
+
+
+def fingerprint_of(model: nn.Module, nodes: list[str]) -> Fingerprint:
+    """Return the fingerprint of a model and of the nodes that were planned."""
     return Fingerprint(
         model=type(model).__name__,
         state=_hash(state_entries(model)),
-        nodes=_hash([info.name for _, info in traced.compute_nodes()]),
+        nodes=_hash(nodes),
         torch=str(torch.__version__),
     )
 

@@ -103,6 +103,10 @@ class Plan(_Record):
     """Share of the forward FLOPs in each node class."""
     measured: bool
     notes: tuple[str, ...] = ()
+    rung: Literal["recorded", "captured", "module tree"] = "recorded"
+    """How the model was followed: its calls recorded, captured by dynamo, or its own Python run module by module."""
+    whole: tuple[str, ...] = ()
+    """Modules that are one node because their Python cannot be recorded: ``path: reason``."""
 
     def stage_of(self) -> dict[str, int]:
         """Map stable node names to stage numbers."""

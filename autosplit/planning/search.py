@@ -19,7 +19,7 @@ from autosplit.profile.types import Profile
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.schedule.validate import validate
-from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.state import attributes, buffer_contents
@@ -35,11 +35,11 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     schedule = "1f1b" if options.schedule == "auto" else options.schedule
     formulation = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule)
     partition = solve(formulation.problem, stages=len(options.devices))
-    writer = _Writer(model, traced, costs, options, sizes, schedule, formulation, partition)
+    writer = _Writer(model, found, costs, options, sizes, schedule, formulation, partition)
     if writer.over_capacity():
         careful = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule, count_copies=True)
         partition = solve(careful.problem, stages=len(options.devices))
-        writer = _Writer(model, traced, costs, options, sizes, schedule, formulation, partition)
+        writer = _Writer(model, found, costs, options, sizes, schedule, formulation, partition)
     if partition.stages < len(options.devices):
         warnings.warn(
             f"{len(options.devices)} devices were given, but the model has only "
@@ -67,7 +67,7 @@ class _Writer:
     def __init__(
         self,
         model: nn.Module,
-        traced: TracedGraph,
+        found: Trace,
         costs: Profile,
         options: Options,
         sizes: tuple[int, ...],
@@ -75,13 +75,14 @@ class _Writer:
         formulation: Formulation,
         partition: Partition,
     ) -> None:
-        self.model, self.traced, self.costs, self.options = model, traced, costs, options
+        self.model, self.traced, self.costs, self.options = model, found.graph, costs, options
+        self.rung, self.whole = found.rung, found.whole
         self.sizes, self.schedule, self.formulation, self.partition = sizes, schedule, formulation, partition
         pairs = zip(formulation.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
-        self.stage_of = assign(traced, solved, stages=partition.stages)
+        self.stage_of = assign(self.traced, solved, stages=partition.stages)
         self.checked = check(formulation.problem, partition.assignment)
-        self.copies = copy_bytes(traced, costs, options, self.stage_of)
+        self.copies = copy_bytes(self.traced, costs, options, self.stage_of)
 
     def over_capacity(self) -> bool:
         """Tell whether copies of tied parameters lift a stage over a capacity that the solver kept without them."""
@@ -101,7 +102,7 @@ class _Writer:
             backward_s=[stage.backward_s for stage in stages],
             transfers=self._transfers(boundaries),
         )
-        fits = _fits(stages)
+        fits = fit_of(stages)
         return Plan(
             fingerprint=fingerprint(self.model, self.traced),
             devices=tuple(str(device) for device in self.options.devices[: len(stages)]),
@@ -121,6 +122,8 @@ class _Writer:
             class_flops=self._class_flops(),
             measured=self.costs.measured,
             notes=tuple(self._notes()),
+            rung=self.rung,
+            whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
         )
 
     def _stage(self, index: int) -> StagePlan:
@@ -234,7 +237,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _fits(stages: Sequence[StagePlan]) -> bool | None:
+def fit_of(stages: Sequence[StagePlan]) -> bool | None:
     """Compare peaks with capacities; None where no capacity is known, or where a peak is within 5% of it.
 
     A stage within 5% is borderline because kernels' workspaces are not predicted; a limit that was given is met.

@@ -58,7 +58,7 @@ def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes
     """Return the times that a cost model gives to every node, by stable name."""
 
     def seconds(operations: Sequence[Operation]) -> float:
-        return sum(model.seconds(_work(operation)) for operation in operations)
+        return sum(model.seconds(work_of(operation)) for operation in operations)
 
     return {
         name: NodeTimes(seconds(node.forward_operations), seconds(node.backward_operations))
@@ -136,7 +136,8 @@ def _on_meta(traced: TracedGraph, inputs: Sequence[torch.Tensor]) -> bool:
     return any(tensor.is_meta for tensor in (*traced.root.parameters(), *traced.root.buffers(), *inputs))
 
 
-def _work(operation: Operation) -> OpWork:
+def work_of(operation: Operation) -> OpWork:
+    """Return what a cost model wants to know of an operation."""
     return OpWork(
         kind=_kind(operation), flops=operation.flops, bytes=operation.bytes, dtype=_arithmetic(operation.dtype)
     )

@@ -10,6 +10,7 @@ without a GPU, and "meta" tensors take other kernels.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -204,9 +205,8 @@ class _FakePass(BorderInterpreter):
                 backward_operations=(work, work) if needs_grad else (),
                 estimated=f"it did not run on fake tensors: {_text(error)}",
             )
-        result = values[0] if len(values) == 1 else tuple(values)
-        self._number(info, result)
-        return result
+        self._number(info, values)
+        return _shaped(node, values, self._rows) or (values[0] if len(values) == 1 else tuple(values))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self._saved |= self._storages([tensor])
@@ -235,6 +235,33 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin.requires_grad_(tensor.requires_grad)
+
+
+class _Picks(dict[Any, Any]):
+    """Stands for a nested result: what a graph picks out of it, by item or by attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def _shaped(node: fx.Node, values: Sequence[torch.Tensor], rows: int) -> _Picks:
+    """Return the values of a node as the nested result that the graph picks from; empty where it picks nothing."""
+    name, free = node.meta[INFO].name, list(values)
+
+    def pick(parent: fx.Node, picked: _Picks) -> _Picks:
+        for user in parent.users:
+            info: TracedNode | None = user.meta.get(INFO)
+            if user.target not in (operator.getitem, getattr) or user.args[0] is not parent:
+                continue
+            if info is None:
+                pick(user, picked.setdefault(user.args[1], _Picks()))
+            elif info.name.startswith(f"{name}."):
+                kind = info.tensors[0].shape_at(rows), info.tensors[0].dtype
+                place = next(i for i, value in enumerate(free) if (tuple(value.shape), value.dtype) == kind)
+                picked[user.args[1]] = free.pop(place)
+        return picked
+
+    return pick(node, _Picks())
 
 
 def _empty(info: TracedNode, rows: int) -> list[torch.Tensor]:

@@ -56,6 +56,8 @@ def render(plan: Plan, *, width: int | None = None) -> str:
         _boundaries(plan, width=page),
         _wrap(_prediction(plan), width=page),
     ]
+    if plan.whole:
+        sections.append(_wrap(["Whole modules", *(f"  - {text}" for text in plan.whole)], width=page))
     if plan.notes:
         sections.append(_wrap(["Notes", *(f"  - {note}" for note in plan.notes)], width=page))
     return "\n\n".join("\n".join(section) for section in sections)
@@ -133,7 +135,19 @@ def _header(plan: Plan) -> list[str]:
         f"  chunks     {_microbatches(plan)}",
         f"  schedule   {plan.schedule}, optimizer {plan.optimizer}",
         f"  basis      {times}, torch {plan.fingerprint.torch}",
+        f"  traced     {_traced(plan)}",
     ]
+
+
+def _traced(plan: Plan) -> str:
+    """Say how the model was followed, and how much of it stayed whole."""
+    ways = {
+        "recorded": "run and recorded",
+        "captured": "captured by dynamo",
+        "module tree": "no graph can follow it: its own Python runs, module by module",
+    }
+    kept = f", {_plural(len(plan.whole), 'module')} whole" if plan.whole else ""
+    return ways[plan.rung] + kept
 
 
 def _repeats(names: Sequence[str]) -> str:

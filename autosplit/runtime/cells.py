@@ -38,6 +38,8 @@ class Step:
     locate: Callable[..., None]
     tensors: list[torch.Tensor]
     rows: int
+    lengths: dict[str, int]
+    """The lengths for which the recording has symbols, by their names."""
     sizes: tuple[int, ...]
     lanes: tuple[Lane, ...]
     """One lane per stage, and last the caller's device."""
@@ -52,10 +54,14 @@ class Step:
             self.orders[key] = make()
         return self.orders[key]
 
+    def given(self) -> tuple[Any, ...]:
+        """Return what the program takes."""
+        return (*self.tensors, self.rows, *self.lengths.values(), self.sizes, self.lanes, self.seed)
+
     def start(self) -> Start:
         """Run what comes before the first cell, in the caller's thread and graph."""
         with self.located():
-            return Start(*self.setup(*self.tensors, self.rows, self.sizes, self.lanes, self.seed))
+            return Start(*self.setup(*self.given()))
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[list[Any]]:
@@ -74,8 +80,7 @@ class Step:
     def end(self, start: Start, bundles: Mapping[int, Sequence[Bundle]]) -> Sequence[Any]:
         """Run what comes behind the last cell, on what the stages gave per microbatch; return the flat outputs."""
         with self.located():
-            given = *self.tensors, self.rows, self.sizes, self.lanes, self.seed
-            return self.ending(*given, start.kept, bundles)
+            return self.ending(*self.given(), start.kept, bundles)
 
     @contextlib.contextmanager
     def located(self) -> Iterator[None]:
@@ -168,7 +173,8 @@ class Cells:
         """Run a stage on a microbatch; what it sends lies in the border that is returned."""
         layout, lane = self.layout.stages[stage], self.step.lanes[stage]
         border = self.cells[stage, microbatch] = Border()
-        given: dict[str, Any] = {"rows": self.step.sizes[microbatch], "shared": self._passed(self.given.get(stage))}
+        given: dict[str, Any] = {**self.step.lengths, "rows": self.step.sizes[microbatch]}
+        given["shared"] = self._passed(self.given.get(stage))
         given["key"] = None if self.step.seed is None else Key(self.step.seed, microbatch)
         with lane.active():
             if layout.inputs:

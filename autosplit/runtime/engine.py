@@ -115,7 +115,7 @@ def _output_dims(step: Step) -> dict[tuple[int, ...], int]:
     found = {}
     for value, dim in zip(step.lowered.outputs, step.lowered.traced.batch_outputs, strict=True):
         if dim is not None:
-            found[value.meta[INFO].tensors[0].shape_at(step.rows)] = dim
+            found[value.meta[INFO].tensors[0].shape_at(step.rows, step.lengths)] = dim
     return found
 
 

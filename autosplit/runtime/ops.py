@@ -241,8 +241,11 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 def fork(value: torch.Tensor, uses: int) -> Bundle:
     """Return one alias per use of a value; their gradients add from the last use to the first, on any cut.
 
-    Under a transform they are the value itself, since those know no functions of ours.
+    Under a transform they are the value itself, since those know no functions of ours; so are those of a result of
+    several tensors, whose parts are taken from it one by one.
     """
+    if not isinstance(value, torch.Tensor):
+        return (value,) * uses
     if uses > 1 and torch.is_grad_enabled() and value.requires_grad and not is_transformed():
         return _Fork.apply(value, uses)
     return (value,) * uses

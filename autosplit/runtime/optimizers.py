@@ -15,17 +15,28 @@ def follow(parameters: Iterable[torch.nn.Parameter]) -> None:
 
     The hook lives as long as one of the parameters; it costs a look at the devices per step.
     """
-    moved = [weakref.ref(parameter) for parameter in parameters]
+    given = list(parameters)
+    if not given:
+        return
+    moved = [weakref.ref(parameter) for parameter in given]
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = {id(parameter) for reference in moved if (parameter := reference()) is not None}
-        if not alive:
-            handle.remove()
         for owner, state in optimizer.state.items():
             if id(owner) in alive:
                 bring(owner, state)
 
-    handle = register_optimizer_step_pre_hook(before_step)
+    # The hook goes with the last parameter, not from inside: torch iterates over its hooks while it calls them.
+    left, handle = len(given), register_optimizer_step_pre_hook(before_step)
+
+    def ended() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            handle.remove()
+
+    for parameter in given:
+        weakref.finalize(parameter, ended).atexit = False
 
 
 def bring(parameter: torch.Tensor, state: dict[str, Any]) -> None:

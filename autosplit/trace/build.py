@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,20 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.calls import invoke
-from autosplit.trace.graph import INFO, NodeClass, TracedNode
+from autosplit.trace.formula import Formula, Length, Number, Symbol
+from autosplit.trace.graph import INFO, LENGTH, NodeClass, TracedNode
 from autosplit.trace.merge import Affine, MergedCall, MergedRecording
-from autosplit.trace.record import Attribute, Ref
+from autosplit.trace.recording import Attribute, Ref
 
 
 @dataclass(frozen=True)
 class RawGraph:
-    """An emitted graph, the root that it runs on, and its nodes by the index of the recorded call."""
+    """An emitted graph, the root that it runs on, its nodes by the index of the recorded call, and its lengths."""
 
     graph: fx.Graph
     root: nn.Module
     nodes: dict[int, fx.Node]
+    lengths: tuple[Length, ...] = ()
 
 
 def share_root(model: nn.Module, constants: dict[str, Any]) -> nn.Module:
@@ -36,15 +38,19 @@ def share_root(model: nn.Module, constants: dict[str, Any]) -> nn.Module:
     return root
 
 
-def build(model: nn.Module, merged: MergedRecording) -> RawGraph:
-    """Emit the calls in recorded order; every node's class is MICRO until :mod:`autosplit.trace.classes` decides."""
+def build(model: nn.Module, merged: MergedRecording, *, keep: Collection[int] | None = None) -> RawGraph:
+    """Emit the calls in recorded order; every node's class is MICRO until :mod:`autosplit.trace.classes` decides.
+
+    ``keep`` are the indices of the calls to emit; None: all of them.
+    """
     builder = _Builder(merged)
     for index, call in enumerate(merged.calls):
-        builder.emit(index, call)
+        if keep is None or index in keep:
+            builder.emit(index, call)
     builder.finish(merged.output)
     used = {node.target for node in builder.graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in builder.constants.items() if name in used}
-    return RawGraph(builder.graph, share_root(model, constants), builder.nodes)
+    return RawGraph(builder.graph, share_root(model, constants), builder.nodes, merged.lengths)
 
 
 class _Builder:
@@ -52,6 +58,7 @@ class _Builder:
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
         self.rows = self.graph.placeholder("rows")
+        self.lengths = {length.name: self._length(length.name) for length in merged.lengths}
         self.used = _used_projections(merged)
         self.constants = dict(merged.recording.constants)
 
@@ -81,6 +88,8 @@ class _Builder:
                 reads=tuple(dict.fromkeys(call.reads)),
                 writes=tuple(call.writes),
                 random=call.random,
+                source=call.source,
+                whole=call.whole,
             )
 
     def finish(self, output: list[Any]) -> None:
@@ -93,6 +102,8 @@ class _Builder:
             return self.graph.get_attr(value.name)
         if isinstance(value, Affine):
             return self._size(value)
+        if isinstance(value, (Formula, Symbol)):
+            return self._formula(value)
         if isinstance(value, slice):
             return slice(self.decode(value.start), self.decode(value.stop), self.decode(value.step))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -110,6 +121,18 @@ class _Builder:
         if affine.constant:
             node = self.graph.call_function(operator.add, (node, affine.constant))
         return node
+
+    def _length(self, name: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta[LENGTH] = name
+        return node
+
+    def _formula(self, number: Number) -> Any:
+        if isinstance(number, Symbol):
+            return self.lengths.get(number.name, self.rows)
+        if isinstance(number, Formula):
+            return self.graph.call_function(number.function, tuple(self._formula(n) for n in number.operands))
+        return number
 
     def _function(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
         name = getattr(function, "__name__", "")

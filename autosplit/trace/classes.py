@@ -22,7 +22,8 @@ from torch import fx, nn
 
 from autosplit.trace.effects import Effects
 from autosplit.trace.findings import Findings
-from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.graph import INFO, LENGTH, NodeClass
+from autosplit.trace.grouped import Grouped, grouped
 from autosplit.trace.kinds import (
     mixes_gradients,
     permutes_at_random,
@@ -30,7 +31,7 @@ from autosplit.trace.kinds import (
     runs_along_batch,
     takes_shape_only,
 )
-from autosplit.trace.record import STATEFUL_LEAVES
+from autosplit.trace.scope import STATEFUL_LEAVES
 
 Dependencies = Mapping[fx.Node, Collection[fx.Node]]
 
@@ -49,7 +50,9 @@ def batched_nodes(graph: fx.Graph, effects: Effects, batched_inputs: Collection[
     batched = {
         node
         for node in graph.nodes
-        if node.op == "placeholder" and (INFO not in node.meta or node.meta[INFO].name in batched_inputs)
+        if node.op == "placeholder"
+        and LENGTH not in node.meta
+        and (INFO not in node.meta or node.meta[INFO].name in batched_inputs)
     }
     size = -1
     while size != len(batched):
@@ -72,6 +75,7 @@ def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node])
         and not takes_shape_only(node, root)
         and (
             any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
+            or node.meta[INFO].whole
             or permutes_at_random(node, root)
             or runs_along_batch(node, root)
             or mixes_gradients(node, root)
@@ -84,9 +88,11 @@ def classify(
 ) -> dict[fx.Node, NodeClass]:
     """Return the class of every tensor-computing node."""
     depends = value_dependencies(graph, effects)
-    suspect = _spread(graph, root, depends, batched, findings)
+    sorts = grouped(graph, root)
+    suspect = _spread(graph, root, depends, batched, findings, sorts)
     output = next(iter(reversed(graph.nodes)))
-    seeds = {n for n in output.all_input_nodes if n in suspect}
+    rowless = _rowless(batched)
+    seeds = {n for n in output.all_input_nodes if n in suspect or n in rowless}
     seeds |= {n for n in batched if INFO in n.meta and n.meta[INFO].writes and not _keeps_statistics(n, root)}
     full = _chain(seeds, depends, suspect)
     size = -1
@@ -94,6 +100,8 @@ def classify(
         size = len(full)
         _descend(graph, effects, depends, batched, full)
         full |= _chain(full, depends, suspect)
+        full.update(node for node, sort in sorts.order.items() if sort in full)
+        full |= {operand for node in full for operand in node.all_input_nodes if operand in rowless}
     return {
         node: NodeClass.FULL if node in full else NodeClass.MICRO if node in batched else NodeClass.SHARED
         for node in graph.nodes
@@ -102,19 +110,27 @@ def classify(
 
 
 def _spread(
-    graph: fx.Graph, root: nn.Module, depends: Dependencies, batched: set[fx.Node], findings: Findings
+    graph: fx.Graph,
+    root: nn.Module,
+    depends: Dependencies,
+    batched: set[fx.Node],
+    findings: Findings,
+    sorts: Grouped,
 ) -> set[fx.Node]:
     """Return all suspects: those that the probe saw, those that mix, and what is computed from them unhealed."""
-    mixing = mixing_nodes(graph, root, batched)
+    mixing = {node for node in mixing_nodes(graph, root, batched) if not sorts.is_sort(node)}
+    mixing |= {node for node in batched if INFO in node.meta and node.meta[INFO].name in findings.backward}
     suspect = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects} | mixing
     for node in graph.nodes:
         if node not in batched or node.op == "placeholder" or takes_shape_only(node, root):
             continue
-        from_mixing = any(d in mixing for d in depends[node])
-        heals = rearranges(node, root) and (INFO not in node.meta or node.meta[INFO].name in findings.probed)
+        bounds = sorts.bounds.get(node)  # where groups end hangs on all rows, what a product gives a row does not
+        from_mixing = any(d in mixing for d in depends[node] if d is not bounds)
+        moves = rearranges(node, root) or node in sorts.back
+        heals = moves and (INFO not in node.meta or node.meta[INFO].name in findings.probed)
         if from_mixing:
             mixing.add(node)
-        if from_mixing or (not heals and any(d in suspect for d in depends[node])):
+        if from_mixing or (not heals and any(d in suspect for d in depends[node] if d is not bounds)):
             suspect.add(node)
     return suspect
 
@@ -149,6 +165,12 @@ def _descend(
             if late or any(d in full for d in earlier):
                 full.add(node)
                 changed = True
+
+
+def _rowless(batched: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes whose values are no stacks of rows and cannot be merged, such as ``x.new_zeros(3)``."""
+    computed = (node for node in batched if node.op != "placeholder" and INFO in node.meta)
+    return {node for node in computed if any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)}
 
 
 def _keeps_statistics(node: fx.Node, root: nn.Module) -> bool:

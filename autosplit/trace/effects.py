@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autosplit.trace.record import Call
+from autosplit.trace.recording import Call
 
 Pair = tuple[fx.Node, fx.Node]
 

@@ -2,28 +2,34 @@
 
 The graph is the model's own torch-level calls in the order in which they ran:
 
-    placeholders     ``rows`` (the number of batch rows, an int), then one per input tensor
+    placeholders     ``rows`` (the number of batch rows, an int), ``dim0``, ... (lengths that differ from call to call,
+                     ints, marked by ``LENGTH`` in their meta), then one per input tensor
     get_attr         a parameter, buffer or constant, by its qualified name in the model
     call_module      a leaf module (``torch.nn`` layers), by its qualified name
     call_function    a torch function; ``operator.getitem`` also projects one tensor out of a structured result
     call_method      a ``torch.Tensor`` method
     output           the tuple of the model's flat outputs
 
-Python numbers that depend on the batch are ``operator`` expressions of ``rows``: "sizes". Nodes that compute a tensor
-(everything but ``rows``, sizes, get_attr and output) carry a :class:`TracedNode`, see :meth:`TracedGraph.info`.
+Python numbers that depend on the batch are ``operator`` expressions of ``rows`` and the lengths: "sizes". Nodes that
+compute a tensor (everything but ``rows``, lengths, sizes, get_attr and output) carry a :class:`TracedNode`, see
+:meth:`TracedGraph.info`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autosplit.trace.formula import ROWS, Length, Number, evaluate
+
 INFO = "autosplit"
+LENGTH = "autosplit_length"
 
 
 class NodeClass(str, Enum):
@@ -39,13 +45,20 @@ class NodeClass(str, Enum):
 
 @dataclass(frozen=True)
 class Size:
-    """A size that is affine in the number of batch rows: ``per_row * rows + constant``."""
+    """A size that is affine in the number of batch rows: ``per_row * rows + constant``.
+
+    Where lengths of the inputs are symbols, both are those at the lengths that were recorded first, and ``number`` is
+    the size at any.
+    """
 
     per_row: int
     constant: int
+    number: Number | None = None
 
-    def at(self, rows: int) -> int:
-        """Return the size for a batch of ``rows`` rows."""
+    def at(self, rows: int, lengths: Mapping[str, int] = MappingProxyType({})) -> int:
+        """Return the size for a batch of ``rows`` rows, at the recorded lengths when none are given."""
+        if self.number is not None and lengths:
+            return int(evaluate(self.number, {**lengths, ROWS: rows}))
         return self.per_row * rows + self.constant
 
 
@@ -72,9 +85,9 @@ class TensorInfo:
         dims = self.varying_dims
         return dims[0] if len(dims) == 1 and self.shape[dims[0]].constant == 0 else None
 
-    def shape_at(self, rows: int) -> tuple[int, ...]:
-        """Return the shape for a batch of ``rows`` rows."""
-        return tuple(size.at(rows) for size in self.shape)
+    def shape_at(self, rows: int, lengths: Mapping[str, int] = MappingProxyType({})) -> tuple[int, ...]:
+        """Return the shape for a batch of ``rows`` rows, at the recorded lengths when none are given."""
+        return tuple(size.at(rows, lengths) for size in self.shape)
 
     def bytes_at(self, rows: int) -> int:
         """Return the number of bytes of the tensor's elements for a batch of ``rows`` rows."""
@@ -103,6 +116,10 @@ class TracedNode:
     """The node draws random numbers."""
     mutated: bool = False
     """Some node changes the storage of this node's result in place."""
+    source: str = ""
+    """Where the model's code calls the operation: ``file:line``; "" when not known."""
+    whole: str = ""
+    """Why the node must run once per step whatever its values say, or "": the whole batch at once, or nothing."""
     colour: int | None = None
     """Nodes of equal colour must share a stage."""
 
@@ -125,13 +142,14 @@ class TracedGraph:
         graph: the fx graph described in the module's docstring.
         root: a bare module that shares the model's own ``_modules``, ``_parameters`` and ``_buffers`` and owns the
             constants; give it to ``fx.Interpreter(root, graph=graph)``.
-        inputs: the input tensors, in the order of the placeholders after ``rows``.
+        inputs: the input tensors, in the order of the placeholders after ``rows`` and the lengths.
         order: pairs of fx node names ``(before, after)`` that must keep their order although no value flows between
             them (mutation of a storage or a buffer).
         tied: qualified names of the parameters that are used more than once, each a value with one home.
         min_rows: the smallest microbatch for which the recording holds (2 when one row behaves differently).
         unflatten: rebuilds the model's output from the flat outputs.
         batch_outputs: for each flat output its batch dimension, or None (shared, full, or not a tensor).
+        lengths: dimensions of the inputs for whose size the graph has a placeholder.
     """
 
     graph: fx.Graph
@@ -142,6 +160,7 @@ class TracedGraph:
     min_rows: int
     unflatten: Callable[[list[Any]], Any] = field(repr=False)
     batch_outputs: tuple[int | None, ...] = ()
+    lengths: tuple[Length, ...] = ()
 
     def compute_nodes(self) -> Iterator[tuple[fx.Node, TracedNode]]:
         """Yield the tensor-computing nodes in model order, inputs excluded."""
@@ -150,7 +169,7 @@ class TracedGraph:
                 yield node, node.meta[INFO]
 
     def info(self, node: fx.Node) -> TracedNode | None:
-        """Return what the recording knows about ``node``; None for ``rows``, sizes, get_attr and output."""
+        """Return what the recording knows about ``node``; None for ``rows``, lengths, sizes, get_attr and output."""
         return node.meta.get(INFO)
 
     def by_name(self) -> dict[str, fx.Node]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -22,17 +21,21 @@ def flatten(model: nn.Module, sample: Sample, batch_dims: Any = None) -> FlatInp
     """Flatten a call's inputs and tell each tensor's batch dimension.
 
     ``batch_dims``: None (the first dimension of every tensor; a leading 1 beside a larger batch is no batch), an int
-    for all tensors, a tuple with one entry per positional input, or a dict by input name; entries are ints or None.
+    for all tensors, a tuple with one entry per positional input, or a dict by input name. An entry is an int, None (no
+    batch dimension), or for a nested input the like nesting of entries.
 
-    Raises InputError when the sizes contradict each other or the batch is empty.
+    Raises InputError when ``batch_dims`` does not fit the inputs, when the sizes that it tells contradict each other,
+    or when the batch is empty. Sizes that nobody told may contradict each other: see `readings`.
     """
     pairs, spec = pytree.tree_flatten_with_path((sample.args, sample.kwargs))
     leaves = tuple(leaf for _, leaf in pairs)
-    names = tuple(_unique(_input_names(model, [path for path, _ in pairs])))
-    told = [_told(batch_dims, path, name) for (path, _), name in zip(pairs, names, strict=True)]
+    paths = [path for path, _ in pairs]
+    names = tuple(_unique(_input_names(model, paths)))
+    told = _all_told(model, batch_dims, paths, names)
     dims = tuple(_dimension(leaf, t, n) for leaf, t, n in zip(leaves, told, names, strict=True))
     flat = FlatInputs(leaves, spec, names, _without_broadcast(leaves, dims, told))
-    batch_rows(flat)
+    if batch_dims is not None or len(_rows(flat)) < 2:
+        batch_rows(flat)
     return flat
 
 
@@ -62,25 +65,17 @@ def batch_rows(flat: FlatInputs) -> int:
     return count
 
 
-def alternatives(flat: FlatInputs) -> Iterator[FlatInputs]:
-    """Yield the same inputs with some of the batched tensors taken as not batched, fewest first."""
-    batched = [i for i, dim in enumerate(flat.batch_dims) if dim is not None]
-    for count in range(1, len(batched)):
-        for chosen in combinations(batched, count):
-            dims = tuple(None if i in chosen else dim for i, dim in enumerate(flat.batch_dims))
-            yield FlatInputs(flat.leaves, flat.spec, flat.names, dims)
-        if len(batched) > 4:
-            return
+def _rows(flat: FlatInputs) -> set[int]:
+    """Return the sizes of all batch dimensions."""
+    return {leaf.shape[dim] for leaf, dim in zip(flat.leaves, flat.batch_dims, strict=True) if dim is not None}
 
 
 def _dimension(leaf: Any, told: Any, name: str) -> int | None:
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or told is None:
         return None
     if told is UNTOLD:
-        return 0 if leaf.dim() else None
-    if told is None:
-        return None
-    if not isinstance(told, int) or not -leaf.dim() <= told < leaf.dim():
+        return 0
+    if not isinstance(told, int) or isinstance(told, bool) or not -leaf.dim() <= told < leaf.dim():
         raise InputError(
             f"batch_dims says {told!r} for input {name!r} of shape {list(leaf.shape)}; give a dimension or None"
         )
@@ -99,37 +94,57 @@ def _without_broadcast(
     )
 
 
-def _told(batch_dims: Any, path: Any, name: str) -> Any:
-    if batch_dims is None:
-        return UNTOLD
-    if isinstance(batch_dims, int):
-        return batch_dims
-    group, first = path[0].idx, path[1]
+def _all_told(model: nn.Module, batch_dims: Any, paths: list[Any], names: tuple[str, ...]) -> list[Any]:
+    """Return for every leaf what ``batch_dims`` says of it."""
+    if batch_dims is None or isinstance(batch_dims, int):
+        return [UNTOLD if batch_dims is None else batch_dims] * len(paths)
+    tops = [_top_name(path, _parameter_names(model.forward)) for path in paths]
     if isinstance(batch_dims, dict):
-        for key in (name, getattr(first, "key", None)):
-            if key in batch_dims:
-                return batch_dims[key]
-        return UNTOLD
-    if isinstance(batch_dims, (tuple, list)):
-        if group == 0 and first.idx < len(batch_dims):
-            return batch_dims[first.idx]
-        return UNTOLD
-    raise InputError(
-        f"batch_dims={batch_dims!r}: give an int, a tuple with one entry per positional input, or a dict by name"
-    )
+        unknown = sorted(map(str, batch_dims.keys() - {*names, *tops}))
+        if unknown:
+            known = ", ".join(dict.fromkeys((*tops, *names)))
+            raise InputError(f"batch_dims names {', '.join(unknown)}; the inputs are {known}")
+        return [
+            batch_dims[name] if name in batch_dims else _entry(batch_dims.get(top, UNTOLD), path[2:])
+            for path, name, top in zip(paths, names, tops, strict=True)
+        ]
+    if not isinstance(batch_dims, (tuple, list)):
+        raise InputError(
+            f"batch_dims={batch_dims!r}: give an int, a tuple with one entry per positional input, or a dict by name"
+        )
+    count = 1 + max((path[1].idx for path in paths if path[0].idx == 0), default=-1)
+    if len(batch_dims) > count:
+        raise InputError(f"batch_dims has {len(batch_dims)} entries for {count} positional inputs")
+    told = dict(enumerate(batch_dims))
+    return [_entry(told.get(path[1].idx, UNTOLD), path[2:]) if path[0].idx == 0 else UNTOLD for path in paths]
+
+
+def _entry(told: Any, path: Any) -> Any:
+    """Follow a path into a nested entry; an int or None holds for everything below it."""
+    for step in path:
+        if isinstance(told, dict):
+            told = told.get(getattr(step, "key", None), UNTOLD)
+        elif isinstance(told, (tuple, list)):
+            position = getattr(step, "idx", len(told))
+            told = told[position] if position < len(told) else UNTOLD
+    return told
 
 
 def _input_names(model: nn.Module, paths: list[Any]) -> Iterator[str]:
     parameters = _parameter_names(model.forward)
     for path in paths:
-        group, first, *rest = path
-        if group.idx == 1:
-            name = str(first.key)
-        else:
-            name = parameters[first.idx] if first.idx < len(parameters) else f"arg{first.idx}"
-        for step in rest:
+        name = _top_name(path, parameters)
+        for step in path[2:]:
             name += f"_{getattr(step, 'key', getattr(step, 'idx', getattr(step, 'name', 'x')))}"
         yield name
+
+
+def _top_name(path: Any, parameters: list[str]) -> str:
+    """Return the name of the argument that a leaf belongs to."""
+    group, first = path[:2]
+    if group.idx == 1:
+        return str(first.key)
+    return parameters[first.idx] if first.idx < len(parameters) else f"arg{first.idx}"
 
 
 def _parameter_names(function: Callable[..., Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from autosplit.trace.record import Call, Ref
+from autosplit.trace.recording import Call, Ref
 
 Place = tuple[str, str]
 
@@ -21,8 +21,9 @@ def kept_for_next_call(
 ) -> Place | None:
     """Return the path and name of an attribute that now holds a tensor computed in this run, if it matters.
 
-    A tensor that replaces another one matters always, one in an empty place only if it depends on the inputs: else it
-    is a cache that the graph computes anew. ``recorded`` maps ids of tensors to the calls that returned them.
+    A tensor that replaces another one matters always, one in an empty place only if it depends on the inputs or has
+    gradients (a penalty for the training loop): else it is a cache that the graph computes anew. ``recorded`` maps ids
+    of tensors to the calls that returned them.
     """
     from_inputs: set[int] = set()
     for index, call in enumerate(calls):
@@ -32,7 +33,7 @@ def kept_for_next_call(
     for place, tensor in after.items():
         if tensor is None or tensor is before.get(place) or id(tensor) not in recorded:
             continue
-        if before.get(place) is not None or recorded[id(tensor)] in from_inputs:
+        if before.get(place) is not None or tensor.requires_grad or recorded[id(tensor)] in from_inputs:
             return place
     return None
 

@@ -23,6 +23,8 @@ SHAPE_ONLY = frozenset(
 ALONG = frozenset(
     "cumsum cumprod cummax cummin logcumsumexp softmax log_softmax softmin sort argsort diff normalize".split()
 )
+_BY_FREQUENCY = {"embedding": 5, "embedding_bag": 5}
+"""Where functions take `scale_grad_by_freq`."""
 _MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.PixelShuffle, nn.PixelUnshuffle)
 
 
@@ -80,11 +82,12 @@ def runs_along_batch(node: fx.Node, root: nn.Module) -> bool:
 def mixes_gradients(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether an operation is known to mix rows in its backward only."""
     function = function_of(node, root)
-    if isinstance(function, nn.Embedding):
+    if isinstance(function, (nn.Embedding, nn.EmbeddingBag)):
         return function.scale_grad_by_freq
-    if node.op == "call_function" and _name(function) == "embedding":
-        return bool(node.kwargs.get("scale_grad_by_freq", node.args[5] if len(node.args) > 5 else False))
-    return False
+    position = _BY_FREQUENCY.get(_name(function)) if node.op == "call_function" else None
+    if position is None:
+        return False
+    return bool(node.kwargs.get("scale_grad_by_freq", node.args[position] if len(node.args) > position else False))
 
 
 def _name(function: Any) -> str:

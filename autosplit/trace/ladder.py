@@ -6,8 +6,9 @@ record at 3, 4 and 6 rows ─► merge ─► fx graph ─► value probe (eval 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,16 +18,27 @@ from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample
 from autosplit.trace import state
 from autosplit.trace.build import RawGraph, build
+from autosplit.trace.capture import Capture
+from autosplit.trace.check import Runnable, check_recording
 from autosplit.trace.classes import batched_nodes, classify, with_classes
+from autosplit.trace.decompose import decompose, is_decomposed
 from autosplit.trace.effects import Effects, effects
 from autosplit.trace.findings import Findings
+from autosplit.trace.formula import LEAST, Length
+from autosplit.trace.gather import Gathered, gather
+from autosplit.trace.generalise import Domain, for_one_row, generalise
 from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
-from autosplit.trace.inputs import alternatives, batch_rows, flatten
+from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.kinds import function_of
-from autosplit.trace.merge import BATCH_SIZES, MergedRecording, matches, merge
-from autosplit.trace.probe import check_outputs, run_probe
-from autosplit.trace.record import STATEFUL_LEAVES, Call
-from autosplit.trace.run import FlatInputs, record
+from autosplit.trace.merge import MergedRecording
+from autosplit.trace.probe import run_probe
+from autosplit.trace.readings import Shares, best, shares
+from autosplit.trace.reads import Guard, guard_of, without_reads
+from autosplit.trace.recording import Refusal, Unexpected
+from autosplit.trace.rehearse import answering, unlike_unasked
+from autosplit.trace.run import FlatInputs
+from autosplit.trace.scope import Scope
+from autosplit.trace.tree_watch import written_back
 
 
 @dataclass(frozen=True)
@@ -37,127 +49,196 @@ class Trace:
         graph: the recording.
         inputs: the flattened sample with its batch dimensions.
         findings: what the value probe saw; hand it to the next `trace` of the same model in another mode.
+        guard: tells whether the recording holds for a batch; None where it holds for all.
+        gathered: the merged recordings, and what was entered in them.
+        rung: whether the model's own calls were recorded, or those of what dynamo captured of it.
+        domain: the lengths for which the recording holds; None: for those of the sample only.
     """
 
     graph: TracedGraph
     inputs: FlatInputs
     findings: Findings
-    merged: _Merged
+    guard: Guard | None
+    gathered: Gathered
+    rung: Literal["recorded", "captured"] = "recorded"
+    domain: Domain | None = None
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """The modules of the model's own that stayed whole, with the reason."""
+        return {path: atom.reason for path, atom in self.gathered.scope.atoms.items()}
 
     def check_rows(self, model: nn.Module, sample: Sample, rows: int) -> None:
         """Record once more at a batch size of the caller's; raise TraceError when the graph does not hold there."""
         leaves = pytree.tree_leaves((sample.args, sample.kwargs))
-        _check_rows(model, replace(self.inputs, leaves=tuple(leaves)), self.merged, rows)
+        flat = replace(self.inputs, leaves=tuple(leaves))
+        try:
+            self.gathered.check_rows(model, flat, rows)
+        except Unexpected as error:
+            _raise_own(model, flat, error.error)
 
 
-def trace(model: nn.Module, sample: Sample, *, batch_dims: object = None, findings: Findings | None = None) -> Trace:
+def trace(
+    model: nn.Module,
+    sample: Sample,
+    *,
+    batch_dims: object = None,
+    findings: Findings | None = None,
+    before: Mapping[str, int | None] | None = None,
+) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
+
+    ``before`` are the batch dimensions that an earlier call was found to have, by input name.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs whose batch cannot be told, and the
     model's own exception when its forward raises.
     """
+    told = batch_dims is not None
     flat = flatten(model, sample, batch_dims)
     try:
-        merged, flat = _merged_or_alternative(model, flat, told=batch_dims is not None)
-        _check_rows(model, flat, merged, batch_rows(flat))
-    except TraceError:
-        raise
-    except InputError:
-        raise
-    except Exception as error:
-        _raise_own(model, flat, error)
-    names = frozenset(m.call.name for m in merged.recording.calls)
-    if findings is None or not names <= findings.probed:
-        seen = _probe(model, flat)
-        before = findings or Findings()
-        findings = Findings(before.probed | seen.probed | names, before.suspects | seen.suspects)
-    return Trace(_accept(model, flat, merged, findings), flat, findings, merged)
+        try:
+            return _traced(model, flat, Scope(), findings=findings, told=told, before=before)
+        except _Told:
+            return _traced(model, flat, Scope(exporting=False), findings=findings, told=told, before=before)
+    except TraceError as first:
+        try:
+            scope = Scope(capture=Capture(model, flat))
+            return _traced(model, flat, scope, findings=findings, told=told, before=before)
+        except Exception:  # the first rung's reason says more
+            raise first from None
+
+
+def _is_spread(model: nn.Module) -> bool:
+    """Tell whether a model lies on several devices, as after its first recording: it cannot run by itself then."""
+    return len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1
+
+
+class _Told(Refusal):
+    """The model does other things when it is told that it is exported."""
+
+
+def _traced(
+    model: nn.Module,
+    flat: FlatInputs,
+    scope: Scope,
+    *,
+    findings: Findings | None,
+    told: bool,
+    before: Mapping[str, int | None] | None,
+) -> Trace:
+    try:
+        found = best(
+            flat,
+            lambda reading, atoms: _classified(model, reading, findings, scope, atoms=atoms),
+            told=told,
+            before=before,
+        )
+    except Unexpected as error:
+        _raise_own(model, flat, error.error)
+    graph, flat, gathered = found.graph, found.flat, found.gathered
+    spread = _is_spread(model)
+    if not spread and (unlike := unlike_unasked(model, graph, flat, gathered.scope)) is not None:
+        raise _Told(unlike, "")
+    difference = None if spread else _difference(model, graph, flat, gathered)
+    if difference is not None:
+        raise Refusal(
+            f"the recorded graph does not reproduce the model: {difference}; the forward does something that a graph "
+            "cannot follow",
+            "",
+        )
+    guard = guard_of(model, gathered.recording, gathered.scope.answers)
+    rung: Literal["recorded", "captured"] = "recorded" if scope.capture is None else "captured"
+    return Trace(graph, flat, found.findings, guard, gathered, rung)
+
+
+def widen(
+    model: nn.Module, base: Trace, sample: Sample, *, lengths: Sequence[Length], before: Sequence[tuple[int, ...]]
+) -> Trace | None:
+    """Return a recording for all lengths, made of one and a call at others; None where there is no such one.
+
+    ``before`` are the shapes of the input tensors for which ``base`` was recorded; see
+    :mod:`autosplit.trace.generalise`.
+    """
+    if base.rung != "recorded":
+        return None
+    flat = replace(base.inputs, leaves=tuple(pytree.tree_leaves((sample.args, sample.kwargs))))
+    rows = batch_rows(flat)
+    merged, scope = base.gathered.recording, base.gathered.scope
+    found = generalise(model, merged, scope, flat, rows=rows, lengths=lengths, before=before)
+    if found is None:
+        return None
+    merged, domain = found
+    gathered = replace(base.gathered, recording=merged)
+    try:
+        gathered.check_rows(model, flat, rows)
+    except (Refusal, Unexpected):
+        return None
+    if not _suspects(model, flat, gathered) <= base.findings.suspects | base.findings.backward:
+        return None
+    graph = _accept(model, flat, gathered, base.findings)
+    wide = Trace(graph, flat, base.findings, guard_of(model, merged, scope.answers), gathered, domain=domain)
+    return wide if rows >= LEAST else widen_to_one_row(model, wide, sample)
+
+
+def widen_to_one_row(model: nn.Module, wide: Trace, sample: Sample) -> Trace | None:
+    """Return a recording for all lengths with the lengths for which it holds for one row too; None: for none."""
+    assert wide.domain is not None
+    flat = replace(wide.inputs, leaves=tuple(pytree.tree_leaves((sample.args, sample.kwargs))))
+    domain = for_one_row(model, wide.gathered.recording, wide.gathered.scope, flat, wide.domain)
+    return None if domain is None else replace(wide, domain=domain)
+
+
+def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> str | None:
+    """Return how a graph differs from the model; taken apart, its reductions add up in another order."""
+
+    def check(recording: Runnable, *, loose: bool = False) -> str | None:
+        return check_recording(model, recording, flat, answers=answers, loose=loose)
+
+    captured = gathered.scope.capture is not None
+    answers = None if captured else lambda _: answering(model, gathered.scope)
+    difference = check(graph)
+    if difference is None or not is_decomposed(graph.graph):
+        return difference
+    return check(_built(model, gathered)) or check(graph, loose=True)
 
 
 @dataclass(frozen=True)
-class _Merged:
-    recording: MergedRecording
-    min_rows: int
-    entered: frozenset[str]
+class _Classified:
+    """A recording under one reading of the inputs, with the classes of its nodes."""
+
+    flat: FlatInputs
+    gathered: Gathered
+    findings: Findings
+    graph: TracedGraph
+    shares: Shares
 
 
-def _check_rows(model: nn.Module, flat: FlatInputs, merged: _Merged, rows: int) -> None:
-    again = record(model, flat, rows=rows, entered=merged.entered, hooks=False)
-    if not matches(merged.recording, again, rows=rows):
-        raise TraceError(
-            f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code depends "
-            "on the number of rows; a graph holds for all batch sizes only when sizes are a*rows + b"
-        )
-
-
-def _merged_or_alternative(model: nn.Module, flat: FlatInputs, *, told: bool) -> tuple[_Merged, FlatInputs]:
-    try:
-        return _merged(model, flat), flat
-    except Exception as first:
-        found = []
-        for other in () if told else alternatives(flat):
-            try:
-                found.append((_merged(model, other), other))
-            except Exception:  # any failure only says that this reading of the inputs is wrong
-                continue
-        if len(found) == 1:
-            return found[0]
-        if found:
-            readings = "; or ".join(_reading(other) for _, other in found)
-            raise InputError(
-                f"the inputs' batch dimensions are ambiguous: {readings}; say which by batch_dims="
-            ) from first
-        raise
-
-
-def _reading(flat: FlatInputs) -> str:
-    return ", ".join(f"{name}: {dim}" for name, dim in zip(flat.names, flat.batch_dims, strict=True))
-
-
-def _merged(model: nn.Module, flat: FlatInputs) -> _Merged:
-    entered: frozenset[str] = frozenset()
-    while True:
-        first = record(model, flat, rows=BATCH_SIZES[0], entered=entered)
-        more = _to_enter(model, first.calls) - entered
-        if not more:
-            break
-        entered |= more
-    recordings = [first, *(record(model, flat, rows=rows, entered=entered) for rows in BATCH_SIZES[1:])]
-    merged = merge(recordings)
-    try:
-        holds = matches(merged, record(model, flat, rows=1, entered=entered), rows=1)
-    except Exception:  # whatever one row does to the model, microbatches of one row are then not made
-        holds = False
-    return _Merged(merged, 1 if holds else 2, entered)
-
-
-def _uses(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    uses: dict[str, list[Call]] = defaultdict(list)
-    for call in calls:
-        for name in dict.fromkeys(call.reads):
-            uses[name].append(call)
-    return uses
-
-
-def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
-    """Return the leaf modules whose parameters are used more than once: inside them, the parameter is a value."""
-    parameters = dict(model.named_parameters())
-    found: set[str] = set()
-    for name, users in _uses(calls).items():
-        if name in parameters and len(users) > 1:
-            found.update(c.leaf for c in users if c.leaf is not None and _enterable(model.get_submodule(c.leaf)))
-    return frozenset(found)
-
-
-def _enterable(module: nn.Module) -> bool:
-    hooked = any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
-    return not hooked and not isinstance(module, (nn.RNNBase, *STATEFUL_LEAVES))
+def _classified(
+    model: nn.Module, flat: FlatInputs, findings: Findings | None, scope: Scope, *, atoms: bool
+) -> _Classified:
+    gathered = gather(model, flat, atoms=atoms and scope.capture is None, scope=scope)
+    names = frozenset(m.call.name for m in gathered.recording.calls)
+    before = findings if findings is not None and findings.batch_dims == flat.batch_dims else Findings()
+    if not names <= before.probed:
+        try:
+            seen = _probe(model, flat, gathered)
+        except (Unexpected, TraceError, InputError):
+            raise
+        except Exception as error:
+            raise Refusal(
+                f"other rows of the sample could not be tried ({type(error).__name__}: {error}): an input may hold "
+                "numbers of rows",
+                "",
+            ) from error
+        before = before.joined(replace(seen, probed=seen.probed | names, batch_dims=flat.batch_dims))
+    graph = _accept(model, flat, gathered, before)
+    return _Classified(flat, gathered, before, graph, shares(graph, model))
 
 
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
     """Raise the model's own exception if it raises on the sample itself, else say what the recording ran into."""
     if not any(p.is_meta for p in model.parameters()):
-        with state.random_state(), state.attributes(model), state.buffer_contents(model):
+        with state.random_state(), state.attributes(model), state.buffer_contents(model), written_back(model):
             try:
                 args, kwargs = flat.rebuild(flat.leaves)
                 model(*args, **kwargs)
@@ -172,25 +253,36 @@ def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
     ) from error
 
 
-def _probe(model: nn.Module, flat: FlatInputs) -> Findings:
+def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> Findings:
     """Ask the value probe; a model on meta has no values, there the structure alone decides."""
     if any(p.is_meta for p in model.parameters()):
         return Findings()
+    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model) as loud:
+        found = gather(model, flat, atoms=True, scope=gathered.scope) if loud else gathered
+        raw = _decomposed(model, found)
+        seen = run_probe(raw, flat, kept=found.min_rows)
+    probed = frozenset(n.meta[INFO].name for n in raw.graph.nodes if INFO in n.meta)
+    return Findings(probed, seen.values, seen.gradients)
+
+
+def _suspects(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> frozenset[str]:
+    """Ask the value probe about a recording that exists, its layers quiet."""
+    if any(p.is_meta for p in model.parameters()):
+        return frozenset()
     with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model):
-        found = _merged(model, flat)
-        raw = build(model, found.recording)
-        marked = _mark(raw, found.recording)
-        with state.attributes(model), state.buffer_contents(model):
-            probe = run_probe(raw, flat, kept=found.min_rows)
-        infos = [node.meta[INFO] for node in raw.graph.nodes if INFO in node.meta]
-        random = any(info.random for info in infos)
-        difference = None if random else check_outputs(model, flat, probe)
-    if difference is not None:
-        raise TraceError(
-            f"the recorded graph does not reproduce the model: {difference} ({len(marked.flow)} in-place effects); the "
-            "forward does something that a graph cannot follow"
-        )
-    return Findings(frozenset(info.name for info in infos), probe.suspects)
+        seen = run_probe(_decomposed(model, gathered), flat, kept=gathered.min_rows)
+    return seen.values | seen.gradients
+
+
+def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
+    raw = _built(model, gathered)
+    _mark(raw, gathered.recording)
+    decompose(raw)
+    return raw
+
+
+def _built(model: nn.Module, gathered: Gathered) -> RawGraph:
+    return build(model, gathered.recording, keep=without_reads(gathered.recording))
 
 
 def _mark(raw: RawGraph, merged: MergedRecording) -> Effects:
@@ -201,9 +293,10 @@ def _mark(raw: RawGraph, merged: MergedRecording) -> Effects:
     return found
 
 
-def _accept(model: nn.Module, flat: FlatInputs, merged: _Merged, findings: Findings) -> TracedGraph:
-    raw = build(model, merged.recording)
+def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, findings: Findings) -> TracedGraph:
+    raw = _built(model, merged)
     found = _mark(raw, merged.recording)
+    decompose(raw)
     inputs = tuple(InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors())
     batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
     classes = classify(raw.graph, raw.root, found, batched, findings)
@@ -225,6 +318,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: _Merged, findings: Findi
         min_rows=merged.min_rows,
         unflatten=merged.recording.recording.unflatten,
         batch_outputs=dims,
+        lengths=merged.recording.lengths,
     )
 
 

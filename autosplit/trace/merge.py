@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from autosplit.errors import TraceError
+from autosplit.trace.formula import ROWS, Formula, Length, Symbol, evaluate
 from autosplit.trace.graph import Size, TensorInfo
-from autosplit.trace.record import Attribute, Call, Recording, Ref
+from autosplit.trace.recording import Attribute, Call, Recording, Ref
 
 BATCH_SIZES = (3, 4, 6)
 
@@ -29,7 +31,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class MergedCall:
-    """A call with Affine numbers in its arguments, and the tensors that it makes."""
+    """A call with Affine numbers, or formulas, in its arguments, and the tensors that it makes."""
 
     call: Call
     args: Any
@@ -39,11 +41,12 @@ class MergedCall:
 
 @dataclass(frozen=True)
 class MergedRecording:
-    """What the recordings have in common."""
+    """What the recordings have in common; ``lengths`` are the symbols of its formulas, beside the rows."""
 
     calls: tuple[MergedCall, ...]
     output: list[Any]
     recording: Recording
+    lengths: tuple[Length, ...] = ()
 
 
 class _Differs(Exception):
@@ -77,16 +80,19 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
     return MergedRecording(tuple(merged), output, first)
 
 
-def matches(merged: MergedRecording, recording: Recording, *, rows: int) -> bool:
-    """Tell whether a recording at ``rows`` rows is the merged one evaluated there."""
+def matches(
+    merged: MergedRecording, recording: Recording, *, rows: int, lengths: Mapping[str, int] = MappingProxyType({})
+) -> bool:
+    """Tell whether a recording at ``rows`` rows and given lengths is the merged one evaluated there."""
+    sizes = {**lengths, ROWS: rows}
     if len(merged.calls) != len(recording.calls):
         return False
     for expected, call in zip(merged.calls, recording.calls, strict=True):
         if (expected.call.name, expected.call.kind) != (call.name, call.kind):
             return False
-        if [t.shape_at(rows) for t in expected.tensors] != call.shapes:
+        if [t.shape_at(rows, lengths) for t in expected.tensors] != call.shapes:
             return False
-        if not _equals((expected.args, expected.kwargs), (call.args, call.kwargs), rows):
+        if not _equals((expected.args, expected.kwargs), (call.args, call.kwargs), sizes):
             return False
     return True
 
@@ -167,14 +173,21 @@ def _size(values: Sequence[int]) -> Size:
     return Size(int(number.per_row), int(number.constant)) if isinstance(number, Affine) else Size(0, number)
 
 
-def _equals(expected: Any, value: Any, rows: int) -> bool:
-    if isinstance(expected, Affine):
-        return bool(expected.at(rows) == value)
+def number_at(number: Any, sizes: Mapping[str, int]) -> Any:
+    """Return the value of a number of a merged recording at given sizes; anything else as it is."""
+    if isinstance(number, Affine):
+        return number.at(sizes[ROWS])
+    return evaluate(number, sizes) if isinstance(number, (Formula, Symbol)) else number
+
+
+def _equals(expected: Any, value: Any, sizes: Mapping[str, int]) -> bool:
+    if isinstance(expected, (Affine, Formula, Symbol)):
+        return bool(number_at(expected, sizes) == value)
     if isinstance(expected, dict):
-        return list(expected) == list(value) and all(_equals(expected[k], value[k], rows) for k in expected)
+        return list(expected) == list(value) and all(_equals(expected[k], value[k], sizes) for k in expected)
     if isinstance(expected, (list, tuple)):
-        return len(expected) == len(value) and all(_equals(e, v, rows) for e, v in zip(expected, value, strict=True))
+        return len(expected) == len(value) and all(_equals(e, v, sizes) for e, v in zip(expected, value, strict=True))
     if isinstance(expected, slice):
         parts = ("start", "stop", "step")
-        return all(_equals(getattr(expected, p), getattr(value, p), rows) for p in parts)
+        return all(_equals(getattr(expected, p), getattr(value, p), sizes) for p in parts)
     return bool(expected is value or expected == value or (expected != expected and value != value))

@@ -18,26 +18,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
+from autosplit.trace.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.build import RawGraph
-from autosplit.trace.graph import INFO, TensorInfo
+from autosplit.trace.formula import lengths_in
+from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
+from autosplit.trace.grouped import grouped
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.state import random_state
 from autosplit.trace.structure import flatten_output, tensors_in
 
 _COMPARED = 1 << 18
 _LOOSE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 5e-2}
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Names of the nodes in which rows influence each other, and the graph's outputs for the rows alone."""
-
-    suspects: frozenset[str]
-    outputs: tuple[Any, ...]
-    alone: tuple[torch.Tensor, ...]
-    """The input leaves of the run ``alone``."""
 
 
 def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool = False) -> torch.Tensor:
@@ -55,10 +48,10 @@ def _row(leaf: torch.Tensor, dim: int, row: int, count: int, vary: bool) -> torc
     turn = row if same else row // count
     if turn and leaf.is_floating_point():
         piece = piece.reshape(-1).roll(turn).reshape(piece.shape)
+        low, high = _range(leaf)
         wave = torch.arange(piece.numel(), dtype=torch.float64, device=piece.device).add(1.7 * turn).sin()
-        spread = piece.abs().max().nan_to_num(1.0, 1.0, 1.0).clamp(max=1e4).to(torch.float64)
-        shift = (wave * (0.05 * spread + 0.01)).reshape(piece.shape)
-        piece = piece + torch.where(piece.isfinite(), shift, 0).to(piece.dtype)
+        towards = (low + (high - low) * (0.5 + 0.5 * wave)).reshape(piece.shape)
+        piece = torch.where(piece.isfinite(), 0.9 * piece + 0.1 * towards, piece).to(piece.dtype)
     elif turn and vary and not leaf.is_complex():
         flat = piece.reshape(-1).roll(turn)
         if bool((flat == flat[0]).all()) and row % 2:
@@ -70,10 +63,30 @@ def _row(leaf: torch.Tensor, dim: int, row: int, count: int, vary: bool) -> torc
     return piece.clone()
 
 
-def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Probe:
-    """Run the graph on rows of the sample and compare; call it under ``quiet_layers``, with state preserved.
+def _range(leaf: torch.Tensor) -> tuple[float, float]:
+    """Return bounds for made-up values: the sample's own, so that probabilities stay probabilities."""
+    finite = leaf.detach()[leaf.detach().isfinite()].double()
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    if low == high:
+        spread = 0.05 * min(abs(low), 1e4) + 0.1
+        bounds = (0.0, 1.0) if 0.0 <= low <= 1.0 else (-math.inf, math.inf)
+        low, high = max(bounds[0], low - spread), min(bounds[1], high + spread)
+    return low, high
 
-    ``kept`` is how many rows are compared: the smallest microbatch for which the graph holds.
+
+@dataclass(frozen=True)
+class Influence:
+    """Names of the nodes in which rows influence each other: in their values, and in their gradients."""
+
+    values: frozenset[str]
+    gradients: frozenset[str]
+
+
+def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Influence:
+    """Return the nodes in which rows influence each other.
+
+    The graph runs on rows of the sample; call it under ``quiet_layers``, with state preserved. ``kept`` is how many
+    rows are compared: the smallest microbatch for which the graph holds.
     """
     rows = tuple(range(1, kept + 1))
     among = (0, *rows, kept + 1, kept + 2)
@@ -111,8 +124,10 @@ class _Lockstep:
         self.rows = rows
         self.kept = len(rows["alone"])
         self.leaves = leaves
-        self.untouched = tuple(leaf.clone() for leaf in leaves["alone"])
+        self.lengths = lengths_in(raw.lengths, leaves["alone"])
         self.runs = {name: fx.Interpreter(raw.root, graph=raw.graph) for name in rows}
+        self.sorts = grouped(raw.graph, raw.root)
+        self.orders: dict[tuple[str, fx.Node], torch.Tensor] = {}
         self.last: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
         for node in reversed(list(raw.graph.nodes)):
@@ -120,12 +135,13 @@ class _Lockstep:
             seen.update(fresh)
             self.last[node] = fresh
         self.suspects: set[str] = set()
+        self.backward: set[str] = set()
         self.failed: list[fx.Node] = []
         written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
         self.buffers = {name: raw.root.get_buffer(name) for name in sorted(written)}
         self.contents = {run: {name: b.clone() for name, b in self.buffers.items()} for run in rows}
 
-    def run(self) -> Probe:
+    def run(self) -> Influence:
         order = list(self.raw.graph.nodes)
         position = 0
         for node in order[:-1]:
@@ -135,16 +151,15 @@ class _Lockstep:
                 elif INFO in node.meta:
                     interpreter.env[node] = self.leaves[name][position]
                 else:
-                    interpreter.env[node] = len(self.rows[name])
+                    interpreter.env[node] = self.lengths.get(node.meta.get(LENGTH, ""), len(self.rows[name]))
             if INFO in node.meta and node.op != "placeholder":
                 self._compare(node)
+                self._compare_backward(node)
             position += INFO in node.meta and node.op == "placeholder"
             for gone in self.last[node]:
                 for interpreter in self.runs.values():
                     interpreter.env.pop(gone, None)
-        alone = self.runs["alone"]
-        outputs = fx.node.map_arg(order[-1].args[0], lambda n: alone.env[n])
-        return Probe(frozenset(self.suspects), tuple(outputs), self.untouched)
+        return Influence(frozenset(self.suspects), frozenset(self.backward))
 
     def _step(self, name: str, interpreter: fx.Interpreter, node: fx.Node) -> None:
         try:
@@ -157,20 +172,32 @@ class _Lockstep:
     def _run_node(self, interpreter: fx.Interpreter, node: fx.Node, own: dict[str, torch.Tensor]) -> Any:
         """Run a node with the run's own contents of the buffers that the graph changes."""
         info = node.meta.get(INFO)
-        touched = [name for name in own if info is not None and name in (*info.reads, *info.writes)]
+        if info is None:
+            return interpreter.run_node(node)
+        with self._own_contents(info, own) as touched:
+            value = interpreter.run_node(node)
+            for name in touched:
+                own[name].copy_(self.buffers[name])
+        return value
+
+    @contextlib.contextmanager
+    def _own_contents(self, info: TracedNode, own: dict[str, torch.Tensor]) -> Iterator[list[str]]:
+        """Put a run's own contents into the buffers that a node touches; yield their names."""
+        touched = [name for name in own if name in (*info.reads, *info.writes)]
         for name in touched:
             self.buffers[name].copy_(own[name])
-        value = interpreter.run_node(node)
-        for name in touched:
-            own[name].copy_(self.buffers[name])
-        return value
+        yield touched
 
     def _compare(self, node: fx.Node) -> None:
         info = node.meta[INFO]
         if not info.tensors:
             changed = [n for n in node.all_input_nodes if INFO in n.meta and n.meta[INFO].mutated]
-            if any(self._differs(self._values(n), n.meta[INFO].tensors) for n in changed):
+            loose = node in self.sorts.back
+            if any(self._differs(self._values(n), n.meta[INFO].tensors, loose=loose) for n in changed):
                 self.suspects.add(info.name)
+            elif loose:
+                for n in changed:
+                    self._equalize(self._values(n), n.meta[INFO].tensors)
             return
         if node in self.failed:
             self.suspects.add(info.name)
@@ -178,11 +205,43 @@ class _Lockstep:
             return
         if info.random:
             self._share_draws(node, info.tensors)
-        if self._differs(self._values(node), info.tensors):
+        if self.sorts.is_sort(node):
+            for name, run in self.runs.items():
+                order = run.env[node]
+                self.orders[name, node] = order if isinstance(order, torch.Tensor) else order[1]
+        values = self._put_back(node, self._values(node))
+        loose = node in self.sorts.order or node in self.sorts.back
+        if self._differs(values, info.tensors, loose=loose):
             self.suspects.add(info.name)
+        elif node in self.sorts.back:
+            self._equalize(values, info.tensors)
+
+    def _compare_backward(self, node: fx.Node) -> None:
+        info = node.meta[INFO]
+        if info.random or node in self.failed or not has_own_backward(node, self.raw.root):
+            return
+        rows = len(self.rows["among"])
+        with self._own_contents(info, self.contents["among"]):
+            probe = BackwardProbe(node, self.runs["among"], rows=rows, kept=self.kept, same=_nearly_same)
+            if probe.mixes():
+                self.backward.add(info.name)
 
     def _values(self, node: fx.Node) -> dict[str, list[torch.Tensor]]:
         return {name: tensors_in(flatten_output(run.env[node])[0]) for name, run in self.runs.items()}
+
+    def _put_back(self, node: fx.Node, values: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
+        """Return sorted rows in the order that they had before the sort."""
+        sort = self.sorts.order.get(node)
+        if sort is None:
+            return values
+        back = {name: self.orders[name, sort].argsort() for name in values}
+        return {name: [tensor.index_select(0, back[name]) for tensor in found] for name, found in values.items()}
+
+    def _equalize(self, values: dict[str, list[torch.Tensor]], tensors: Sequence[TensorInfo]) -> None:
+        """Give the compared rows the same last bits: in groups of other sizes, other kernels compute them."""
+        for position, info in enumerate(tensors):
+            among, beside = values["among"][position], values["beside"][position]
+            self._rows(beside, info).copy_(self._rows(among, info))
 
     def _share_draws(self, node: fx.Node, tensors: Sequence[TensorInfo]) -> None:
         """Draw again with equal generators among and beside; alone, take the rows' values from among."""
@@ -202,16 +261,19 @@ class _Lockstep:
         """Return the compared rows of a tensor of the larger batch."""
         if info.batch_dim is None:
             return tensor
-        factor = info.shape[info.batch_dim].per_row
+        factor = tensor.shape[info.batch_dim] // len(self.rows["among"])
         return tensor.narrow(info.batch_dim, factor, self.kept * factor)
 
-    def _differs(self, values: dict[str, list[torch.Tensor]], tensors: Sequence[TensorInfo]) -> bool:
+    def _differs(
+        self, values: dict[str, list[torch.Tensor]], tensors: Sequence[TensorInfo], *, loose: bool = False
+    ) -> bool:
         for position, info in enumerate(tensors):
             alone, among, beside = (values[name][position] for name in ("alone", "among", "beside"))
             among, beside = self._rows(among, info), self._rows(beside, info)
-            if not _same(among, beside, 0.0 if among.device.type == "cpu" else 1e-6):
+            near = _LOOSE.get(among.dtype.to_real(), 0.0)
+            if not _same(among, beside, near if loose else 0.0 if among.device.type == "cpu" else 1e-6):
                 return True
-            if not _same(among, alone, _LOOSE.get(among.dtype, 0.0)):
+            if not _same(among, alone, near):
                 return True
         return False
 
@@ -234,6 +296,12 @@ def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return worst <= tolerance * scale + (1e-12 if tolerance else 0.0)
 
 
+def _nearly_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two gradients are equal up to another order of additions, in autocast's precision where it is on."""
+    low = [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    return _same(a, b, max(_LOOSE.get(dtype, 0.0) for dtype in (a.dtype.to_real(), *low)))
+
+
 def _sampled(tensor: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Return evenly spread values of a large tensor where a comparison is loose, all of them where it is exact."""
     flat = tensor.detach().reshape(-1)
@@ -249,24 +317,3 @@ def slow_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-def check_outputs(model: nn.Module, inputs: FlatInputs, probe: Probe) -> str | None:
-    """Compare the graph's outputs with the model's own on the same rows; return what differs, or None."""
-    leaves = list(inputs.leaves)
-    for position, leaf in zip(inputs.tensors(), probe.alone, strict=True):
-        leaves[position] = leaf
-    args, kwargs = inputs.rebuild(leaves)
-    with torch.no_grad(), slow_attention():
-        expected = flatten_output(model.forward(*args, **kwargs))[0]
-    if len(expected) != len(probe.outputs):
-        return f"the model returns {len(expected)} values, the graph {len(probe.outputs)}"
-    for number, (want, got) in enumerate(zip(expected, probe.outputs, strict=True)):
-        if not isinstance(want, torch.Tensor):
-            continue
-        if want.shape != got.shape:
-            return f"output {number} has shape {tuple(got.shape)} instead of {tuple(want.shape)}"
-        if not _same(want, got, _LOOSE.get(want.dtype, 0.0) * 0.01):
-            worst = float((want.detach().double() - got.double()).abs().max())
-            return f"output {number} differs by {worst:.3g}"
-    return None

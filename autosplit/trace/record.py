@@ -10,93 +10,60 @@ Values are known by identity: every tensor that a call returned is kept alive un
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from autosplit.errors import TraceError
 from autosplit.trace.calls import Ambient, apply_function, assign_buffer, under
 from autosplit.trace.random_watch import RandomWatch
+from autosplit.trace.recording import (
+    GRADIENT_CALLS,
+    VALUE_READS,
+    Attribute,
+    Call,
+    Observed,
+    Reader,
+    Recording,
+    Ref,
+    Refusal,
+    source_line,
+)
+from autosplit.trace.repeats import Repeats
+from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way, takes_statistics
+from autosplit.trace.stacks import is_stack, run_stack
 from autosplit.trace.structure import Field, flatten_output, projections, tensors_in
-
-VALUE_READS = frozenset(
-    "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "
-    "__contains__".split()
-)
-GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
-CONTAINERS = (
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-)
-STATEFUL_LEAVES = (nn.modules.batchnorm._NormBase,)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ref:
-    """The result of the recorded call with this index."""
-
-    index: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Attribute:
-    """A parameter, buffer, module or constant by its name."""
-
-    name: str
-
-
-@dataclasses.dataclass
-class Call:
-    """One recorded call; ``kind`` is input, module, function or project."""
-
-    kind: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    module: str
-    name: str
-    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
-    reads: list[str] = dataclasses.field(default_factory=list)
-    writes: list[str] = dataclasses.field(default_factory=list)
-    leaf: str | None = None
-    """The leaf module that the call runs, also when it is wrapped in an ambient state."""
-    random: bool = False
-    mutates: list[int] = dataclasses.field(default_factory=list)
-    """Numbers of the storages that this call changes in place."""
-    storages: list[int] = dataclasses.field(default_factory=list)
-    reads_storages: list[int] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class Recording:
-    """All calls of one run, the constants that they use and the model's output."""
-
-    calls: list[Call]
-    constants: dict[str, Any]
-    output: list[Any]
-    unflatten: Callable[[list[Any]], Any]
 
 
 class Recorder(TorchFunctionMode):
-    """Records torch-level calls of one forward; modules in ``entered`` are never leaves, ``hooks`` fire on leaves."""
+    """Records torch-level calls of one forward; ``hooks`` fire on leaves."""
 
-    def __init__(self, model: nn.Module, entered: frozenset[str], *, hooks: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        scope: Scope,
+        *,
+        reader: Reader,
+        observed: Observed | None,
+        repeats: Repeats | None = None,
+        hooks: bool = True,
+    ) -> None:
         super().__init__()
         self.hooks = hooks
         self.model = model
-        self.entered = entered
+        self.scope = scope
+        self.reader = reader
+        self.observed = observed
+        self.repeats = repeats or Repeats({})
+        self.failed_in: str | None = None
+        """The innermost module out of which an exception came."""
         self.calls: list[Call] = []
         self.constants: dict[str, Any] = {}
         self.random = RandomWatch()
@@ -108,18 +75,31 @@ class Recorder(TorchFunctionMode):
         self._module_calls: Counter[str] = Counter()
         self._op_counts: Counter[tuple[str, int, str]] = Counter()
         self._storages: dict[int, int] = {}
+        self._owners: dict[int, str] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._root_ambient = Ambient.current()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._attributes.setdefault(id(tensor), name)
             self._keep.append(tensor)
             self._storages.setdefault(tensor.untyped_storage()._cdata, -1)
-        self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
+            self._owners.setdefault(tensor.untyped_storage()._cdata, name)
 
     @property
     def path(self) -> str:
         """Qualified name of the module whose forward is running."""
         return self._stack[-1][0]
+
+    def _refusal(self, what: str) -> Refusal:
+        source = source_line()
+        return Refusal(f"{_where(self.path)} {what}" + (f" ({source})" if source else ""), self.path)
+
+    def enter(self, path: str, number: int) -> None:
+        """Take what follows as operations of a module's ``number``-th call."""
+        self._stack[1:] = [(path, number)] if path else []
+
+    def mute(self, muted: bool) -> None:
+        """Stop recording, or go on."""
+        self._muted = int(muted)
 
     # -- values ------------------------------------------------------------------------------------------------
     def add_input(self, name: str, tensor: torch.Tensor) -> None:
@@ -136,13 +116,13 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self._attributes:
             return Attribute(self._attributes[id(tensor)])
         if tensor.requires_grad and not tensor.is_leaf:
-            raise TraceError(
-                f"a tensor with gradient history entered {_where(self.path)} from outside the recorded calls "
+            raise self._refusal(
+                f"uses a tensor with gradient history from outside the recorded calls "
                 f"({type(tensor.grad_fn).__name__}); pass it as an input of the model"
             )
-        if isinstance(tensor, FakeTensor):
-            raise TraceError(
-                f"{_where(self.path)} makes a tensor in a way that cannot be recorded; use a torch function such as "
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            raise self._refusal(
+                "makes a tensor in a way that cannot be recorded; use a torch function such as "
                 "torch.tensor, torch.zeros or torch.arange"
             )
         return self.constant(tensor)
@@ -170,9 +150,44 @@ class Recorder(TorchFunctionMode):
             return (list if isinstance(value, list) else tuple)(self.encode(v) for v in value)
         if isinstance(value, dict):
             return {key: self.encode(v) for key, v in value.items()}
+        if isinstance(value, np.generic):  # an operand of generated code must be a number that Python can print
+            return value.item()
         if isinstance(value, _PLAIN) or value is None or value is Ellipsis:
             return value
         return self.constant(value)
+
+    def storage_of(self, value: Any) -> int:
+        """Return the number of a tensor's storage, -1 for the model's own and for what is no tensor."""
+        return self._storages.get(value.untyped_storage()._cdata, -1) if isinstance(value, torch.Tensor) else -1
+
+    def fresh_storage(self) -> int:
+        """Return the number of a storage that no tensor at hand has."""
+        self._storages[-len(self._storages) - 2] = len(self._storages)  # no address is negative
+        return len(self._storages) - 1
+
+    def adopt(self, tensor: torch.Tensor, index: int) -> None:
+        """Let a tensor be the result of the recorded call with this index."""
+        self._keep.append(tensor)
+        self.stand_for(tensor, index)
+        made = self.calls[index].storages
+        self._storages[tensor.untyped_storage()._cdata] = made[0] if made else self.fresh_storage()
+
+    def stand_for(self, tensor: torch.Tensor, index: int) -> None:
+        """Let the recorded call with this index stand for a tensor from now on."""
+        self._refs[id(tensor)] = index
+
+    def calls_of(self, path: str) -> int:
+        """Return how often a module has been called so far, the call under way included."""
+        return self._module_calls[path]
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Record nothing inside."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
 
     def _note(self, call: Call, tensor: torch.Tensor) -> None:
         call.shapes.append(tuple(tensor.shape))
@@ -187,20 +202,26 @@ class Recorder(TorchFunctionMode):
         try:
             inputs = tensors_in((args, kwargs))
             if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-                raise TraceError(
-                    f"{_where(self.path)} draws from a generator of its own; a pipeline cannot keep the order of its "
+                raise self._refusal(
+                    "draws from a generator of its own; a pipeline cannot keep the order of its "
                     "draws: use torch's default generator"
                 )
-            versions = [t._version for t in inputs]
+            own = list(self.model.get_submodule(target).buffers()) if kind == "module" else []
+            touched = [*inputs, *own]
+            versions = [t._version for t in touched]
             call = Call(kind, target, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
             call.leaf = target if kind == "module" else None
+            call.source = source_line()
             self.random.drew = False
-            out = run()
-            call.random = self.random.drew
+            if call.leaf in self.scope.atoms and self.observed is not None:
+                out = self.observed.replay(call, self._stack[-1][1], args, kwargs)
+            else:
+                out = run()
+            call.random = call.random or self.random.drew
             ambient = Ambient.current()
             if ambient != self._root_ambient:
                 self._wrap(call, ambient.differing(self._root_ambient))
-            self._track_mutation(call, inputs, versions)
+            self._track_mutation(call, touched, versions)
             self._track_state(call, inputs)
             tensors = [t for t in flatten_output(out)[0] if isinstance(t, torch.Tensor)]
             if tensors or call.mutates or call.writes:
@@ -226,12 +247,15 @@ class Recorder(TorchFunctionMode):
 
     def _track_mutation(self, call: Call, inputs: list[torch.Tensor], versions: list[int]) -> None:
         for tensor, version in zip(inputs, versions, strict=True):
-            storage = self._storages.get(tensor.untyped_storage()._cdata, -1)
+            key = tensor.untyped_storage()._cdata
+            storage = self._storages.get(key, -1)
             if tensor._version != version and self._attributes.get(id(tensor), "") in self.constants:
-                raise TraceError(
-                    f"{_where(self.path)} changes a tensor in place that is a plain attribute; a graph would hold its "
+                raise self._refusal(
+                    "changes a tensor in place that is a plain attribute; a graph would hold its "
                     "own: register it as a buffer"
                 )
+            if tensor._version != version and key in self._owners:
+                call.writes += [self._owners[key]] if self._owners[key] not in call.writes else []
             if storage >= 0:
                 call.reads_storages.append(storage)
                 if tensor._version != version:
@@ -242,15 +266,12 @@ class Recorder(TorchFunctionMode):
         module = None if call.leaf is None else self.model.get_submodule(call.leaf)
         if module is not None:
             call.reads += [self._attributes[id(t)] for t in (*module.parameters(), *module.buffers())]
-        for name, (buffer, version) in self._buffers.items():
-            if buffer._version != version:
-                call.writes.append(name)
-                self._buffers[name] = (buffer, buffer._version)
         if isinstance(module, STATEFUL_LEAVES) and module.training and module.track_running_stats:
             own = {self._attributes[id(b)] for b in module.buffers()}
             call.writes += sorted(own - set(call.writes))
-        elif call.target in _STATISTICS and _is_training(call):
-            own = {name for name in self._buffers if name in call.reads}
+        elif takes_statistics(call):
+            buffers = {name for name, _ in self.model.named_buffers()}
+            own = {name for name in buffers if name in call.reads}
             call.writes += sorted(own - set(call.writes))
 
     def _bind(self, out: Any, index: int) -> None:
@@ -277,15 +298,11 @@ class Recorder(TorchFunctionMode):
         if self._muted:
             return func(*args, **kwargs)
         label = getattr(func, "__name__", type(func).__name__)
-        if label in VALUE_READS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
-            raise TraceError(
-                f"{_where(self.path)} reads a tensor's value in Python ({label}); a graph cannot follow that. Compute "
-                "the choice with torch.where, or move it out of forward"
-            )
+        if label in VALUE_READS and any(self.knows(t) or type(t) is not FakeTensor for t in tensors_in((args, kwargs))):
+            return self._read(func, label, args, kwargs)
         if label in GRADIENT_CALLS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
-            raise TraceError(
-                f"{_where(self.path)} calls {label} on a recorded tensor; a graph carries no hooks and computes no "
-                "gradients inside forward"
+            raise self._refusal(
+                f"calls {label} on a recorded tensor; a graph carries no hooks and computes no gradients inside forward"
             )
         if label == "__get__":
             label = func.__self__.__name__
@@ -298,21 +315,35 @@ class Recorder(TorchFunctionMode):
             return self.perform("function", setattr, f"set_{label}", lambda: func(*args), full, {})
         return self.perform("function", func, label.strip("_") or "op", lambda: func(*args, **kwargs), args, kwargs)
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a recorded value, a parameter or a buffer, and no constant."""
+        return id(tensor) in self._refs or self._attributes.get(id(tensor), "_") not in (*self.constants, "_")
+
+    def _read(self, func: Any, label: str, args: Any, kwargs: Any) -> Any:
+        call = Call("read", func, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
+        call.name, call.source = self._name("read", label.strip("_")), source_line()
+        value = self.reader.read(call, self)
+        self.calls.append(call)
+        return value
+
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Stand in for ``nn.Module.__call__``: a leaf is one call, anything else is entered."""
         path = self._paths.get(id(module))
         if self._muted or path is None:
             return original(module, *args, **kwargs)
         if path == "":
-            return module.forward(*args, **kwargs)
+            return (partial(run_stack, module) if is_stack(module, args) else module.forward)(*args, **kwargs)
         self._stack.append((path, self._module_calls[path]))
         self._module_calls[path] += 1
         try:
-            if self.is_leaf(module, path):
+            if self.scope.is_leaf(module, path) or pads_in_its_own_way(module, args, kwargs):
+                if is_stack(module, args) and path not in self.scope.atoms and not has_hooks(module):
+                    return run_stack(module, *args, **kwargs)
                 return self._leaf(original, module, path, args, kwargs)
-            return original(module, *args, **kwargs)
+            return self.repeats.enter(self, original, module, path, args, kwargs)
         except Exception as error:
-            if not isinstance(error, TraceError) and not getattr(error, "__notes__", None):
+            self.failed_in = path if self.failed_in is None else self.failed_in
+            if not isinstance(error, Refusal) and not getattr(error, "__notes__", None):
                 error.add_note(f"raised in module {path!r} ({type(module).__name__})")
             raise
         finally:
@@ -328,14 +359,6 @@ class Recorder(TorchFunctionMode):
         finally:
             if cumulative:
                 module.__dict__["momentum"] = None
-
-    def is_leaf(self, module: nn.Module, path: str) -> bool:
-        """Tell whether a module is recorded as one call: torch.nn layers, and containers that carry hooks."""
-        if path in self.entered:
-            return False
-        home = type(module).__module__
-        layer = home.startswith("torch.nn") and not home.startswith("torch.nn.utils")
-        return (layer and not isinstance(module, CONTAINERS)) or _has_hooks(module)
 
     def call_function(self, original: Callable[..., Any], function: type, args: Any, kwargs: Any) -> Any:
         """Stand in for ``autograd.Function.apply``: one call with its own backward."""
@@ -365,22 +388,12 @@ class Recorder(TorchFunctionMode):
                 self.calls.append(call)
         flat, unflatten = flatten_output(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
-        return Recording(self.calls, self.constants, encoded, unflatten)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
-
-
-def _is_training(call: Call) -> bool:
-    name, position = _STATISTICS[call.target]
-    return bool(call.kwargs.get(name, call.args[position] if len(call.args) > position else False))
+        return Recording(self.calls, self.constants, encoded, unflatten, self.repeats.segments)
 
 
 def _where(path: str) -> str:
     return f"module {path!r}" if path else "the model's own forward"
 
 
-_STATISTICS = {nn.functional.batch_norm: ("training", 5), nn.functional.instance_norm: ("use_input_stats", 5)}
-_PLAIN = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range)
+_OTHER = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (int, float, bool, str, complex, range, *_OTHER)

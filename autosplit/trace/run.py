@@ -11,9 +11,9 @@ import contextlib
 import logging
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import numpy as np
@@ -27,10 +27,14 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from autosplit.errors import TraceError
-from autosplit.trace import state
-from autosplit.trace.kept import kept_for_next_call
-from autosplit.trace.record import Recorder, Recording
+from autosplit.trace import python_state, state
+from autosplit.trace.kept import Place, kept_for_next_call
+from autosplit.trace.reads import Recall, Unanswered
+from autosplit.trace.record import Recorder
+from autosplit.trace.recording import Observed, Reader, Recording, Refusal, Unexpected
+from autosplit.trace.repeats import Repeats
+from autosplit.trace.scope import Scope
+from autosplit.trace.watch import Watcher
 
 
 @dataclass(frozen=True)
@@ -52,59 +56,143 @@ class FlatInputs:
         return args, kwargs
 
 
+class Sizes(contextlib.AbstractContextManager[Any], Protocol):
+    """The sizes of the inputs of one recording; active while the model runs."""
+
+    def fake_mode(self) -> FakeTensorMode:
+        """Return the mode in which tensors of these sizes are made."""
+
+    def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
+        """Return the shape of the tensor at a position among the input tensors."""
+
+
+class _Numbers(contextlib.nullcontext[None]):
+    """The sample's own sizes, at another number of rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def fake_mode(self) -> FakeTensorMode:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
+        return [self.rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
+
+
 def record(
-    model: nn.Module, inputs: FlatInputs, *, rows: int, entered: frozenset[str], hooks: bool = True
+    model: nn.Module,
+    inputs: FlatInputs,
+    *,
+    rows: int,
+    scope: Scope,
+    reader: Reader | None = None,
+    observed: Observed | None = None,
+    alike: Mapping[str, str] | None = None,
+    hooks: bool = True,
+    sizes: Sizes | None = None,
 ) -> Recording:
     """Record the model's forward at ``rows`` batch rows; the model is as before at the end.
 
-    Raises TraceError for what a graph cannot follow; the model's own exceptions pass through.
+    ``reader`` answers value reads; None: as the scope says. ``observed`` tells what atoms give; None: their own run on
+    fake tensors does. ``alike`` maps modules to their equals (:mod:`autosplit.trace.repeats`). ``sizes`` gives the
+    shapes of the inputs; None: the sample's own, with ``rows`` rows.
+
+    Raises Refusal for what a graph cannot follow, Unexpected for an exception of the model's own, Unanswered for a
+    value read that has no answer.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    sizes = sizes or _Numbers(rows)
+    plain = isinstance(sizes, _Numbers)
+    mode: Any = _AsItIs() if plain and _all_on_meta(model) else sizes.fake_mode()
     seed = torch.initial_seed()
-    before, held = state.python_numbers(model), state.held_tensors(model)
+    before, held = python_state.snapshot(model), state.held_tensors(model)
     held_contents = state.contents(state.attribute_tensors(model))
     with state.random_state(), held_contents, state.attributes(model), state.fake_tensors(model, mode):
         random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
         np.random.seed(rows)
-        leaves = [_fake(leaf, dim, rows, mode) for leaf, dim in zip(inputs.leaves, inputs.batch_dims, strict=True)]
-        recorder = Recorder(model, entered, hooks=hooks)
+        leaves = list(inputs.leaves)
+        for position, index in enumerate(inputs.tensors()):
+            shape = sizes.shape(position, leaves[index], inputs.batch_dims[index])
+            leaves[index] = _fake(leaves[index], shape, mode)
+        recorder = Recorder(
+            model,
+            scope,
+            reader=reader or Recall(scope.answers),
+            observed=observed,
+            repeats=Repeats(alike or {}),
+            hooks=hooks,
+        )
         for index in inputs.tensors():
             recorder.add_input(inputs.names[index], leaves[index])
         args, kwargs = inputs.rebuild(leaves)
+        forward: Callable[..., Any] = model
+        if scope.capture is not None:
+            with _quiet_log():
+                forward = scope.capture.forward(recorder, args, kwargs)
         try:
-            with torch.inference_mode(False), _quiet_log(), _patched(recorder), mode, recorder.random, recorder:
-                output = model(*args, **kwargs)
+            with torch.inference_mode(False), _quiet_log(), patched(recorder), sizes, mode, recorder.random, recorder:
+                output = forward(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
-            raise TraceError(
+            raise Refusal(
                 f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]})"
-                f"{_notes(error)}; a graph cannot follow that"
+                f"{_notes(error)}; a graph cannot follow that",
+                recorder.failed_in or "",
             ) from error
-        changed = [key for key, value in state.python_numbers(model).items() if before.get(key, value) != value]
-        if changed:
-            path, name = changed[0]
-            raise TraceError(
-                f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph "
-                "would freeze it: keep it in a registered buffer"
-            )
-        kept = kept_for_next_call(recorder.calls, recorder.recorded(), held, state.held_tensors(model))
+        except (Refusal, Unanswered):
+            raise
+        except Exception as error:
+            raise Unexpected(error, recorder.failed_in or "") from error
+        _check_attributes(model, scope, recorder, before, held)
         if torch.initial_seed() != seed:
-            raise TraceError("forward sets torch's random seed; a graph would not: set it outside the model")
-        if kept is not None:
-            raise TraceError(
-                f"forward keeps a tensor in the attribute {kept[1]!r} of module {kept[0] or 'root'!r} for its next "
-                "call; a graph would not: keep it in a registered buffer"
-            )
+            raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
         return recorder.finish(output, dict(model.named_buffers()))
 
 
-def _fake(leaf: Any, dim: int | None, rows: int, mode: FakeTensorMode) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    shape = list(leaf.shape)
-    if dim is not None:
-        shape[dim] = rows
+class _AsItIs(contextlib.nullcontext[None]):
+    """Stands for a fake tensor mode where the model's own tensors have no values: it runs on the meta device."""
+
+    def from_tensor(self, tensor: torch.Tensor, *, static_shapes: bool) -> torch.Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+
+def _all_on_meta(model: nn.Module) -> bool:
+    tensors = [*model.parameters(), *model.buffers(), *state.attribute_tensors(model)]
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
+
+
+def _check_attributes(
+    model: nn.Module, scope: Scope, recorder: Recorder, before: dict[Place, Any], held: dict[Place, Any]
+) -> None:
+    """Raise Refusal when the run left something in the model's attributes that a graph would not."""
+    changed = python_state.first_change(before, python_state.snapshot(model))
+    if changed is not None:
+        path, name = changed
+        raise Refusal(
+            f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph "
+            "would freeze it: keep it in a registered buffer",
+            _around(path, scope),
+        )
+    kept = kept_for_next_call(recorder.calls, recorder.recorded(), held, state.held_tensors(model))
+    if kept is not None:
+        raise Refusal(
+            f"forward keeps a tensor in the attribute {kept[1]!r} of module {kept[0] or 'root'!r} for its next "
+            "call; a graph would not: keep it in a registered buffer",
+            _around(kept[0], scope),
+        )
+
+
+def _around(path: str, scope: Scope) -> str:
+    """Return the path, or the path of the module around it when it is an atom already."""
+    while path in scope.atoms:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: Any) -> torch.Tensor:
+    device = "meta" if isinstance(mode, _AsItIs) else leaf.device
     with mode:
-        fake = torch.empty(shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
+        fake = torch.empty(shape, dtype=leaf.dtype, device=device).requires_grad_(leaf.requires_grad)
         return fake if leaf.is_leaf else fake.clone()
 
 
@@ -124,10 +212,10 @@ def _quiet_log() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patched(recorder: Recorder) -> Iterator[None]:
+def patched(recorder: Recorder | Watcher) -> Iterator[None]:
     """Show calls of modules and of autograd functions to a recorder; those of other threads go on as ever."""
     call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-    own = threading.get_ident()
+    own, told = threading.get_ident(), recorder.scope.exporting
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != own:
@@ -143,6 +231,6 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     with (
         patch.object(nn.Module, "__call__", call_module),
         patch.object(torch.autograd.Function, "apply", classmethod(apply_function)),
-        patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True),
+        patch.multiple(torch.compiler, _is_compiling_flag=told, _is_exporting_flag=told),
     ):
         yield

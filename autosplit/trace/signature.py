@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from autosplit.trace.calls import Ambient
-from autosplit.trace.record import CONTAINERS
+from autosplit.trace.formula import Length
+from autosplit.trace.lengths import consistent, sizes_at, varying, without_lengths
+from autosplit.trace.python_state import signature
+from autosplit.trace.scope import CONTAINERS
 
 _SHORT = 32
 _OWN = frozenset(nn.Module().__dict__)
@@ -27,11 +31,29 @@ class Key:
 
 @dataclass(frozen=True)
 class Kind:
-    """A recording's signature: shapes without the rows, and where the rows were."""
+    """A recording's signature: shapes without the rows, where the rows were, and which dimensions are symbols."""
 
     rest: Any
     shapes: Shapes
     batch_dims: tuple[int | None, ...]
+    lengths: tuple[Length, ...] = ()
+
+    def lengths_in(self, key: Key) -> dict[str, int] | None:
+        """Return a call's lengths if it is of this kind but for them; None if it is of another."""
+        if self.rest != key.rest:
+            return None
+        own, given = _tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims))
+        if [len(shape) for shape in own] != [len(shape) for shape in given]:
+            return None
+        if without_lengths(own, self.lengths) != without_lengths(given, self.lengths):
+            return None
+        return sizes_at(self.lengths, given) if consistent(self.lengths, given) else None
+
+    def varying(self, key: Key) -> tuple[Length, ...] | None:
+        """Return as symbols the dimensions in which a call differs from this kind; None if it differs otherwise."""
+        if self.rest != key.rest:
+            return None
+        return varying(_tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims)), self.lengths)
 
 
 def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
@@ -43,6 +65,7 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
     modes: list[Any] = [Ambient.current()]
     structure: list[Any] = []
     ties: dict[int, int] = {}
+    seen: set[int] = set()
     for module in model.modules():
         kind = type(module)
         modes.append(module.training)
@@ -51,7 +74,7 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
         structure.append(kind)
         for parameter in module._parameters.values():
             if parameter is not None:
-                structure += (parameter.dtype, ties.setdefault(id(parameter), len(ties)))
+                structure += (parameter.dtype, parameter.requires_grad, ties.setdefault(id(parameter), len(ties)))
         if not kind.__module__.startswith("torch.nn"):
             for key, value in module.__dict__.items():
                 if key in _OWN:
@@ -62,17 +85,28 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
                     structure.append(id(value))
                 elif type(value) in (list, tuple, dict, set) and _is_plain(value):
                     structure.append(repr(value))
+                elif (plain := signature(value, seen)) is not None:
+                    structure.append(plain)
         elif isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
     shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
-    kinds = tuple((v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), repr(v)) for v in leaves)
+    kinds = tuple((v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+
+
+def _constant(value: Any) -> Any:
+    """Return what tells one input that is no tensor from another."""
+    return (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
 
 
 def _is_plain(value: Any) -> bool:
     """Tell whether a container is short and holds nothing but numbers, text and None."""
     parts = [*value, *value.values()] if isinstance(value, dict) else value
     return len(value) <= _SHORT and all(part is None or isinstance(part, (bool, int, float, str)) for part in parts)
+
+
+def _tensors(shapes: Shapes) -> list[tuple[int, ...]]:
+    return [shape for shape in shapes if shape is not None]
 
 
 def rows_of(shapes: Shapes, dims: Sequence[int | None]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import TraceError
+from autosplit.trace import python_state
 
 QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -33,20 +33,28 @@ def random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes(model: nn.Module) -> Iterator[None]:
-    """Restore every module's attributes, parameter, buffer and child tables (not the tensors' contents) at the end."""
-    modules = list(model.modules())
+    """Restore every module's attributes and tables of parameters, buffers and children at the end.
+
+    Lists, dicts and plain objects that modules hold are restored too; the contents of tensors are not.
+    """
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     saved = [(m, dict(m.__dict__), [dict(m.__dict__[t]) for t in _TABLES]) for m in modules]
     held = [value for m in modules for key, value in m.__dict__.items() if key not in _TABLES]
-    containers = [(v, v.copy()) for v in held if type(v) in (list, dict, set)]
+    restorers = python_state.restorers(model)
     generators = [(v, v.get_state()) for v in held if isinstance(v, torch.Generator)]
+    dice = [(v, v.getstate()) for v in held if isinstance(v, random.Random)]
+    numpy_dice = [(v.bit_generator, v.bit_generator.state) for v in held if isinstance(v, np.random.Generator)]
     try:
         yield
     finally:
-        for container, content in containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+        for restore in restorers:
+            restore()
         for generator, drawn in generators:
             generator.set_state(drawn)
+        for die, thrown in dice:
+            die.setstate(thrown)
+        for bits, before in numpy_dice:
+            bits.state = before
         for module, own, tables in saved:
             module.__dict__.clear()
             module.__dict__.update(own)
@@ -82,18 +90,19 @@ def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def quiet_layers(model: nn.Module) -> Iterator[None]:
-    """Put torch.nn's layers in eval mode, and every module back in its own at the end.
+def quiet_layers(model: nn.Module) -> Iterator[bool]:
+    """Put torch.nn's layers in eval mode, and every module back in its own at the end; yield whether any was not.
 
     Norm layers then use their running statistics and dropout draws nothing, while the model's own modules keep the mode
     that decides what their Python does.
     """
     flags = [(m, m.training) for m in model.modules()]
-    for module, _ in flags:
-        layer = type(module).__module__.startswith("torch.nn") or isinstance(module, QUIETED)
-        module.training = module.training and not layer
+    loud = False
+    for module, training in flags:
+        if training and (type(module).__module__.startswith("torch.nn") or isinstance(module, QUIETED)):
+            loud, module.training = True, False
     try:
-        yield
+        yield loud
     finally:
         for module, flag in flags:
             module.training = flag
@@ -117,20 +126,16 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 
 def held_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
-    """Collect the tensors, and the places for them, that modules hold as plain attributes."""
-    return {
-        (path, key): value
-        for path, module in model.named_modules()
-        for key, value in module.__dict__.items()
-        if value is None or isinstance(value, torch.Tensor)
-    }
+    """Collect the tensors, and the places for them, that modules hold as plain attributes.
 
-
-def python_numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Collect the Python numbers that the modules hold as attributes: counters show up as a change."""
-    return {
-        (path, key): value
-        for path, module in model.named_modules()
-        for key, value in module.__dict__.items()
-        if isinstance(value, (bool, int, float)) and key != "training"
-    }
+    A tensor inside a list, dict or plain object is at a place of its own: ``feats[0]``.
+    """
+    found: dict[tuple[str, str], torch.Tensor | None] = {}
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if value is None or isinstance(value, torch.Tensor):
+                found[path, key] = value
+            elif key not in _TABLES:
+                inside = enumerate(python_state.tensors_inside(value))
+                found |= {(path, f"{key}[{number}]"): tensor for number, tensor in inside}
+    return found

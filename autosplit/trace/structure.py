@@ -25,6 +25,8 @@ def flatten_output(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
             return copy
 
         return [leaf for flat, _ in parts for leaf in flat], rebuild
+    if isinstance(value, torch.Tensor):
+        return [value], lambda flat: flat[0]
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_plain_dataclass)
     if leaves == [value] or (len(leaves) == 1 and leaves[0] is value):
         return [value], lambda flat: flat[0]
@@ -41,15 +43,35 @@ def _is_plain_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, dict))
 
 
+_PLAIN = frozenset((int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device))
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors inside nested arguments, slices included."""
-    found = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, slice):
-            found += [v for v in (leaf.start, leaf.stop, leaf.step) if isinstance(v, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    """Add the tensors inside a value; the kinds that calls take most are told apart without a search."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for part in value:
+            _collect(part, found)
+    elif kind is dict:
+        for part in value.values():
+            _collect(part, found)
+    elif kind is slice:
+        _collect((value.start, value.stop, value.step), found)
+    else:
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != 1 or leaves[0] is not value:
+            _collect(leaves, found)
 
 
 class Field(str):

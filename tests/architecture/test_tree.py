@@ -71,6 +71,7 @@ def test_functions_are_short():
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in PYTHON
+        if not path.match("benchmarks/zoo/hf_*.py")  # lists of models, as long as there are models
         for node in functions(path)
         if code_lines(node) >= MAX_FUNCTION_LINES
     ]

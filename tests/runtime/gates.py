@@ -31,7 +31,12 @@ class Boom(Exception):
 
 
 class Gates:
-    """The gates of one model: what each does when a value passes, and which actions passed."""
+    """The gates of one model: what each does when a value passes, and which actions passed.
+
+    With slots: what a plain object's attributes hold would be a part of every call's signature.
+    """
+
+    __slots__ = ("function", "handlers", "inside", "passed", "threads")
 
     def __init__(self) -> None:
         self.handlers: dict[Action, Handler] | None = None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit, pipelined
 from autosplit.runtime.lanes import CallerLane, CpuLane
+from autosplit.trace import ladder
 from tests.runtime.lane_models import ROWS, WIDTH
 from tests.runtime.recording_engine import Engine
 from tests.runtime.recording_lane import RecordingStreams, recording_lanes
@@ -47,8 +48,8 @@ class RecordedPipe:
         self.caller = CpuLane() if caller == "cpu" else CallerLane(torch.device(caller), self.streams)
         self.modules = model, *others
         assert len(self.pipe.stages) == len(devices)
-        (self.recorded,) = self.pipe._core.recordings.values()
-        self.pipe._core.lanes = self.recorded.lanes = tuple(self.lanes)
+        ((self.recorded,),) = self.pipe._core.recordings.kept.values()
+        self.pipe._core.recordings.lanes = self.recorded.lanes = tuple(self.lanes)
         for made in ("parts", "setup", "ending"):
             self.recorded.__dict__.pop(made, None)
         self.pipe._attach(self.recorded)
@@ -66,7 +67,11 @@ class RecordedPipe:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Log what is called in here; what the caller gives comes from the caller's lane."""
-        with self.engine.recording(), mock.patch.object(pipelined, "caller_lane", return_value=self.caller):
+        spread = mock.patch.object(
+            ladder, "_is_spread", return_value=True
+        )  # on the lanes' devices, which are not there
+        caller = mock.patch.object(pipelined, "caller_lane", return_value=self.caller)
+        with self.engine.recording(), caller, spread:
             yield
         self.streams.collect()
 

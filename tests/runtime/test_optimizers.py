@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS
 
 from autosplit.runtime import optimizers as optimizers_of_autosplit
 from autosplit.runtime.optimizers import bring, follow
@@ -37,3 +38,21 @@ def test_a_step_brings_the_state_of_followed_parameters_only(monkeypatch: pytest
     for optimizer in optimizers.values():
         optimizer.step()
     assert [id(p) for p in brought] == [id(followed)]
+
+
+def test_a_step_after_followed_parameters_are_gone():
+    gone, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = stepped(other)
+    before = len(HOOKS)
+    follow([gone])
+    follow([other])
+    assert len(HOOKS) == before + 2
+    del gone
+    optimizer.step()
+    assert len(HOOKS) == before + 1
+
+
+def test_nothing_to_follow_is_no_hook():
+    before = len(HOOKS)
+    follow([])
+    assert len(HOOKS) == before

@@ -1,0 +1,247 @@
+"""The plan of a model that runs by its own Python: its units, in the order of their calls, cut into stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.options import Options, Sample
+from autosplit.partition.costs import Costs, check
+from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.partition.solve import Partition, solve
+from autosplit.planning.fingerprint import fingerprint_of
+from autosplit.planning.formulate import link_seconds, state_bytes
+from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
+from autosplit.planning.search import covered_modules, fit_of
+from autosplit.profile.module_costs import ModuleCosts, module_costs
+from autosplit.profile.types import StateProfile
+from autosplit.schedule.gpipe import forward_only
+from autosplit.schedule.simulate import simulate
+from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.module_tree import choose_units, coarsened, homes, stages_of_modules
+from autosplit.trace.tree_rows import TreeFindings, examine, sizes_of
+
+RUNG: Literal["module tree"] = "module tree"
+_SCHEDULE = "gpipe"
+"""All forwards, then the backward that the caller asks for."""
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """The plan, and what was found out about the rows of the sample that it was made for."""
+
+    plan: Plan
+    findings: TreeFindings
+
+
+def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str) -> TreePlan:
+    """Return the plan with the least bottleneck for a model that no graph can follow, for ``reason``.
+
+    The model runs on the sample; its state, gradients and all random states are as before at the end. Raises what its
+    forward raises, and InfeasibleError when the memory limit cannot hold.
+    """
+    found = _findings(model, sample, options)
+    rows = _rows(model, sample, options)
+    sizes = tuple(sizes_of(rows, min(rows, options.chunks))) if found.why is None else (rows,)
+    cut = _first(sample, found, sizes[0])
+    threads = 1 if found.why is None else None
+    costs = module_costs(model, cut, measure=options.measure, device="cpu-lane", threads=threads)
+    units = choose_units(model, costs.for_units(), least=len(options.devices))
+    return TreePlan(_Writer(model, options, costs, units, sizes, found.why, reason).plan(), found)
+
+
+def _findings(model: nn.Module, sample: Sample, options: Options) -> TreeFindings:
+    if len(options.devices) < 2:
+        return TreeFindings("there is one stage")
+    return examine(model, sample, batch_dims=options.batch_dims, chunks=options.chunks, forward=model.forward)
+
+
+def _rows(model: nn.Module, sample: Sample, options: Options) -> int:
+    """Return the rows of the batch; of a list its length, and 1 where nobody could tell."""
+    lists = [len(part) for part in (*sample.args, *sample.kwargs.values()) if isinstance(part, list)]
+    try:
+        return lists[0] if lists else batch_rows(flatten(model, sample, options.batch_dims))
+    except InputError:
+        return 1
+
+
+def _first(sample: Sample, found: TreeFindings, size: int) -> Sample:
+    """Return the first microbatch of a sample."""
+    if found.why is not None:
+        return sample
+    leaves, spec = pytree.tree_flatten((sample.args, sample.kwargs))
+    pairs = zip(leaves, found.batch_dims, strict=True)
+    cut = [leaf if dim is None else leaf.detach().narrow(dim, 0, size).clone() for leaf, dim in pairs]
+    for leaf, own in zip(leaves, cut, strict=True):
+        if own is not leaf:
+            own.requires_grad_(leaf.requires_grad)
+    args, kwargs = pytree.tree_unflatten(cut, spec)
+    return Sample(*args, **kwargs)
+
+
+class _Writer:
+    """Cuts the units and writes the answer down as a plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        costs: ModuleCosts,
+        units: Sequence[str],
+        sizes: tuple[int, ...],
+        why: str | None,
+        reason: str,
+    ) -> None:
+        self.model, self.options, self.costs, self.units = model, options, costs, units
+        self.sizes, self.why, self.reason = sizes, why, reason
+        self.states = _states(model, homes(model, {unit: index for index, unit in enumerate(units)}))
+        self.problem = self._problem()
+        self.partition: Partition = solve(self.problem, stages=len(options.devices))
+        called = {path for path, seen in costs.modules.items() if seen.first is not None}
+        self.stage_of = coarsened(dict(zip(units, self.partition.assignment, strict=True)), called=called)
+        self.home = homes(model, self.stage_of)
+        self.checked: Costs = check(self.problem, self.partition.assignment)
+
+    def _problem(self) -> Problem:
+        static = [0] * len(self.units)
+        for state, unit in self.states:
+            static[unit] += state_bytes(state, self.options).total
+        works = tuple(
+            Work(unit, self.costs.of(unit).forward_s, self.costs.of(unit).backward_s, static_bytes=static[index])
+            for index, unit in enumerate(self.units)
+        )
+        links = [link_seconds(self.options, self.costs.of(unit).output_bytes) for unit in self.units[:-1]]
+        limits = [self.options.capacity_bytes(stage) for stage in range(len(self.options.devices))]
+        capacities = tuple(limit for limit in limits if limit is not None)
+        return Problem(
+            works,
+            tuple(Net(index, (index + 1,), link_s, link_s) for index, link_s in enumerate(links)),
+            tuple(Hold(self.costs.saved_below(unit), index, (), (index,)) for index, unit in enumerate(self.units)),
+            microbatches=len(self.sizes),
+            schedule=_SCHEDULE,
+            capacity_bytes=capacities if len(capacities) == len(limits) else None,
+        )
+
+    def plan(self) -> Plan:
+        """Return the plan with its prediction."""
+        stages = tuple(self._stage(index) for index in range(self.partition.stages))
+        if len(stages) < len(self.options.devices):
+            warnings.warn(
+                f"{len(self.options.devices)} devices were given, but the model has only {len(self.units)} modules "
+                f"that can be placed: using {len(stages)} stage{'s' * (len(stages) > 1)}",
+                UserWarning,
+                stacklevel=3,
+            )
+        fits = fit_of(stages)
+        step_s, busy_s = self._step_s(stages), len(self.sizes) * sum(s.forward_s + s.backward_s for s in stages)
+        whole = self.why is not None
+        return Plan(
+            fingerprint=fingerprint_of(self.model, self._names(self.stage_of)),
+            devices=tuple(str(device) for device in self.options.devices[: len(stages)]),
+            stages=stages,
+            boundaries=tuple(self._boundaries()),
+            chunks=self.options.chunks,
+            microbatch_rows=self.sizes,
+            schedule=_SCHEDULE,
+            optimizer=str(self.options.optimizer),
+            step_s=step_s,
+            bubble=max(0.0, 1.0 - busy_s / (step_s * len(stages))) if step_s else 0.0,
+            bottleneck_s=self.partition.bottleneck_s,
+            lower_bound_s=self.partition.lower_bound_s,
+            status=self.partition.status,
+            fits=fits,
+            verdict="borderline" if fits is None else "fits" if fits else "no",
+            class_flops={"shared": 0.0, "micro": 0.0 if whole else 1.0, "full": 1.0 if whole else 0.0},
+            measured=self.costs.measured,
+            notes=tuple(self._notes()),
+            rung=RUNG,
+        )
+
+    def _names(self, units: Iterable[str]) -> list[str]:
+        return [f"{unit}#0" for unit in units]
+
+    def _stage(self, index: int) -> StagePlan:
+        units = [unit for unit, stage in self.stage_of.items() if stage == index]
+        own = [
+            work for work, stage in zip(self.problem.works, self.partition.assignment, strict=True) if stage == index
+        ]
+        states = [state for state, _ in self.states if self.home[state.name] == index]
+        totals = [state_bytes(state, self.options) for state in states]
+        memory, names = self.checked.stages[index], self._names(units)
+        return StagePlan(
+            index=index,
+            device=str(self.options.devices[index]),
+            nodes=tuple(names),
+            modules=tuple(covered_modules(self.model, names)),
+            parameters=sum(s.elements for s in states if s.is_parameter),
+            forward_s=sum(work.forward_s for work in own),
+            backward_s=sum(work.backward_s for work in own),
+            memory=StageMemory(
+                parameter_bytes=sum(s.bytes for s in states if s.is_parameter),
+                buffer_bytes=sum(s.bytes for s in states if not s.is_parameter),
+                gradient_bytes=sum(total.gradient for total in totals),
+                optimizer_bytes=sum(total.optimizer for total in totals),
+                activation_bytes=memory.activation_bytes,
+                transient_bytes=memory.transient_bytes,
+                peak_bytes=memory.peak_bytes,
+                capacity_bytes=self.options.capacity_bytes(index),
+            ),
+        )
+
+    def _boundaries(self) -> Iterable[Boundary]:
+        for unit, following in pairwise(self.stage_of):
+            producer, consumer = self.stage_of[unit], self.stage_of[following]
+            if producer != consumer:
+                size = self.costs.of(unit).output_bytes
+                yield Boundary(value=f"{unit}#0", producer=producer, consumers=(consumer,), bytes=size)
+        stages = stages_of_modules(self.model, self.stage_of)
+        users: dict[int, set[int]] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for parameter in module._parameters.values():
+                users.setdefault(id(parameter), set()).add(stages[path])
+        for name, parameter in self.model.named_parameters():
+            first, *others = sorted(users[id(parameter)])
+            if others:
+                size = parameter.numel() * parameter.element_size()
+                yield Boundary(value=name, producer=first, consumers=tuple(others), bytes=size, per_step=True)
+
+    def _step_s(self, stages: Sequence[StagePlan]) -> float:
+        """Return forwards as lanes overlap them, and backwards as autograd runs them.
+
+        On the CPU that is one thread; between CUDA devices it is the forwards' picture the other way round.
+        """
+        count, forward_s, backward_s = len(self.sizes), [s.forward_s for s in stages], [s.backward_s for s in stages]
+        nothing = [0.0] * len(stages)
+        order = forward_only(len(stages), count)
+        forwards_s = simulate(order, forward_s=forward_s, backward_s=nothing).step_s
+        if any(device.type == "cpu" for device in self.options.devices):
+            return forwards_s + count * sum(backward_s)
+        return forwards_s + simulate(order, forward_s=backward_s, backward_s=nothing).step_s
+
+    def _notes(self) -> Iterable[str]:
+        placed = f"{len(self.stage_of)} modules are placed"
+        yield f"no graph can follow this model ({self.reason}): its own Python runs; {placed}"
+        if self.why is None:
+            yield f"rows are independent: {len(self.sizes)} microbatches overlap in the forward"
+        else:
+            yield f"one chunk, the stages run one after the other: {self.why}"
+        if not self.costs.measured:
+            yield "costs of modules are estimates"
+
+
+def _states(model: nn.Module, home: dict[str, int]) -> list[tuple[StateProfile, int]]:
+    """Return every parameter and buffer, and the unit that it lies with."""
+    parameters = dict(model.named_parameters())
+    found = []
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        size = tensor.numel() * tensor.element_size()
+        state = StateProfile(name, tensor.numel(), size, tensor.requires_grad, name in parameters, ())
+        found.append((state, home[name]))
+    return found

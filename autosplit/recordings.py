@@ -1,0 +1,315 @@
+"""The recordings of one model: a bounded cache by call signature, all cut by one plan.
+
+A kind of call that no graph can follow is run by the model's own Python, its modules on the stages of the same plan.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autosplit.errors import TraceError
+from autosplit.lower.place import place
+from autosplit.lower.split import lower
+from autosplit.options import Options, Sample
+from autosplit.planning.apply import assign
+from autosplit.planning.fingerprint import check_plan
+from autosplit.planning.plan import Plan
+from autosplit.planning.search import make_plan
+from autosplit.planning.tree import plan_tree
+from autosplit.recorded import Recorded
+from autosplit.runtime.ambient import without_saved_tensor_hooks
+from autosplit.runtime.lanes import Lane, lane
+from autosplit.runtime.ops import sizes_of
+from autosplit.runtime.tree import TreeRun
+from autosplit.trace.findings import Findings
+from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
+from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
+
+_KEPT = 32
+_ATTEMPTS = 3
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, type, enum.Enum)
+_CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore
+"""Inputs that are no tensors and tell by themselves what they are."""
+_VARIANTS = 8
+"""How many recordings of one signature are kept that hold for different values."""
+_RECORDING = threading.RLock()
+"""Held while a model is recorded: that patches torch for the whole process."""
+
+
+class Recordings:
+    """Finds the recording for a call, or makes it; the first one makes the plan.
+
+    Attributes:
+        plan: what all recordings are cut by; None before the first one when none was given.
+        lanes: one lane per stage; empty before the first recording.
+        kept: the recordings by call signature, the newest last; several where they hold for different values only.
+    """
+
+    tree: TreeRun | None = None
+    """Runs what no graph can follow; None until something is."""
+
+    def __init__(self, model: nn.Module, options: Options, plan: Plan | None) -> None:
+        self.model = model
+        self.options = options
+        self.plan = plan
+        self.lanes: tuple[Lane, ...] = ()
+        self.kept: OrderedDict[Key, tuple[Recorded, ...]] = OrderedDict()
+        self.made = 0
+        """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
+        self._findings: OrderedDict[Any, Findings] = OrderedDict()
+        self._refused: dict[Any, str] = {}
+        self._numbers: Counter[Any] = Counter()
+        self._batch_dims: dict[str, int | None] = {}
+
+    @property
+    def schedule(self) -> str:
+        """The name of the plan's schedule; there is one as soon as there is a recording."""
+        assert self.plan is not None
+        return self.plan.schedule
+
+    def find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
+        """Return the recording for a call of this signature; record the model when there is none.
+
+        Returns the module tree's run where no graph can follow this kind of call.
+        """
+        found = self._holding(self.kept.get(key, ()), key, sample)
+        if found is None:
+            with _RECORDING:
+                try:
+                    if key.rest not in self._refused:
+                        return self._found(key, sample)
+                except TraceError as refusal:
+                    reason, notes = str(refusal), getattr(refusal, "__notes__", ())
+                    self._refuse(key, reason + "".join(f" ({note})" for note in notes))
+                return self._tree(key, sample, self._refused[key.rest])
+        return found
+
+    def _refuse(self, key: Key, reason: str) -> None:
+        self._refused[key.rest] = reason
+        while len(self._refused) > _KEPT:
+            self._refused.pop(next(iter(self._refused)))
+
+    def _tree(self, key: Key, sample: Sample, reason: str) -> TreeRun:
+        """Return what runs the model's own Python; plan if there is no plan yet."""
+        if self.tree is not None:
+            return self.tree
+        findings = None
+        if self.plan is None:
+            made = plan_tree(self.model, sample, self.options, reason=reason)
+            self.plan, findings = made.plan, made.findings
+        elif not self.lanes:
+            check_plan(self.plan, self.model, stages=len(self.options.devices))
+        devices = self.options.devices[: len(self.plan.stages)]
+        self.lanes = self.lanes or tuple(lane(device) for device in devices)
+        paths = {path for path, _ in self.model.named_modules()}
+        modules = {name: s for name, s in self.plan.stage_of().items() if name.endswith("#0") and name[:-2] in paths}
+        self.tree = TreeRun(
+            self.model,
+            modules,
+            self.lanes,
+            chunks=self.options.chunks,
+            batch_dims=self.options.batch_dims,
+            threads=self.options.lanes == "threads",
+            timeout_s=self.options.lane_timeout_s,
+            lock=_RECORDING,
+        )
+        if findings is not None:
+            self.tree.learn(sample.args, sample.kwargs, key, findings)
+        return self.tree
+
+    def _found(self, key: Key, sample: Sample) -> Recorded:
+        """Return a recording for a kind of call that had none: one for another batch size, or a new one."""
+        own = self.kept.get(key, ())
+        if (ready := self._holding(own, key, sample)) is not None:
+            return ready
+        recorded = self._proved(key, sample)
+        if recorded is None and len(own) >= _VARIANTS:
+            raise TraceError(
+                f"forward reads a tensor's value that was another one in {len(own)} calls of one kind; no graph can "
+                "follow a choice that changes from batch to batch"
+            )
+        recorded = recorded or self._widened(key, sample)
+        if recorded is None:
+            recorded = self._record(key, sample)
+            recorded.vain = self._vain(key)
+        self.kept[key] = (recorded, *own)
+        while len(self.kept) > _KEPT:
+            self.kept.popitem(last=False)
+        return recorded
+
+    def _covering(self, key: Key) -> Iterator[Recorded]:
+        """Yield the recordings for many lengths that are known to be what the model does at those of a call."""
+        for recorded in self._alike(key):
+            domain, rows = recorded.trace.domain, rows_of(key.shapes, recorded.kind.batch_dims)
+            lengths = recorded.kind.lengths_in(key)
+            if domain is not None and lengths is not None and rows and domain.holds(rows, lengths):
+                yield recorded
+
+    def _checked(self, key: Key, sample: Sample) -> Iterator[Recorded]:
+        """Yield the recordings for many lengths that a recording at those of a call proves right there."""
+        for recorded in list(self._alike(key)):
+            domain, kind = recorded.trace.domain, recorded.kind
+            rows = rows_of(key.shapes, kind.batch_dims)
+            if domain is None or kind.lengths_in(key) is None or not rows or _lacks_one_row(recorded, key):
+                continue
+            try:
+                with torch.inference_mode(False), without_saved_tensor_hooks():
+                    recorded.trace.check_rows(self.model, sample, rows)
+            except TraceError:  # another one may do, or a new one will
+                continue
+            yield recorded
+
+    def _widened(self, key: Key, sample: Sample) -> Recorded | None:
+        """Return a recording for all lengths, made of the newest one of this kind of call at another length; or None.
+
+        After a few attempts in vain, lengths are recorded one by one.
+        """
+        if self._vain(key) >= _ATTEMPTS:
+            return None
+        for base in self._alike(key):
+            kind = base.kind
+            if not rows_of(key.shapes, kind.batch_dims):
+                continue
+            with torch.inference_mode(False), without_saved_tensor_hooks():
+                if _lacks_one_row(base, key):
+                    wide = widen_to_one_row(self.model, base.trace, sample)
+                elif lengths := kind.varying(key):
+                    before = [shape for shape in kind.shapes if shape is not None]
+                    wide = widen(self.model, base.trace, sample, lengths=lengths, before=before)
+                else:
+                    continue
+            self.made += 1
+            if wide is not None:
+                assert self.plan is not None
+                return self._replacing(base, self._cut(wide, self.plan, key, kind.shapes))
+            base.vain = self._vain(key) + 1
+            return None
+        return None
+
+    def _vain(self, key: Key) -> int:
+        """Return how many attempts to make one recording of several lengths were in vain for this kind of call."""
+        return max((recorded.vain for recorded in self._alike(key)), default=0)
+
+    def _replacing(self, base: Recorded, wide: Recorded) -> Recorded:
+        """Keep a recording for many lengths where one for one length was kept, as far as it is known to hold."""
+        domain = wide.trace.domain
+        assert domain is not None
+        for key, variants in self.kept.items():
+            lengths = wide.kind.lengths_in(key)
+            own = any(recorded is base for recorded in variants)
+            if own and lengths is not None and domain.holds(rows_of(key.shapes, wide.kind.batch_dims), lengths):
+                self.kept[key] = tuple(wide if recorded is base else recorded for recorded in variants)
+        return wide
+
+    def _alike(self, key: Key) -> Iterator[Recorded]:
+        """Yield the recordings that differ from a kind of call in sizes at most, once, the newest first."""
+        kept = [recorded for variants in reversed(self.kept.values()) for recorded in variants]
+        yield from {id(recorded): recorded for recorded in kept if recorded.kind.rest == key.rest}.values()
+
+    def _proved(self, key: Key, sample: Sample) -> Recorded | None:
+        """Return a recording made at other sizes that is known, or found by recording once more, to hold at a call's.
+
+        Raises TraceError when one that differs only in its number of rows does not.
+        """
+        if (found := self._holding(self._covering(key), key, sample)) is not None:
+            return found
+        if (found := self._holding(self._known(key), key, sample)) is not None:
+            with torch.inference_mode(False), without_saved_tensor_hooks():
+                found.trace.check_rows(self.model, sample, rows_of(key.shapes, found.kind.batch_dims))
+            return found
+        return self._holding(self._checked(key, sample), key, sample)
+
+    def _holding(self, recordings: Iterable[Recorded], key: Key, sample: Sample) -> Recorded | None:
+        """Return the first recording whose value reads give on this batch what they gave on its own."""
+        for recorded in recordings:
+            guard = recorded.trace.guard
+            if guard is None:
+                return recorded
+            leaves = pytree.tree_leaves((sample.args, sample.kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            if guard.holds(tensors, rows_of(key.shapes, recorded.kind.batch_dims)):
+                return recorded
+        return None
+
+    def _known(self, key: Key) -> Iterator[Recorded]:
+        """Yield the recordings of the same kind of call at other batch sizes."""
+        for recorded in self._alike(key):
+            kind = recorded.kind
+            same = kind.shapes == without_rows(key.shapes, kind.batch_dims)
+            if same and rows_of(key.shapes, kind.batch_dims):
+                yield recorded
+
+    def _record(self, key: Key, sample: Sample) -> Recorded:
+        """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
+        self._check_constants(key, sample)
+        with torch.inference_mode(False), without_saved_tensor_hooks():
+            told = self.options.batch_dims
+            values = key.rest[1:], without_rows(key.shapes, flatten(self.model, sample, told).batch_dims)
+            found = trace(
+                self.model, sample, batch_dims=told, findings=self._findings.get(values), before=self._batch_dims
+            )
+            self.made += 1
+            self._findings[values] = found.findings
+            while len(self._findings) > _KEPT:
+                self._findings.popitem(last=False)
+            self._batch_dims = dict(zip(found.inputs.names, found.inputs.batch_dims, strict=True))
+            rows = batch_rows(found.inputs)
+            if self.plan is None:
+                sizes = sizes_of(rows, self.options.chunks, found.graph.min_rows)
+                self.plan = make_plan(self.model, found, self.options, sizes=sizes)
+            elif not self.kept:
+                check_plan(self.plan, self.model, stages=len(self.options.devices))
+            return self._cut(found, self.plan, key)
+
+    def _check_constants(self, key: Key, sample: Sample) -> None:
+        """Raise TraceError for inputs that a recording cannot hold as constants."""
+        leaves = pytree.tree_leaves((sample.args, sample.kwargs))
+        if self.options.batch_dims is None and _has_uneven_list(sample):
+            raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
+        opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
+        if opaque is not None:
+            raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")
+        modes, structure, spec, kinds = key.rest
+        kind = (modes, structure, spec, tuple(first for first, _ in kinds))
+        self._numbers[kind] += 1
+        if self._numbers[kind] > _KEPT:
+            raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
+
+    def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
+        devices = self.options.devices[: len(plan.stages)]
+        stage_of = assign(found.graph, plan.stage_of(), stages=len(devices))
+        lowered = lower(found.graph, stage_of, devices)
+        if not self.lanes:
+            self.lanes = tuple(lane(device) for device in devices)
+        place(self.model, lowered, devices)
+        dims = found.inputs.batch_dims
+        found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
+        kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
+        return Recorded(found.graph, lowered, found, kind, self.lanes)
+
+
+def _lacks_one_row(wide: Recorded, key: Key) -> bool:
+    """Tell whether a recording for many lengths would do for a call if it were known to hold for one row."""
+    domain = wide.trace.domain
+    one = rows_of(key.shapes, wide.kind.batch_dims) == 1
+    return domain is not None and domain.single is None and one and wide.kind.lengths_in(key) is not None
+
+
+def _has_uneven_list(sample: Sample) -> bool:
+    """Tell whether an input is a list of tensors of different shapes, such as images as they come."""
+    lists = [value for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, (list, tuple))]
+    return any(
+        all(isinstance(part, torch.Tensor) for part in value) and len({tuple(part.shape) for part in value}) > 1
+        for value in lists
+    )

@@ -1,0 +1,333 @@
+"""Is a recording the model? Asked of real values on two rows, before the recording is accepted.
+
+    for each seed      model   step 0 ─► step 1    digests of outputs, changed inputs, gradients, buffers, random state
+                       graph   step 0 ─► step 1    the same from the same state; compared one by one
+
+Two rows are a batch size that no recording was made at; two steps show what is carried from call to call; a second seed
+shows randomness that a graph would freeze, and is left out where nothing is drawn. In step 0 the inputs require
+gradients as the sample's do, in step 1 all floating-point ones do. Nothing of the model's own changes: see
+:mod:`autosplit.trace.borrow`. Each gradient is digested as it arrives and dropped. A model on the meta device is asked
+for shapes and dtypes, and which buffers there are, in one step. A large model goes backward in the last step only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from autosplit.trace import state
+from autosplit.trace.borrow import stand_ins
+from autosplit.trace.digest import Digest, digest, distance
+from autosplit.trace.graph import INFO
+from autosplit.trace.probe import probe_rows, slow_attention
+from autosplit.trace.run import FlatInputs
+from autosplit.trace.structure import flatten_output
+
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+"""Differences that are allowed, as shares of a tensor's own size; equal bits are the rule on a CPU."""
+_REORDERED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 5e-2}
+"""The same where additions are in another order, by the dtypes that the graph's values have."""
+_BATCHES = ((2, True), (2, False), (5, True))
+_SEEDS = (0, 1)
+_STEPS = (0, 1)
+_LARGE = 20_000_000
+"""Parameters above which gradients are asked of the last step only."""
+_NOISE = 1e-2
+_ALL, _OWN, _NONE = 2, 1, 0
+"""Which inputs require gradients in step 1: all floating-point ones, those of the sample; or nothing does."""
+Answers = Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]]
+Run = Callable[[list[Any]], Sequence[Any]]
+Seen = dict[tuple[str, str], Any]
+"""What a run left, by step and name."""
+
+
+class Runnable(Protocol):
+    """A recording: ``RawGraph`` or ``TracedGraph``."""
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The recorded calls."""
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that the calls run on."""
+
+
+def check_recording(
+    model: nn.Module, recording: Runnable, inputs: FlatInputs, *, answers: Answers | None = None, loose: bool = False
+) -> str | None:
+    """Compare a recording with the model it was made of, in the model's modes and this thread's grad mode and autocast.
+
+    Args:
+        model: the model; all its tensors, attributes, gradients and modes are as before at the end.
+        recording: the graph and its root.
+        inputs: the sample that the rows are taken from.
+        answers: given the leaves of a call, returns a context in which the model's own Python gets the answers to value
+            reads that the recording took.
+        loose: allow what another order of additions can do, for a graph whose reductions were taken apart.
+
+    Returns:
+        None where they agree, else what differs, in one clause.
+    """
+    checker = _Checker(model, recording, inputs, answers or (lambda leaves: contextlib.nullcontext()), loose)
+    with state.random_state(), warnings.catch_warnings(), slow_attention():
+        warnings.simplefilter("ignore")  # the model's own warnings are for its own calls
+        return checker.difference()
+
+
+class _Checker:
+    def __init__(
+        self, model: nn.Module, recording: Runnable, inputs: FlatInputs, answers: Answers, loose: bool
+    ) -> None:
+        self.model = model
+        self.recording = recording
+        self.inputs = inputs
+        self.answers = answers
+        self.rows, self.vary = _BATCHES[0]
+        self.gradients = _ALL
+        infos = [node.meta[INFO] for node in recording.graph.nodes if INFO in node.meta]
+        self.made = {tensor.dtype for info in infos for tensor in info.tensors} if loose else set()
+        self.written = {name for info in infos for name in info.writes}
+        self.meta = any(p.is_meta for p in model.parameters())
+        self.large = sum(p.numel() for p in model.parameters()) > _LARGE
+        self.drew = self.drew_in_python = False
+
+    def difference(self) -> str | None:
+        """Return what differs between model and graph, or None."""
+        try:
+            expected = self._first()
+        except Exception as error:  # whatever it is, there is nothing to compare with
+            return None if self.meta else f"the model itself raises {type(error).__name__} on few rows ({error})"
+        drew, drew_in_python = self.drew, self.drew_in_python
+        for seed in _SEEDS if drew or drew_in_python else _SEEDS[:1]:
+            if seed != _SEEDS[0]:
+                expected = self._watch(self._run_model, seed)
+            if (found := self._against(expected, seed)) is not None:
+                return found
+        return self._at_extremes() if drew_in_python else None
+
+    def _first(self) -> Seen:
+        """Run the model on rows on which it runs, with gradients if it can."""
+        errors = []
+        kinds = (_ALL, _OWN, _NONE) if torch.is_grad_enabled() and not self.meta else (_NONE,)
+        for self.rows, self.vary in _BATCHES:
+            for self.gradients in kinds:
+                try:
+                    return self._watch(self._run_model, _SEEDS[0])
+                except Exception as error:  # the next way may do
+                    errors.append(error)
+        raise errors[0]
+
+    def _against(self, expected: Seen, seed: int) -> str | None:
+        try:
+            actual = self._watch(self._run_graph, seed)
+        except Exception as error:
+            return f"the graph raises {type(error).__name__} on {self.rows} rows ({error}), the model does not"
+        found = {k: v for k, v in _differences(actual, expected).items() if v.apart > self._rounding(v.dtype)}
+        if not found:
+            return None
+        again = _differences(self._watch(self._run_model, seed), expected)
+        for (step, name), what in found.items():
+            noise = 4 * again[step, name].apart if (step, name) in again else 0.0
+            if not what.apart <= noise <= _NOISE:  # the model's own kernels may differ from run to run
+                return f"{name} {what.text} ({self.rows} rows, {step}, seed {seed})"
+        return None
+
+    def _at_extremes(self) -> str | None:
+        """Compare under the smallest and the largest of Python's random numbers: rare choices show there."""
+        self.gradients = _NONE
+        with torch.no_grad():
+            for share in (0.0, 1.0 - 2.0**-53):
+                with _python_draws(share):
+                    expected = self._watch(self._run_model, _SEEDS[0])
+                    if self.drew_in_python:
+                        return "its Python draws random numbers that are not uniform in [0, 1)"
+                    actual = self._watch(self._run_graph, _SEEDS[0])
+                for (_, name), what in _differences(actual, expected).items():
+                    if what.apart > self._rounding(what.dtype):
+                        return f"{name} {what.text} when Python's random numbers are other ones"
+        return None
+
+    def _rounding(self, dtype: torch.dtype | None) -> float:
+        if dtype not in _ROUNDING:
+            return 0.0
+        dtypes = {dtype, *(p.dtype for p in self.model.parameters())}
+        dtypes |= {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
+        return max([*(_ROUNDING.get(d, 0.0) for d in dtypes), *(_REORDERED.get(d, 0.0) for d in self.made)])
+
+    # -- runs ----------------------------------------------------------------------------------------------------
+    def _watch(self, run: Run, seed: int) -> Seen:
+        """Run all steps from the model's present state and the seed; digest what each leaves."""
+        seed_all(seed)
+        before = torch.get_rng_state(), _python_state()
+        seen: Seen = {}
+        with stand_ins(self.model, self.recording.root, written=self.written) as leaves:
+            for step in _STEPS[:1] if self.meta else _STEPS:
+                found = self._step(run, leaves, step)
+                seen |= {(f"step {step}", name): value for name, value in found.items()}
+        self.drew = not torch.equal(before[0], torch.get_rng_state())
+        self.drew_in_python = before[1] != _python_state()
+        return seen
+
+    def _step(self, run: Run, parameters: dict[str, torch.Tensor], step: int) -> dict[str, Any]:
+        leaves, given = self._inputs(step)
+        positions = self.inputs.tensors()
+        versions = {i: given[i]._version for i in positions}
+        seen: dict[str, Any] = {}
+        outputs = list(run(given))
+        for number, value in enumerate(outputs):
+            tensor = isinstance(value, torch.Tensor)
+            seen[f"output {number}"] = digest(value, value.requires_grad) if tensor else value
+        for index, version in versions.items():
+            if given[index]._version != version:
+                seen[f"input {self.inputs.names[index]}, which was changed,"] = digest(given[index])
+        for name, buffer in self.model.named_buffers():
+            seen[f"buffer {name}"] = digest(buffer)
+        seen["the random state"] = torch.get_rng_state().numpy().tobytes()
+        if self.gradients != _NONE and (step == _STEPS[-1] or not self.large):
+            named = {f"input {self.inputs.names[i]}": leaves[i] for i in positions}
+            seen |= _gradients(outputs, parameters | named)
+        return seen
+
+    def _inputs(self, step: int) -> tuple[list[Any], list[Any]]:
+        """Return the leaves of a step's call, and what the call is given: it may change that in place."""
+        leaves: list[Any] = list(self.inputs.leaves)
+        given = list(leaves)
+        rows = range(step * self.rows, (step + 1) * self.rows)
+        for index in self.inputs.tensors():
+            leaf, dim = leaves[index], self.inputs.batch_dims[index]
+            with torch.no_grad():
+                own = leaf.detach().clone() if dim is None else self._rows(leaf.detach(), dim, rows)
+            wants = leaf.requires_grad or (step > 0 and self.gradients == _ALL)
+            able = own.is_floating_point() or own.is_complex()
+            leaves[index] = own.requires_grad_(wants and able and self.gradients != _NONE)
+            given[index] = own.clone() if own.requires_grad else own
+        return leaves, given
+
+    def _rows(self, leaf: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
+        if leaf.is_meta:
+            return leaf.new_empty([*leaf.shape[:dim], len(rows), *leaf.shape[dim + 1 :]])
+        if self.vary:
+            return probe_rows(leaf, dim, rows)
+        return leaf.index_select(dim, torch.tensor([r % leaf.shape[dim] for r in rows], device=leaf.device))
+
+    def _run_model(self, leaves: list[Any]) -> Sequence[Any]:
+        args, kwargs = self.inputs.rebuild(leaves)
+        with self.answers(leaves):
+            return flatten_output(self.model.forward(*args, **kwargs))[0]
+
+    def _run_graph(self, leaves: list[Any]) -> Sequence[Any]:
+        interpreter = fx.Interpreter(self.recording.root, graph=self.recording.graph)
+        return interpreter.run(self.rows, *(leaves[i] for i in self.inputs.tensors()))
+
+
+@dataclass(frozen=True)
+class _Difference:
+    text: str
+    apart: float = math.inf
+    dtype: torch.dtype | None = None
+
+
+def _differences(actual: Seen, expected: Seen) -> dict[tuple[str, str], _Difference]:
+    """Return all differences, in the order in which the expected run left its parts."""
+    found = {}
+    for key in dict.fromkeys((*expected, *actual)):
+        got, want = actual.get(key, _MISSING), expected.get(key, _MISSING)
+        if not (isinstance(got, Digest) and isinstance(want, Digest)):
+            if _plain(got) != _plain(want):
+                found[key] = _Difference(f"is {_shown(got)} instead of {_shown(want)}")
+        elif got.kind != want.kind:
+            found[key] = _Difference(f"is {_shown(got)} instead of {_shown(want)}")
+        elif apart := distance(got, want):
+            found[key] = _Difference(f"differs by {apart:.1e} of its size", apart, want.kind[1])
+    return found
+
+
+def _gradients(outputs: Sequence[Any], leaves: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
+    """Digest the gradients of a sum in which every element of the outputs has a weight of its own.
+
+    Each is dropped before the next one is there: what lives is one gradient, not all.
+    """
+    seen: dict[str, Digest] = {}
+
+    def take(name: str, leaf: torch.Tensor) -> None:
+        if leaf.grad is not None:
+            seen[f"the gradient of {name}"] = digest(leaf.grad)
+        leaf.grad = None
+
+    wanted = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    roots = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+    if not roots or not wanted:
+        return seen
+    hooks = [leaf.register_post_accumulate_grad_hook(partial(take, name)) for name, leaf in wanted.items()]
+    try:
+        torch.autograd.backward(roots, [cotangent(root) for root in roots], inputs=list(wanted.values()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def cotangent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a weight for every element of an output, no two neighbours alike."""
+    places = torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device)
+    return places.mul_(0.7).cos_().add_(0.1).reshape(tensor.shape).to(tensor.dtype)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else type(value)
+
+
+def _shown(value: Any) -> str:
+    if value is _MISSING:
+        return "missing"
+    if isinstance(value, Digest):
+        return " ".join(map(str, value.kind))
+    return "another one" if isinstance(value, bytes) else repr(value)
+
+
+_MISSING = object()
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------
+def seed_all(seed: int) -> None:
+    """Seed the default generators of torch, Python and numpy."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _python_state() -> Any:
+    numbers: Any = np.random.get_state(legacy=False)
+    return random.getstate(), numbers["state"]["key"].tobytes(), numbers["state"]["pos"], numbers["has_gauss"]
+
+
+@contextlib.contextmanager
+def _python_draws(share: float) -> Iterator[None]:
+    """Let Python's and numpy's uniform numbers in [0, 1) all be ``share``."""
+
+    def uniform(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
+        drawn = low + (high - low) * share
+        return drawn if size is None else np.full(size, drawn)
+
+    with (
+        patch.object(random, "random", lambda: share),
+        patch.object(random, "uniform", uniform),
+        patch.object(np.random, "rand", lambda *size: uniform(size=size or None)),
+        patch.object(np.random, "random", lambda size=None: uniform(size=size)),
+        patch.object(np.random, "uniform", uniform),
+    ):
+        yield

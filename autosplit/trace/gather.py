@@ -1,0 +1,189 @@
+"""Record a model at several batch sizes until the recordings agree, with as few atoms as that takes.
+
+record ──► a value read ──► ask the sample's own values, record again with the answers (a guard)
+       ──► a refusal    ──► the module in whose Python it stands becomes an atom, record again
+       ──► merged at 3, 4 and 6 rows, tried at 1
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autosplit.errors import TraceError
+from autosplit.trace.formula import lengths_in
+from autosplit.trace.inputs import batch_rows
+from autosplit.trace.merge import BATCH_SIZES, MergedRecording, matches, merge
+from autosplit.trace.reads import Scout, Unanswered
+from autosplit.trace.recording import Call, Recording, Refusal, Unexpected
+from autosplit.trace.rehearse import observe
+from autosplit.trace.repeats import equals
+from autosplit.trace.run import FlatInputs, record
+from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
+
+_HIDES = 0.4
+"""Share of the parameters above which an atom that has parts is not accepted."""
+_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The recording of a model at all batch sizes, the smallest batch for which it holds, and what it entered."""
+
+    recording: MergedRecording
+    min_rows: int
+    scope: Scope
+
+    def check_rows(self, model: nn.Module, flat: FlatInputs, rows: int) -> None:
+        """Record once more at another batch size; raise Refusal when the recording does not hold there."""
+        again = record_at(model, flat, rows, self.scope, hooks=False)
+        lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
+        if not matches(self.recording, again, rows=rows, lengths=lengths):
+            raise Refusal(
+                f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
+                "depends on the number of rows; a graph holds for all batch sizes only when sizes are a*rows + b",
+                "",
+            )
+
+
+def record_at(
+    model: nn.Module,
+    flat: FlatInputs,
+    rows: int,
+    scope: Scope,
+    *,
+    alike: Mapping[str, str] | None = None,
+    hooks: bool = True,
+) -> Recording:
+    """Record a model at a batch size; atoms run for real beforehand, where the model has values."""
+    observed = observe(model, flat, rows, scope)
+    return record(model, flat, rows=rows, scope=scope, observed=observed, alike=alike, hooks=hooks)
+
+
+def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | None = None) -> Gathered:
+    """Record a model and merge; with ``atoms``, modules that cannot be recorded become atoms.
+
+    Raises Refusal for what no graph can follow, Unexpected for an exception of the model's own.
+    """
+    scope = scope or Scope()
+    for _ in range(_ROUNDS):
+        try:
+            try:
+                gathered = _merged(model, flat, scope)
+                gathered.check_rows(model, flat, batch_rows(flat))
+            except Unanswered:
+                scope = replace(scope, answers=_answers(model, flat, scope))
+                continue
+        except (Refusal, Unexpected) as error:
+            if isinstance(error, Unexpected) and scope.exporting:  # some models only fail where they are told
+                scope = Scope(exporting=False)
+                continue
+            if not atoms or not error.module:
+                raise
+            scope = scope.with_atoms(_atoms(model, scope, error))
+            continue
+        _refuse_hiding(model, gathered.scope)
+        return gathered
+    raise Refusal(f"forward could not be recorded in {_ROUNDS} attempts", "")
+
+
+def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
+    while True:
+        first = record_at(model, flat, BATCH_SIZES[0], scope)
+        more = _to_enter(model, first.calls) - scope.entered
+        if not more:
+            break
+        scope = replace(scope, entered=scope.entered | more)
+    alike = equals(first.calls, first.segments, {path: type(module) for path, module in model.named_modules()})
+    first = replace(first, segments={})
+    try:
+        merged = _with_others(model, flat, scope, first, alike)
+    except (TraceError, Unexpected):
+        if not alike:
+            raise
+        alike = {}  # a block may do more than its calls say: add to a list that others read
+        merged = _with_others(model, flat, scope, first, alike)
+    try:
+        holds = not any(_one_row_misleads(model, call) for call in first.calls)
+        holds = holds and matches(merged, record_at(model, flat, 1, scope, alike=alike), rows=1)
+    except Exception:  # whatever one row does to the model, microbatches of one row are then not made
+        holds = False
+    return Gathered(merged, 1 if holds else 2, scope)
+
+
+def _one_row_misleads(model: nn.Module, call: Call) -> bool:
+    """Tell whether a call is a batch norm over more than vectors.
+
+    torch's backward of it on the CPU reads the layout off the gradient's strides; those of a dimension of size one say
+    nothing, and for one row its gradients can be wrong (seen on torch 2.13; a model at batch size 1 has them too).
+    """
+    if not call.shapes or len(call.shapes[0]) <= 2:
+        return False
+    if call.leaf is None:
+        return call.target is F.batch_norm
+    return any(isinstance(module, _BatchNorm) for module in model.get_submodule(call.leaf).modules())
+
+
+def _with_others(
+    model: nn.Module, flat: FlatInputs, scope: Scope, first: Recording, alike: Mapping[str, str]
+) -> MergedRecording:
+    return merge([first, *(record_at(model, flat, rows, scope, alike=alike) for rows in BATCH_SIZES[1:])])
+
+
+def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:
+    """Record at the sample's own batch size, and compute what value reads give there."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise Refusal("forward reads a tensor's value, and a model on the meta device has none", "")
+    scout = Scout(model, {flat.names[i]: flat.leaves[i] for i in flat.tensors()})
+    rows = batch_rows(flat)
+    record(model, flat, rows=rows, scope=scope, reader=scout, observed=observe(model, flat, rows, scope))
+    return tuple(scout.answers)
+
+
+def _atoms(model: nn.Module, scope: Scope, error: Refusal | Unexpected) -> dict[str, Atom]:
+    """Return the module that has to be an atom, and its like: equal Python fails in an equal way."""
+    path = error.module
+    while path in scope.atoms:
+        path = path.rpartition(".")[0]
+    if not path:
+        raise error
+    kind = type(model.get_submodule(path))
+    whole = error.whole if isinstance(error, Refusal) else ""
+    alike = [p for p, module in model.named_modules() if p and type(module) is kind and p not in scope.atoms]
+    return {p: Atom(str(error), whole) for p in alike}
+
+
+def _refuse_hiding(model: nn.Module, scope: Scope) -> None:
+    """Raise Refusal when an atom holds so much of the model that cutting around it is no use."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for path, atom in scope.atoms.items():
+        module = model.get_submodule(path)
+        share = sum(parameter.numel() for parameter in module.parameters()) / max(total, 1)
+        parts = [m for m in module.modules() if sum(any(True for _ in c.parameters()) for c in m.children()) > 1]
+        if share > _HIDES and parts:
+            raise Refusal(
+                f"module {path!r} would stay whole and holds {share:.0%} of the parameters: {atom.reason}", ""
+            )
+
+
+def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
+    """Return the leaf modules whose parameters are used more than once: inside them, the parameter is a value."""
+    parameters = dict(model.named_parameters())
+    uses: dict[str, list[Call]] = defaultdict(list)
+    for call in calls:
+        for name in dict.fromkeys(call.reads):
+            uses[name].append(call)
+    found: set[str] = set()
+    for name, users in uses.items():
+        if name in parameters and len(users) > 1:
+            found.update(c.leaf for c in users if c.leaf is not None and _enterable(model.get_submodule(c.leaf)))
+    return frozenset(found)
+
+
+def _enterable(module: nn.Module) -> bool:
+    return not has_hooks(module) and not isinstance(module, (nn.RNNBase, *STATEFUL_LEAVES))

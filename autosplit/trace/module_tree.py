@@ -1,0 +1,252 @@
+"""The module tree as what runs: which modules are units, where state lives, and a door in front of modules.
+
+model                its own Python
+  embed              a unit: a child
+  blocks             a container: opened
+    blocks.0         a unit
+    blocks.1         a unit; one that has more than its share of the cost is opened too
+  head               a unit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_PART = 0.1
+_ABSENT = object()
+_DOORS = threading.RLock()
+"""Held while doors are put up or taken down: several calls may share them."""
+_HERE = threading.local()
+
+
+# -- units -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ModuleCost:
+    """What a run of the model saw of one module: its share of the work, and when it was first called (None: never)."""
+
+    seconds: float
+    first: int | None
+
+
+def choose_units(model: nn.Module, costs: Mapping[str, ModuleCost], *, least: int) -> tuple[str, ...]:
+    """Return the paths of the modules that are placed as a whole, in the order of their first calls.
+
+    Containers are always opened. So is a module that costs more than half of an equal share among ``least`` stages and
+    whose called children do a part of that; and, while there are fewer units than stages, the dearest.
+    Modules that were never called are units if they hold state; they follow the one registered before them.
+    """
+    total = sum(cost.seconds for path, cost in costs.items() if not path) or 1.0
+    tree = _Tree(model, costs)
+    found = tree.below("")
+    while True:
+        much = total / (2 * least)
+        worth = [path for path in found if tree.can_open(path)]
+        dear = [path for path in worth if costs[path].seconds > much]
+        if not dear and len(found) < least and worth:
+            dear = [max(worth, key=lambda path: costs[path].seconds)]
+        if not dear:
+            break
+        found = [unit for path in found for unit in (tree.below(path) if path in dear else [path])]
+    return tuple(_in_call_order(found, costs)) or ("",)
+
+
+class _Tree:
+    def __init__(self, model: nn.Module, costs: Mapping[str, ModuleCost]) -> None:
+        self.costs = costs
+        self.modules = dict(model.named_modules())
+        self.children: dict[str, list[str]] = {path: [] for path in self.modules}
+        for path in self.modules:
+            if path:
+                self.children[path.rpartition(".")[0]].append(path)
+
+    def below(self, path: str) -> list[str]:
+        """Return the units that an opened module gives: its children, and for containers theirs."""
+        found = []
+        for child in self.children[path]:
+            if isinstance(self.modules[child], CONTAINERS) or self._is_passed_over(child):
+                found += self.below(child)
+            elif self._is_called(child) or _has_state(self.modules[child]):
+                found.append(child)
+        return found
+
+    def _is_passed_over(self, path: str) -> bool:
+        """Tell whether a module is not called itself, but modules inside it are."""
+        return not self._is_called(path) and any(
+            self._is_called(child) or self._is_passed_over(child) for child in self.children[path]
+        )
+
+    def can_open(self, path: str) -> bool:
+        """Tell whether children that are called do a part of a module's work that is worth placing."""
+        if not self._is_called(path):
+            return False
+        inside = [unit for unit in self.below(path) if self._is_called(unit)]
+        return sum(self.costs[unit].seconds for unit in inside) > _PART * self.costs[path].seconds
+
+    def _is_called(self, path: str) -> bool:
+        return path in self.costs and self.costs[path].first is not None
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _in_call_order(found: Sequence[str], costs: Mapping[str, ModuleCost]) -> list[str]:
+    places: dict[str, tuple[int, int]] = {}
+    previous = -1
+    for number, path in enumerate(found):
+        first = costs[path].first if path in costs else None
+        previous = previous if first is None else first
+        places[path] = previous, number
+    return sorted(found, key=places.__getitem__)
+
+
+def coarsened(stage_of: Mapping[str, int], *, called: Collection[str]) -> dict[str, int]:
+    """Put a module in the place of the units inside it where all of them have one stage.
+
+    Then its own Python runs there too, and a microbatch takes the lane once. Only modules that are called can be.
+    """
+    inside: dict[str, list[str]] = {}
+    for unit in stage_of:
+        above = unit.rpartition(".")[0]
+        while above:
+            inside.setdefault(above, []).append(unit)
+            above = above.rpartition(".")[0]
+    fit = {path for path, units in inside.items() if path in called and len({stage_of[u] for u in units}) == 1}
+    found: dict[str, int] = {}
+    for unit, stage in stage_of.items():
+        parts = unit.split(".")
+        paths = (".".join(parts[:length]) for length in range(1, len(parts)))
+        found[next((path for path in paths if path in fit), unit)] = stage
+    return found
+
+
+# -- homes -----------------------------------------------------------------------------------------------------------
+def stages_of_modules(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """Return the stage of every module: its unit's, or for what was opened the first stage of the units inside.
+
+    A module without either belongs to the module registered before it.
+    """
+    found: dict[str, int] = {}
+    previous = 0
+    for path, _ in model.named_modules(remove_duplicate=False):
+        above = path
+        while above and above not in stage_of:
+            above = above.rpartition(".")[0]
+        if above in stage_of:
+            previous = stage_of[above]
+        else:
+            inside = [s for unit, s in stage_of.items() if not path or unit.startswith(f"{path}.")]
+            previous = min(inside, default=previous)
+        found[path] = previous
+    return found
+
+
+def homes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """Return the home stage of every parameter and buffer, by the first name of each.
+
+    One that several modules hold has its home with the first stage of them.
+    """
+    stages = stages_of_modules(model, stage_of)
+    first: dict[int, str] = {}
+    found: dict[str, int] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                known = first.setdefault(id(tensor), f"{path}.{name}" if path else name)
+                found[known] = min(stages[path], found.get(known, stages[path]))
+    return found
+
+
+# -- doors -----------------------------------------------------------------------------------------------------------
+class Guest(Protocol):
+    """Who stands at the doors in one thread: it is asked whenever a module with a door is called there."""
+
+    def __call__(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's own forward, ``plain``, and return its result."""
+
+
+class _Door:
+    """Stands for a module's ``forward`` in its own attributes while calls are under way.
+
+    In threads without a guest it is that forward.
+    """
+
+    def __init__(self, module: nn.Module, attribute: str) -> None:
+        self.module, self.attribute = module, attribute
+        self.plain: Callable[..., Any] = getattr(module, attribute)
+        self.before = module.__dict__.get(attribute, _ABSENT)
+        self.users = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        here: tuple[Guest, Mapping[int, str]] | None = getattr(_HERE, "visit", None)
+        path = None if here is None else here[1].get(id(self.module))
+        if here is None or path is None:
+            return self.plain(*args, **kwargs)
+        return here[0](path, self.plain, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the forward of the copy: a model may copy its modules inside its forward."""
+        twin = memo.get(id(self.module), self.module)
+        return getattr(type(twin), self.attribute).__get__(twin) if self.before is _ABSENT else self.before
+
+    def take_down(self) -> None:
+        if self.module.__dict__.get(self.attribute) is self:
+            if self.before is _ABSENT:
+                del self.module.__dict__[self.attribute]
+            else:
+                self.module.__dict__[self.attribute] = self.before
+
+
+class Doors:
+    """Doors in front of some modules of a model, up for as long as a call needs them.
+
+    A door is an instance attribute ``forward``. Hooks, ``state_dict``, classes and methods of the modules stay as they
+    are, and between calls there is no door: what is copied or saved then knows nothing of it.
+    """
+
+    def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
+        self._modules = {path: module for path, module in model.named_modules() if path in paths}
+        self._paths = {id(module): path for path, module in self._modules.items()}
+
+    @contextlib.contextmanager
+    def up(self) -> Iterator[None]:
+        """Put the doors up, and take them down when nobody needs them any more."""
+        doors: list[_Door] = []
+        try:
+            with _DOORS:
+                for module in self._modules.values():
+                    doors.append(_door(module))
+                    doors[-1].users += 1
+            yield
+        finally:
+            with _DOORS:
+                for door in doors:
+                    door.users -= 1
+                    if not door.users:
+                        door.take_down()
+
+    @contextlib.contextmanager
+    def visited(self, guest: Guest) -> Iterator[None]:
+        """Let ``guest`` stand at these doors in this thread."""
+        before = getattr(_HERE, "visit", None)
+        _HERE.visit = guest, self._paths
+        try:
+            yield
+        finally:
+            _HERE.visit = before
+
+
+def _door(module: nn.Module) -> _Door:
+    """Return the door of a module; a module that was compiled in place has it before its compiled call."""
+    attribute = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+    door = module.__dict__.get(attribute)
+    if not isinstance(door, _Door):
+        door = module.__dict__[attribute] = _Door(module, attribute)
+    return door

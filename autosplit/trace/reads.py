@@ -1,0 +1,210 @@
+"""Value reads in a model's own Python: ``if mask.any()``, ``lengths.max().item()``.
+
+A read whose value follows from the inputs and the buffers by a few cheap operations is a *guard*: it is answered from
+the sample's own values while the model is recorded, and computed again from every later batch before the recording is
+used for it. Any other read is refused: the module in whose forward it stands becomes an atom.
+
+    recording at the sample's own rows   Scout     computes the answers from real values
+    recordings at 3, 4, 6, 1 rows        Recall    gives the same answers in the same order
+    a call of the pipe                   Guard     computes them again, on the whole batch
+
+``_disable_current_modes`` is private in torch; nothing public lets real values be computed while a recording's fake
+tensor mode is on (tried on torch 2.11, 2.13 and 2.15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autosplit.trace.build import build
+from autosplit.trace.formula import Length, lengths_in
+from autosplit.trace.merge import MergedRecording
+from autosplit.trace.record import Recorder
+from autosplit.trace.recording import Attribute, Call, Ref, Refusal, refs_in
+from autosplit.trace.scope import Answer
+
+_ELEMENTS = 1 << 20
+_PARAMETER_ELEMENTS = 1 << 12
+_WAY_OUT = "compute the choice with torch.where, or move it out of forward"
+
+
+class Unanswered(Exception):
+    """A value read was met in a recording that has no answers."""
+
+
+class Recall:
+    """Answers value reads as they were answered before."""
+
+    def __init__(self, answers: Sequence[Answer] | None) -> None:
+        self.answers = answers
+        self.position = 0
+
+    def read(self, call: Call, recorder: Recorder) -> Any:
+        """Return the next answer; raise Refusal when it is that of another read."""
+        if self.answers is None:
+            raise Unanswered
+        if self.position >= len(self.answers) or self.answers[self.position].name != call.name:
+            raise Refusal(f"{call.name} reads a tensor's value at some batch sizes only; {_WAY_OUT}", call.module)
+        self.position += 1
+        return self.answers[self.position - 1].value
+
+
+class Scout:
+    """Answers value reads from the real values of a sample."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.inputs = inputs
+        self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self.state: dict[str, torch.Tensor] = {**self.parameters, **dict(model.named_buffers())}
+        self.answers: list[Answer] = []
+        self._values: dict[int, Any] = {}
+
+    def read(self, call: Call, recorder: Recorder) -> Any:
+        """Compute what the read gives, from as few of the recorded calls as it needs."""
+        needed = _behind(recorder.calls, [call])
+        self._check(call, recorder, needed)
+        with torch.no_grad(), _disable_current_modes():
+            for index in needed:
+                if index not in self._values:
+                    self._values[index] = self._run(recorder.calls[index], recorder)
+            value = call.target(*self._real(call.args, recorder), **self._real(call.kwargs, recorder))
+        if not isinstance(value, (bool, int, float, str, list, torch.Size)):
+            text = "takes a tensor's values out of torch; a graph cannot follow that"
+            raise Refusal(f"{_place(call)} {text}", call.module)
+        self.answers.append(Answer(call.name, value))
+        return value
+
+    def _check(self, call: Call, recorder: Recorder, needed: Sequence[int]) -> None:
+        calls = [recorder.calls[index] for index in needed]
+        storages = {s for c in calls for s in (*c.storages, *c.reads_storages)}
+        changed = {s for c in recorder.calls for s in c.mutates}
+        reads = {name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))}
+        written = {name for c in recorder.calls for name in c.writes}
+        elements = sum(_count(shape) for c in calls for shape in c.shapes if c.kind != "input")
+        given = sum(tensor.numel() for tensor in self.inputs.values())
+        large = [n for n in reads if n in self.parameters and self.parameters[n].numel() > _PARAMETER_ELEMENTS]
+        problem = next(
+            (
+                text
+                for text, holds in (
+                    ("depends on a layer", any(c.leaf is not None for c in calls)),
+                    ("depends on large parameters", bool(large)),
+                    ("depends on random numbers", any(c.random for c in calls)),
+                    ("depends on values that are changed in place", bool(storages & changed or reads & written)),
+                    ("depends on much computation", elements > _ELEMENTS + 64 * given),
+                )
+                if holds
+            ),
+            None,
+        )
+        if problem is not None:
+            raise Refusal(f"{_place(call)} reads a tensor's value in Python, and it {problem}; {_WAY_OUT}", call.module)
+
+    def _run(self, call: Call, recorder: Recorder) -> Any:
+        if call.kind == "input":
+            return self.inputs[call.target]
+        args, kwargs = self._real(call.args, recorder), self._real(call.kwargs, recorder)
+        if call.kind == "project":
+            return getattr(args[0], str(args[1])) if call.target == "attribute" else args[0][args[1]]
+        return call.target(*args, **kwargs)
+
+    def _real(self, value: Any, recorder: Recorder) -> Any:
+        if isinstance(value, Ref):
+            return self._values[value.index]
+        if isinstance(value, Attribute):
+            return self.state[value.name] if value.name in self.state else recorder.constants[value.name]
+        if isinstance(value, slice):
+            return slice(*(self._real(part, recorder) for part in (value.start, value.stop, value.step)))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._real(part, recorder) for part in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._real(part, recorder) for part in value)
+        if isinstance(value, dict):
+            return {key: self._real(part, recorder) for key, part in value.items()}
+        return value
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Tells whether a recording holds for a batch: its value reads give there what they gave when it was made."""
+
+    graph: fx.Graph
+    root: nn.Module
+    answers: tuple[Answer, ...]
+    lengths: tuple[Length, ...] = ()
+
+    def holds(self, inputs: Sequence[torch.Tensor], rows: int) -> bool:
+        """Compute the reads from the input tensors of a whole batch of ``rows`` rows."""
+        try:
+            with torch.no_grad():
+                lengths = lengths_in(self.lengths, inputs).values()
+                values = fx.Interpreter(self.root, graph=self.graph).run(rows, *lengths, *inputs)
+        except Exception:  # reads that fail on this batch do not give what they gave
+            return False
+        return all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
+
+
+def guard_of(model: nn.Module, merged: MergedRecording, answers: Sequence[Answer] | None) -> Guard | None:
+    """Return the guard of a recording with value reads, None for one without."""
+    calls = [m.call for m in merged.calls]
+    reads = [index for index, call in enumerate(calls) if call.kind == "read"]
+    if not reads:
+        return None
+    needed = {*_behind(calls, [calls[i] for i in reads]), *reads}
+    kept = needed | {i for i, call in enumerate(calls) if call.kind == "input"}
+    only = MergedRecording(merged.calls, [Ref(i) for i in reads], merged.recording, merged.lengths)
+    raw = build(model, only, keep=kept)
+    return Guard(raw.graph, raw.root, tuple(answers or ()), raw.lengths)
+
+
+def without_reads(merged: MergedRecording) -> frozenset[int]:
+    """Return the indices of the calls that a graph needs: all but value reads and what only these use."""
+    calls = [m.call for m in merged.calls]
+    reads = [call for call in calls if call.kind == "read"]
+    behind = set(_behind(calls, reads))
+    changes = [bool(call.random or call.mutates or call.writes or call.kind == "input") for call in calls]
+    free = {i for i in behind if not changes[i]}
+    others = [c for i, c in enumerate(calls) if c.kind != "read" and i not in free]
+    live = {*_behind(calls, others), *(ref.index for ref in refs_in(merged.output))}
+    live |= set(_behind(calls, [calls[i] for i in live]))
+    return frozenset(i for i, c in enumerate(calls) if c.kind != "read" and (i in live or i not in free))
+
+
+def _behind(calls: Sequence[Call], ends: Iterable[Call]) -> list[int]:
+    """Return the indices of the calls that some calls depend on, in order."""
+    found: set[int] = set()
+    todo = [ref.index for call in ends for ref in refs_in((call.args, call.kwargs))]
+    while todo:
+        index = todo.pop()
+        if index not in found:
+            found.add(index)
+            todo += [ref.index for ref in refs_in((calls[index].args, calls[index].kwargs))]
+    return sorted(found)
+
+
+def _attributes(value: Any) -> list[str]:
+    if isinstance(value, Attribute):
+        return [value.name]
+    if isinstance(value, (list, tuple)):
+        return [name for part in value for name in _attributes(part)]
+    if isinstance(value, dict):
+        return _attributes(list(value.values()))
+    return []
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _place(call: Call) -> str:
+    where = f"module {call.module!r}" if call.module else "the model's own forward"
+    return f"{where} ({call.source})" if call.source else where

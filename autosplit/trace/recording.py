@@ -1,0 +1,133 @@
+"""What a recorder writes down: calls, and the values that they take and give."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from autosplit.errors import TraceError
+
+VALUE_READS = frozenset(
+    "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "
+    "__contains__".split()
+)
+GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
+_OWN = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Refusal(TraceError):
+    """Something in the own Python of one module cannot be recorded; ``module`` is its qualified name, "" the root's.
+
+    ``whole`` says why that Python must see the whole batch at once, or is "".
+    """
+
+    def __init__(self, message: str, module: str, *, whole: str = "") -> None:
+        super().__init__(message)
+        self.module = module
+        self.whole = whole
+
+
+class Unexpected(Exception):
+    """The model raised ``error`` while it was recorded, out of ``module``."""
+
+    def __init__(self, error: Exception, module: str) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.module = module
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """The result of the recorded call with this index."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """A parameter, buffer, module or constant by its name."""
+
+    name: str
+
+
+@dataclasses.dataclass
+class Call:
+    """One recorded call; ``kind`` is input, module, function, project or read."""
+
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: str
+    name: str
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
+    reads: list[str] = dataclasses.field(default_factory=list)
+    writes: list[str] = dataclasses.field(default_factory=list)
+    leaf: str | None = None
+    """The leaf module that the call runs, also when it is wrapped in an ambient state."""
+    random: bool = False
+    mutates: list[int] = dataclasses.field(default_factory=list)
+    """Numbers of the storages that this call changes in place."""
+    storages: list[int] = dataclasses.field(default_factory=list)
+    reads_storages: list[int] = dataclasses.field(default_factory=list)
+    source: str = ""
+    """Where the model's code made the call: ``file:line``."""
+    whole: str = ""
+    """Why the call must see the whole batch at once, or "": an atom that reads single values, counts its calls, ..."""
+
+
+@dataclasses.dataclass
+class Recording:
+    """All calls of one run, the constants that they use and the model's output."""
+
+    calls: list[Call]
+    constants: dict[str, Any]
+    output: list[Any]
+    unflatten: Callable[[list[Any]], Any]
+    segments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The runs of entered modules; see :mod:`autosplit.trace.repeats`."""
+
+
+class Reader(Protocol):
+    """Tells a recorder what a value read gives."""
+
+    def read(self, call: Call, recorder: Any) -> Any:
+        """Return the value that ``call`` reads; raise Refusal when no graph can follow the read."""
+
+
+class Observed(Protocol):
+    """Tells a recorder what an atom gives."""
+
+    def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
+        """Return tensors like those that the atom gave, and write into ``call`` what it did besides."""
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Yield the references inside nested arguments."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, slice):
+        yield from refs_in((value.start, value.stop, value.step))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from refs_in(part)
+    elif isinstance(value, dict):
+        yield from refs_in(list(value.values()))
+
+
+def source_line() -> str:
+    """Return ``file:line`` of the innermost caller that is neither torch's code nor the recorder's; "" when none is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OWN, _TORCH, "<")):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,0 +1,276 @@
+"""Run a model for real, as a recording runs it: value reads get the recorded answers, atoms are watched.
+
+What an atom gives (shapes, dtypes, which inputs it changes or returns) is written down in a real run on few rows and
+played back to a recorder, whose fake tensors have no values to compute it from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autosplit.trace import python_state, state
+from autosplit.trace.random_watch import RandomWatch
+from autosplit.trace.recording import VALUE_READS, Call, Refusal
+from autosplit.trace.scope import Scope
+from autosplit.trace.structure import flatten_output, tensors_in
+
+_INDEX_MAKERS = frozenset("nonzero argwhere where".split())
+_PICKS = frozenset("getitem __getitem__ unbind __iter__ eq __eq__ ne __ne__ squeeze view reshape flatten to".split())
+"""What may be done with indices so that reading the result tells no more than which indices there are."""
+_SIZES = frozenset("shape size numel nelement __len__".split())
+_SHAPED_AS_FIRST = frozenset("index_add index_copy index_put index_fill scatter scatter_add masked_scatter".split())
+_MASKS = (torch.bool, torch.uint8)
+_BY_VALUES = frozenset("nonzero argwhere where unique unique_consecutive masked_select bincount".split())
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor that an atom gave: a new one, or input number ``source`` (with ``view``: a view of it)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: int | None = None
+    view: tuple[tuple[int, ...], int] | None = None
+
+
+@dataclass
+class Seen:
+    """What one call of an atom did."""
+
+    leaves: list[Any] = field(default_factory=list)
+    rebuild: Callable[[list[Any]], Any] = lambda leaves: leaves
+    changed: list[int] = field(default_factory=list)
+    writes: list[str] = field(default_factory=list)
+    random: bool = False
+    whole: str = ""
+
+
+class Watcher(TorchFunctionMode):
+    """Answers value reads outside of leaves, and watches the calls of atoms."""
+
+    def __init__(self, model: nn.Module, scope: Scope) -> None:
+        super().__init__()
+        self.model = model
+        self.scope = scope
+        self.seen: dict[tuple[str, int], Seen] = {}
+        self.random = RandomWatch()
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        steady = (*model.parameters(), *model.buffers(), *state.attribute_tensors(model))
+        self._steady = {id(tensor) for tensor in steady}
+        self._position = 0
+        self._muted = 0
+        self._calls: Counter[str] = Counter()
+        self._watched: _Taint | None = None
+
+    # -- the seams that a recorder has too -------------------------------------------------------------------------
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Stand in for ``nn.Module.__call__``."""
+        path = self._paths.get(id(module))
+        if self._muted or path is None:
+            return original(module, *args, **kwargs)
+        if path == "":
+            return module.forward(*args, **kwargs)
+        number = self._calls[path]
+        self._calls[path] += 1
+        if not self.scope.is_leaf(module, path):
+            return original(module, *args, **kwargs)
+        self._muted += 1
+        try:
+            if path in self.scope.atoms:
+                return self._watch(partial(original, module), path, number, args, kwargs)
+            return original(module, *args, **kwargs)
+        finally:
+            self._muted -= 1
+
+    def call_function(self, original: Callable[..., Any], function: type, args: Any, kwargs: Any) -> Any:
+        """Stand in for ``autograd.Function.apply``: nothing inside is answered."""
+        self._muted += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._muted -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._watched is not None:
+            return self._watched.call(func, args, kwargs)
+        label = getattr(func, "__name__", "")
+        if self._muted or label not in VALUE_READS:
+            return func(*args, **kwargs)
+        answers = self.scope.answers or ()
+        if self._position >= len(answers):
+            raise Refusal("forward reads a tensor's value where the recording does not", "")
+        self._position += 1
+        return answers[self._position - 1].value
+
+    # -- atoms -----------------------------------------------------------------------------------------------------
+    def _watch(self, run: Callable[..., Any], path: str, number: int, args: Any, kwargs: Any) -> Any:
+        inputs = tensors_in((args, kwargs))
+        seen = self.seen[path, number] = Seen()
+        versions = [tensor._version for tensor in inputs]
+        before = _Surroundings.of(self.model)
+        self._watched = taint = _Taint(self._steady)
+        self.random.drew = False
+        try:
+            with self.random:
+                out = run(*args, **kwargs)
+        finally:
+            self._watched = None
+        seen.random = self.random.drew
+        seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
+        seen.whole = taint.read or before.changed(_Surroundings.of(self.model))
+        seen.writes = before.written(self.model)
+        flat, seen.rebuild = flatten_output(out)
+        if any(isinstance(leaf, (bool, int, float)) for leaf in flat):
+            raise Refusal(
+                f"module {path!r} returns a Python number that it reads from a tensor", path.rpartition(".")[0]
+            )
+        seen.leaves = [_like(leaf, inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        return out
+
+
+class Observations:
+    """Plays the calls of atoms back to a recorder; see :class:`autosplit.trace.record.Observed`."""
+
+    def __init__(self, model: nn.Module, scope: Scope, seen: dict[tuple[str, int], Seen]) -> None:
+        self.model = model
+        self.scope = scope
+        self.seen = seen
+
+    def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
+        """Return tensors like those that the atom gave, and write into ``call`` what it did besides."""
+        assert call.leaf is not None
+        seen = self.seen.get((call.leaf, number))
+        if seen is None:
+            raise Refusal(f"module {call.leaf!r} is called in some runs only", call.leaf.rpartition(".")[0])
+        inputs = tensors_in((args, kwargs))
+        tensors = (*inputs, *self.model.get_submodule(call.leaf).parameters())
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        call.random, call.whole = seen.random, self.scope.atoms[call.leaf].whole or seen.whole
+        call.writes += seen.writes
+        with torch.no_grad():
+            for position in seen.changed:
+                inputs[position].add_(0)
+        return seen.rebuild([_made(leaf, inputs, call, needs_grad) for leaf in seen.leaves])
+
+
+class _Taint:
+    """Tells harmless value reads in an atom from those on which other rows' results may hang.
+
+    Harmless are reads of the model's own state, and of the indices that ``nonzero`` and its like return: loops over
+    the experts that were hit. Whether rows mix there all the same is for the value probe to say. Sizes that depend on
+    values (how many rows a mask selects) are values too.
+    """
+
+    def __init__(self, steady: set[int]) -> None:
+        self.steady = set(steady)
+        self.indices: set[int] = set()
+        self.sized: set[int] = set()
+        self.kept: list[Any] = []
+        self.read = ""
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        label = getattr(func, "__name__", "")
+        if label == "__get__":
+            label = func.__self__.__name__
+        inputs = tensors_in((args, kwargs))
+        steady = bool(inputs) and all(id(tensor) in self.steady for tensor in inputs)
+        index = bool(inputs) and all(id(tensor) in self.indices or id(tensor) in self.steady for tensor in inputs)
+        if label in VALUE_READS and not index and not self.read:
+            self.read = f"it reads a tensor's value ({label.strip('_')})"
+        if label in _SIZES and not steady and not self.read and any(id(tensor) in self.sized for tensor in inputs):
+            self.read = f"it reads a size that depends on values ({label.strip('_')})"
+        out = func(*args, **kwargs)
+        if label == "__iter__":
+            found = list(out)
+            out = iter(found)
+        else:
+            found = tensors_in(flatten_output(out)[0])
+        made = {id(tensor) for tensor in found}
+        if steady:
+            self.steady |= made
+        elif (label in _INDEX_MAKERS and len(args) == 1 and not kwargs) or (index and label in _PICKS):
+            self.indices |= made
+        masks = label in ("getitem", "__getitem__") and any(tensor.dtype in _MASKS for tensor in inputs[1:])
+        shaped = inputs[:1] if label.endswith("_") or label in _SHAPED_AS_FIRST else inputs
+        if label in _BY_VALUES or masks or any(id(tensor) in self.sized for tensor in shaped):
+            self.sized |= made
+        self.kept += found
+        return out
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a forward could change besides tensors: attributes and the random states of Python and numpy."""
+
+    values: dict[python_state.Place, Any]
+    tensors: dict[tuple[str, str], torch.Tensor | None]
+    buffers: dict[str, tuple[torch.Tensor, int]]
+    python: Any
+    numpy: str
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Surroundings:
+        """Look at a model and at the random states."""
+        return cls(
+            python_state.snapshot(model),
+            state.held_tensors(model),
+            {name: (buffer, buffer._version) for name, buffer in model.named_buffers()},
+            random.getstate(),
+            repr(np.random.get_state(legacy=False)),
+        )
+
+    def changed(self, after: _Surroundings) -> str:
+        """Return what changed, in words; "" for nothing."""
+        if (place := python_state.first_change(self.values, after.values)) is not None:
+            return f"it changes the Python attribute {place[1]!r}"
+        for key, tensor in after.tensors.items():
+            if tensor is not self.tensors.get(key):
+                return f"it keeps a tensor in the attribute {key[1]!r}"
+        if self.python != after.python or self.numpy != after.numpy:
+            return "it draws random numbers in Python"
+        return ""
+
+    def written(self, model: nn.Module) -> list[str]:
+        """Return the names of the buffers that changed or were replaced."""
+        found = []
+        for name, buffer in model.named_buffers():
+            before, version = self.buffers.get(name, (None, 0))
+            if before is not buffer or buffer._version != version:
+                found.append(name)
+        return found
+
+
+def _like(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> _Like:
+    shape = tuple(tensor.shape)
+    for position, other in enumerate(inputs):
+        if other is tensor:
+            return _Like(shape, tensor.dtype, position)
+    for position, other in enumerate(inputs):
+        if other.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+            offset = int(tensor.storage_offset() - other.storage_offset())
+            return _Like(shape, tensor.dtype, position, (tuple(tensor.stride()), offset))
+    return _Like(shape, tensor.dtype)
+
+
+def _made(leaf: Any, inputs: list[torch.Tensor], call: Call, needs_grad: bool) -> Any:
+    if not isinstance(leaf, _Like):
+        return leaf
+    if leaf.source is not None:
+        source = inputs[leaf.source]
+        if leaf.view is None:
+            return source
+        strides, offset = leaf.view
+        return torch.as_strided(source, leaf.shape, strides, source.storage_offset() + offset)
+    made = torch.empty(leaf.shape, dtype=leaf.dtype, device=inputs[0].device if inputs else None)
+    return made.requires_grad_().clone() if needs_grad and leaf.dtype.is_floating_point else made

@@ -1,0 +1,342 @@
+"""Is a pipe its model? Outputs, gradients, buffers and the loss of a training step, compared on one sample.
+
+    for train, eval    model, whole batch on its own tensors' stand-ins ─┐
+                       pipe, microbatches on its lanes                  ─┴► differences, item by item
+
+Where equality cannot hold, the reference is changed no more than is needed, and the result says so: draws are replaced
+by constants on both sides (:mod:`autosplit.trace.fixed_draws`), and norms that take their statistics per microbatch do
+so in the model too (:mod:`autosplit.trace.norm_watch`). All the rest is the plain model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from textwrap import fill
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from tabulate import tabulate
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.options import Sample
+from autosplit.runtime.loss import call_loss
+from autosplit.trace import state
+from autosplit.trace.borrow import free_leaves, stand_ins
+from autosplit.trace.differences import TOLERANCE, Item, Tensors, compare
+from autosplit.trace.fixed_draws import FixedDraws
+from autosplit.trace.norm_watch import NormWatch, Piece
+from autosplit.trace.run_once import Left, gradients_aside, run_once
+from autosplit.trace.structure import flatten_output
+from autosplit.trace.together import Together
+
+_KINDS = ("output", "input", "gradient", "buffer", "loss", "draws")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found; true when everything that can be equal is.
+
+    Attributes:
+        items: all comparisons.
+        notes: where the plain model's numbers cannot be had by microbatches, and what was compared instead.
+    """
+
+    items: tuple[Item, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether all items are equal."""
+        return all(item.equal for item in self.items)
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def to_json(self) -> str:
+        """Return everything as JSON; an infinite difference is null there, its detail says what it is."""
+        items = [asdict(item) | {"equal": item.equal} for item in self.items]
+        finite = [item | {"difference": d if math.isfinite(d := item["difference"]) else None} for item in items]
+        return json.dumps({"equal": self.equal, "notes": self.notes, "items": finite}, indent=2)
+
+    def __str__(self) -> str:
+        rows = []
+        for run in dict.fromkeys(item.run for item in self.items):
+            for kind in _KINDS:
+                group = [item for item in self.items if (item.run, item.kind) == (run, kind)]
+                if group:
+                    worst = max(group, key=lambda item: (not item.equal, item.difference))
+                    off = sum(not item.equal for item in group)
+                    verdict = "equal" if not off else f"{off} differ{'s' if off == 1 else ''}"
+                    rows.append((run, kind, len(group), _number(worst), f"{worst.tolerance:.0e}", worst.name, verdict))
+        header = ("run", "compared", "number", "largest difference", "allowed", "largest at", "")
+        table = tabulate(rows, headers=header, disable_numparse=True)
+        head = "The pipe is the model." if self.equal else "The pipe is NOT the model."
+        wrong = [f"{i.run}: {i.kind} {i.name}: {i.detail or _number(i)}" for i in self.items if not i.equal]
+        said = [fill(text, 100, initial_indent="- ", subsequent_indent="  ") for text in (*wrong, *self.notes)]
+        return "\n".join([head, "", table, *([""] if said else []), *said])
+
+
+def _number(item: Item) -> str:
+    return "0" if not item.difference else item.detail or f"{item.difference:.1e}"
+
+
+class Pipe(Protocol):
+    """What `verify` asks of a pipe."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward."""
+
+    def prepare(self, sample: Sample) -> None:
+        """Record and plan for a kind of call."""
+
+    def train_step(self, *args: Any, target: Any, loss_fn: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward."""
+
+    def unsplit(self) -> nn.Module:
+        """Return the model."""
+
+
+def verify(model: nn.Module, pipe: Any, sample: Any, *, target: Any = None, loss_fn: Any = None) -> Verification:
+    """Compare a pipe with the plain model on a sample: outputs, gradients, buffers, in train and in eval mode.
+
+    Gradients are those of a sum in which every element of every output has a weight of its own. The model runs where
+    its parameters are; where these lie on several devices, values are brought to the parameters that use them.
+
+    Args:
+        model: the plain model: the pipe's own, or a copy with the same parameters.
+        pipe: what `autosplit` returned for it.
+        sample: a tensor, a tuple of positional inputs, a dict of keyword inputs, or a `Sample`.
+        target: for `train_step`: what ``loss_fn(output, target)`` takes; without it ``loss_fn(output)`` is called.
+        loss_fn: when given, `train_step`'s loss and gradients are compared too.
+
+    Returns:
+        The comparisons. Modes, gradients, buffers, random states and attributes are as before.
+
+    Raises:
+        InputError: the pipe is another model's, or an argument cannot be used. The model's own exceptions pass through.
+    """
+    own = _own_model(model, pipe)
+    if target is not None and loss_fn is None:
+        raise InputError("target= is given without loss_fn=; give loss_fn=, or leave both out")
+    comparison = _Comparison(model, own, pipe, Sample.of(sample))
+    parameters = [*model.parameters(), *own.parameters()]
+    with torch.inference_mode(False), torch.enable_grad(), state.random_state(), gradients_aside(parameters):
+        for run, training in (("train", True), ("eval", False)):
+            with _modes((model, own, pipe), training):
+                comparison.compare(run)
+        if loss_fn is not None:
+            with _modes((model, own, pipe), True):
+                comparison.compare("train_step", _Loss(loss_fn, target))
+    return comparison.result()
+
+
+def _own_model(model: nn.Module, pipe: Any) -> nn.Module:
+    """Return the pipe's own model; raise InputError when it is not the same as the one that was given."""
+    if not isinstance(model, nn.Module) or hasattr(model, "unsplit"):
+        raise InputError(f"model is a {type(model).__name__}; give the plain torch.nn.Module that was split")
+    if not (hasattr(pipe, "unsplit") and hasattr(pipe, "train_step")):
+        raise InputError(f"pipe is a {type(pipe).__name__}; give what autosplit(model, ...) returned")
+    own: nn.Module = pipe.unsplit()
+    if own is model:
+        return own
+    tensors = [dict((*m.named_parameters(), *m.named_buffers())) for m in (model, own)]
+    pairs = {name: tuple(held.get(name) for held in tensors) for name in (*tensors[0], *tensors[1])}
+    for name, (mine, other) in pairs.items():
+        if mine is None or other is None or mine.shape != other.shape:
+            raise InputError(
+                f"the pipe is another model's: {name} is {_shape(mine)} here, {_shape(other)} in the pipe's "
+                f"{type(own).__name__}; give the model that was split, pipe.unsplit()"
+            )
+    for name, (mine, other) in pairs.items():
+        assert mine is not None
+        assert other is not None
+        if not torch.equal(mine.detach().cpu(), other.detach().cpu()):
+            raise InputError(
+                f"{name} has other values in the pipe; load one state_dict into both, or give pipe.unsplit()"
+            )
+    return own
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "missing" if tensor is None else str(list(tensor.shape))
+
+
+@contextlib.contextmanager
+def _modes(modules: Sequence[Any], training: bool) -> Iterator[None]:
+    """Bring models into train or eval mode; one that is in it, in whole or in part, stays as it is."""
+    flags = [(m, m.training) for module in modules for m in module.modules()]
+    for module in modules:
+        if module.training != training:
+            for part in module.modules():
+                part.training = training
+    try:
+        yield
+    finally:
+        for part, flag in flags:
+            part.training = flag
+
+
+class _Comparison:
+    def __init__(self, model: nn.Module, own: nn.Module, pipe: Pipe, sample: Sample) -> None:
+        self.model = model
+        self.own = own
+        self.pipe = pipe
+        self.sample = sample
+        self.items: list[Item] = []
+        self.notes: dict[str, list[str]] = {}
+        """Runs by what is to be said about them."""
+
+    def result(self) -> Verification:
+        """Return all comparisons and notes."""
+        notes = tuple(f"{', '.join(runs)}: {text}" for text, runs in self.notes.items())
+        return Verification(tuple(self.items), notes)
+
+    def compare(self, run: str, loss: _Loss | None = None) -> None:
+        """Compare one run of the pipe with the model in the present modes."""
+        self.pipe.prepare(self.sample)
+        plain = self._run_plain(loss)
+        fixed = FixedDraws() if plain.drew else None
+        if fixed is not None:
+            plain = self._run_plain(loss, fixed)
+        actual = self._run_pipe(loss, fixed)
+        pieces = {name: _last(actual.norms.get(name, ()), calls) for name, calls in plain.norms.items()}
+        if any(len(own) > len(plain.norms[name]) for name, own in pieces.items()):
+            plain = self._run_plain(loss, fixed, pieces)
+            self._note_norms(run, plain, actual, pieces)
+        self._add(run, actual.tensors, plain.tensors)
+        if fixed is not None:
+            self._note_draws(run, fixed)
+        if fixed is not None and loss is None:
+            self._compare_draws(run)
+
+    # -- runs ----------------------------------------------------------------------------------------------------
+    def _run_plain(
+        self,
+        loss: _Loss | None,
+        fixed: FixedDraws | None = None,
+        pieces: Mapping[str, Sequence[Piece]] | None = None,
+        seed: int = 0,
+    ) -> Left:
+        with stand_ins(self.model) as leaves, contextlib.ExitStack() as stack:
+            if len({tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())}) > 1:
+                stack.enter_context(Together(self.model))
+            watch = stack.enter_context(NormWatch(self.model, pieces))
+            stack.enter_context(fixed or contextlib.nullcontext())
+            call = self.model if loss is None else loss.plain(self.model)
+            return run_once(call, self.model, self.sample, leaves, watch, None if loss is None else loss.leaves, seed)
+
+    def _run_pipe(self, loss: _Loss | None, fixed: FixedDraws | None = None, seed: int = 0) -> Left:
+        free = free_leaves(self.own)
+        call = self.pipe if loss is None else loss.of(self.pipe)
+        with contextlib.ExitStack() as stack:
+            leaves = stack.enter_context(stand_ins(self.own, registered=True)) | free
+            stack.enter_context(gradients_aside(free.values()))
+            watch = stack.enter_context(NormWatch(self.own))
+            stack.enter_context(fixed or contextlib.nullcontext())
+            return run_once(call, self.own, self.sample, leaves, watch, None if loss is None else loss.leaves, seed)
+
+    # -- what equality cannot hold for -----------------------------------------------------------------------------
+    def _note(self, run: str, text: str) -> None:
+        self.notes.setdefault(text, []).append(run)
+
+    def _note_norms(self, run: str, plain: Left, actual: Left, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Say which norms took their statistics per microbatch; their counters count microbatches."""
+        named = sorted(name.removesuffix(".running_mean").removesuffix(".weight") for name in plain.cut)
+        sizes = ", ".join(str(piece.size) for piece in pieces[next(iter(plain.cut))])
+        self._note(
+            run,
+            f"{_listed(named)} take{'s' if len(named) == 1 else ''} statistics over each microbatch by itself ({sizes} "
+            "rows), which no microbatches can do as the whole batch does; compared with the model whose norms do the "
+            "same, but for their counters of batches",
+        )
+        for name in plain.cut:
+            path = name.rpartition(".")[0]
+            uses = len(plain.norms[name])
+            left_out = ["num_batches_tracked"] if uses == 1 else ["num_batches_tracked", "running_mean", "running_var"]
+            if uses > 1:
+                self._note(run, f"{path} is called {uses} times: its running statistics depend on the order, left out")
+            for left in (plain, actual):
+                for buffer in left_out:
+                    left.tensors.pop(("buffer", f"{path}.{buffer}".strip(".")), None)
+
+    def _note_draws(self, run: str, fixed: FixedDraws) -> None:
+        self._note(
+            run,
+            "random numbers are drawn per microbatch and cannot be the plain model's; compared with all draws replaced "
+            "by constants on both sides",
+        )
+        if fixed.unknown:
+            self._note(run, f"{_listed(sorted(fixed.unknown))} could not be replaced by constants")
+
+    def _compare_draws(self, run: str) -> None:
+        """Compare what seeds do: the same draws for the same one, other draws for another one where the model does."""
+        first, again, other = (self._run_pipe(None, seed=seed).tensors for seed in (1, 1, 2))
+        worst = max(compare(run, again, first, self._tolerance), key=lambda item: (not item.equal, item.difference))
+        detail = "" if worst.equal else f"{worst.kind} {worst.name} differs from call to call under one seed"
+        self.items.append(Item(run, "draws", "same seed", worst.difference, worst.tolerance, detail))
+        plain = [self._run_plain(None, seed=seed).tensors for seed in (1, 2)]
+        varied = [_varies(plain[0], plain[1]), _varies(first, other)]
+        lost = varied[0] and not varied[1]
+        detail = "another seed changes nothing: draws are frozen, or missing" if lost else ""
+        self.items.append(Item(run, "draws", "another seed", math.inf if lost else 0.0, 0.0, detail))
+
+    # -- differences -------------------------------------------------------------------------------------------------
+    def _add(self, run: str, actual: Tensors, plain: Tensors) -> None:
+        self.items += compare(run, actual, plain, self._tolerance)
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        """Return what rounding explains: that of the least precise dtype that had a part in it."""
+        dtypes = {dtype, *(parameter.dtype for parameter in self.model.parameters())}
+        dtypes |= {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
+        return max((TOLERANCE[d] for d in dtypes if d in TOLERANCE), default=TOLERANCE[torch.float32])
+
+
+class _Loss:
+    """A loss and its target, for the model and for the pipe."""
+
+    def __init__(self, function: Callable[..., Any], target: Any) -> None:
+        self.function = function
+        self.target = target
+        named = function.named_parameters() if isinstance(function, nn.Module) else ()
+        self.leaves = {f"loss_fn.{name}": parameter for name, parameter in named if parameter.requires_grad}
+
+    def plain(self, model: nn.Module) -> Callable[..., torch.Tensor]:
+        """Return the model's training step."""
+
+        def step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            output = model(*args, **kwargs)
+            device = next((v.device for v in flatten_output(output)[0] if isinstance(v, torch.Tensor)), None)
+            target = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), self.target)
+            value = call_loss(self.function, output, target)
+            value.backward()
+            return value.detach()
+
+        return step
+
+    def of(self, pipe: Pipe) -> Callable[..., torch.Tensor]:
+        """Return the pipe's training step."""
+        return lambda *args, **kwargs: pipe.train_step(*args, target=self.target, loss_fn=self.function, **kwargs)
+
+
+def _last(pieces: Sequence[Piece], calls: Sequence[Piece]) -> Sequence[Piece]:
+    """Return the last pieces that cover a norm's calls: a training step may have run the batch before, for a proof."""
+    missing, start = sum(call.size for call in calls), len(pieces)
+    while missing > 0 and start:
+        start -= 1
+        missing -= pieces[start].size
+    return pieces[start:] if missing == 0 else ()
+
+
+def _varies(first: Tensors, second: Tensors) -> bool:
+    return any(item.difference for item in compare("", first, second, lambda dtype: 0.0))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -1,0 +1,86 @@
+"""``autosplit verify``: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autosplit import cli
+from autosplit.verification import Item, Verification
+
+NETS = str(Path(__file__).parent / "nets.py")
+OPTIONS = ("--devices", "cpu,cpu", "--chunks", "4")
+X = ("--input", "x=float32[8,16]")
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Call ``autosplit verify`` in this process; sys.path is as it was afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(target: str, *arguments: str) -> Any:
+        return CliRunner().invoke(cli.app, ["verify", target, *OPTIONS, *arguments])
+
+    return call
+
+
+def test_an_equal_pipe(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *X)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("The pipe is the model.\n")
+    assert "gradient" in result.stdout
+    assert result.stderr == "a factory that talks\n"
+
+
+def test_the_models_own_sample(run: Run) -> None:
+    result = run(f"{NETS}:WithExample")
+    assert result.exit_code == 0, result.output
+
+
+def test_json_is_the_comparison_and_nothing_else(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *X, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["equal"] is True
+    assert found["notes"] == []
+    assert {item["run"] for item in found["items"]} == {"train", "eval"}
+    assert all(item["equal"] and item["difference"] <= item["tolerance"] for item in found["items"])
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_pipe_that_is_not_equal_ends_with_one(run: Run, monkeypatch: pytest.MonkeyPatch, form: tuple[str]) -> None:
+    items = (Item("train", "output", "0", 0.5, 1e-5), Item("train", "buffer", "n", math.inf, 0.0, "missing"))
+    monkeypatch.setattr(cli, "verify", lambda *args: Verification(items))
+    result = run(f"{NETS}:make_mlp", *X, *form)
+    assert result.exit_code == 1, result.output
+    if form:
+        found = json.loads(result.stdout)
+        assert [item["difference"] for item in found["items"]] == [0.5, None]
+        assert found["equal"] is False
+    else:
+        assert result.stdout.startswith("The pipe is NOT the model.\n")
+        assert "- train: buffer n: missing" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no inputs are known for Mlp"),
+        (("--input", "y=float32[8,16]"), "forward has no input of that name"),
+        ((*X, "--schedule", "best"), "schedule='best' is not available"),
+    ],
+)
+def test_bad_usage_ends_with_two(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run(f"{NETS}:make_mlp", *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,159 @@
+"""Lengths that differ from call to call: the pipe is the plain model, and few recordings serve all."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autosplit import autosplit
+from tests.equivalence.equality import LANES, Batch, assert_equal_runs, difference, forward_backward, train_step
+from tests.equivalence.lengths import CASES, Case, made
+
+
+def _pipe(model: nn.Module, lanes: str = "inline", chunks: int = 3) -> Any:
+    return autosplit(model, devices=2, chunks=chunks, lanes=lanes)
+
+
+def _calls(case: Case, count: int, *, low: int = 4, high: int = 30) -> list[Batch]:
+    draws = random.Random(0)
+    return [
+        case.batch(draws.choice((2, 3, 5, 7)), *(draws.randint(low, high) for _ in range(case.lengths)))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_length_is_equal(name: str, lanes: str) -> None:
+    torch.manual_seed(0)
+    model = CASES[name].make().double()
+    pipe = _pipe(model, lanes)
+    for batch in _calls(CASES[name], 7):
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+    assert made(pipe) == 2
+    pipe.unsplit()
+
+
+def test_fifty_lengths_take_two_recordings() -> None:
+    model = CASES["causal"].make().double()
+    pipe = _pipe(model)
+    with torch.no_grad():
+        for length in range(60, 10, -1):
+            batch = CASES["causal"].batch(2 + length % 4, length)
+            assert difference(pipe(*batch.args), model(*batch.args)) < 1e-12
+    assert made(pipe) == 2
+
+
+def test_the_longest_length_is_checked_not_recorded() -> None:
+    """A slice of a whole buffer is another one for torch: what the conditions leave out is tried once."""
+    model = CASES["causal"].make().double()
+    pipe = _pipe(model)
+    for length in (10, 20, 64, 64, 33):
+        batch = CASES["causal"].batch(4, length)
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+    assert made(pipe) == 2
+
+
+@pytest.mark.parametrize("name", ["causal", "padded", "recurrent"])
+def test_single_rows_and_single_words(name: str) -> None:
+    model = CASES[name].make().double()
+    pipe = _pipe(model)
+    for rows, length in ((1, 9), (1, 12), (4, 7), (1, 30), (5, 1), (1, 1), (6, 1), (2, 20)):
+        batch = CASES[name].batch(rows, length)
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+    assert made(pipe) <= 4
+
+
+def test_training_steps_on_many_lengths() -> None:
+    model = CASES["causal"].make().double()
+    pipe = autosplit(model, devices=2, chunks=3, schedule="1f1b")
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    for batch in _calls(CASES["causal"], 6):
+        target = batch.args[0].roll(-1, 1)
+        actual = train_step(pipe, batch, target=target, loss_fn=loss)
+        plain = forward_backward(model, batch, loss=lambda output, target=target: loss(output, target))
+        assert_equal_runs(actual, type(plain)({}, plain.loss, plain.gradients, plain.buffers))
+    assert made(pipe) == 2
+    pipe.unsplit()
+
+
+class Branching(nn.Module):
+    """Short sequences go one way, long ones another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        if value.shape[1] > 16:
+            value = value.relu()
+        return self.second(value)
+
+
+def test_a_branch_on_the_length_is_two_recordings() -> None:
+    model = Branching().double()
+    pipe = _pipe(model)
+    for length in (5, 9, 40, 20, 16, 17, 3, 33, 60, 12, 18):
+        batch = Batch((torch.randn(4, length, 5, dtype=torch.float64),))
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+    assert made(pipe) <= 5
+
+
+class Counting(nn.Module):
+    """Takes the length out of torch: every length is another program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        weights = torch.tensor([1.0 / (1 + place) for place in range(value.shape[1])], dtype=value.dtype)
+        return self.second(self.first(value) * weights[:, None])
+
+
+def test_lengths_that_leave_torch_stay_apart() -> None:
+    model = Counting().double()
+    pipe = _pipe(model)
+    lengths = (5, 9, 14, 20, 16, 17)
+    for length in (*lengths, *lengths):
+        batch = Batch((torch.randn(4, length, 5, dtype=torch.float64),))
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+    assert made(pipe) == len(lengths) + 3  # three attempts to generalise are in vain, then none is made
+    pipe.unsplit()
+
+
+def test_symbols_that_part() -> None:
+    """Two inputs of one length, then of two: one symbol becomes two."""
+    model = CASES["translator"].make().double()
+    pipe = _pipe(model)
+    for lengths in ((9, 9), (12, 12), (15, 15), (8, 11), (20, 5), (7, 7), (13, 21)):
+        batch = CASES["translator"].batch(4, *lengths)
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+    assert made(pipe) == 3
+
+
+def test_dropped_recordings_are_freed() -> None:
+    model = Counting().double()
+    pipe = _pipe(model)
+    pipe(torch.randn(4, 3, 5, dtype=torch.float64))
+    recordings = pipe._core.recordings
+    ((first,),) = recordings.kept.values()
+    watched = [weakref.ref(value) for value in (first, *first.programs.values(), *first.lowered.stages)]
+    del first
+    for length in range(4, 40):
+        pipe(torch.randn(4, length, 5, dtype=torch.float64))
+    gc.collect()
+    assert len(recordings.kept) == 32
+    assert len(pipe._core.compiled) <= 34  # the kept ones, the empty one, and the one that is shown
+    assert [reference() for reference in watched] == [None] * len(watched)

@@ -1,0 +1,218 @@
+"""The batch in any dimension, found by trial; what has no rows is never cut; what cannot be told is an error."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import InputError, autosplit
+from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+from tests.equivalence.trap_models import WIDTH, Model, numbers
+
+LIGHT = 0.2
+pytestmark = pytest.mark.filterwarnings("ignore:2 devices were given")
+
+
+def pipe_of(plain: nn.Module, **options: Any) -> Any:
+    return autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, **options)
+
+
+def check(plain: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Compare a pipe with the plain model, and return it."""
+    pipe = pipe_of(plain, **options)
+    batch = Batch(inputs)
+    assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+    return pipe
+
+
+def dims_of(pipe: Any) -> tuple[int | None, ...]:
+    """Return the batch dimensions of the last recording's inputs."""
+    recorded = next(reversed(pipe._core.recordings.kept.values()))[0]
+    return tuple(info.batch_dim for info in recorded.traced.inputs)
+
+
+class Recurrent(nn.Module):
+    """An LSTM whose states are inputs and outputs."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, 5, 2, batch_first=batch_first)
+        self.last = nn.Linear(5, WIDTH)
+        self.double()
+
+    def forward(self, value: Tensor, states: tuple[Tensor, Tensor]) -> Any:
+        output, states = self.lstm(torch.tanh(self.first(value)), states)
+        return self.last(output), states
+
+
+class States(nn.Module):
+    """The same with the two states as inputs of their own."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.inner = Recurrent(batch_first=batch_first)
+
+    def forward(self, value: Tensor, hidden: Tensor, cell: Tensor) -> Any:
+        return self.inner(value, (hidden, cell))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_states_of_an_lstm_have_the_batch_in_their_second_dimension(batch_first: bool) -> None:
+    shape = (7, 4, WIDTH) if batch_first else (4, 7, WIDTH)
+    pipe = check(States(batch_first=batch_first).double(), numbers(*shape), numbers(2, 7, 5), numbers(2, 7, 5, seed=1))
+    assert dims_of(pipe) == (0 if batch_first else 1, 1, 1)
+    assert pipe.plan.class_flops["full"] == 0.0
+    other = (9, 4, WIDTH) if batch_first else (4, 9, WIDTH)
+    plain = pipe.unsplit()
+    batch = Batch((numbers(*other), numbers(2, 9, 5), numbers(2, 9, 5, seed=1)))
+    assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+
+
+def test_nested_batch_dims_say_it_per_leaf() -> None:
+    value, states = numbers(7, 4, WIDTH, gradient=False), (numbers(2, 7, 5, gradient=False),) * 2
+    for told in ((0, 1), (0, (1, 1)), {"value": 0, "states": 1}, {"value": 0, "states_0": 1, "states_1": 1}):
+        plain = Recurrent(batch_first=True)
+        pipe = pipe_of(plain, batch_dims=told)
+        for mine, theirs in zip(*(flat(m(value, states)) for m in (pipe, plain)), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        assert dims_of(pipe) == (0, 1, 1)
+
+
+def flat(output: Any) -> tuple[Tensor, ...]:
+    value, (hidden, cell) = output
+    return value, hidden, cell
+
+
+def test_a_time_major_encoder_is_cut_along_its_rows() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0)
+    plain = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double()
+    pipe = check(plain, numbers(5, 7, WIDTH))
+    assert dims_of(pipe) == (1,)
+    assert pipe.plan.class_flops["full"] == 0.0
+    for length, rows in ((4, 7), (5, 9)):
+        batch = Batch((numbers(length, rows, WIDTH),))
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+        assert dims_of(pipe) == (1,)
+
+
+def test_a_batch_that_mixes_at_once_is_still_the_batch() -> None:
+    pipe = check(Model(lambda m, x: m.b(m.a(x - x.mean(0)))), numbers(7, WIDTH))
+    assert dims_of(pipe) == (0,)
+
+
+SQUARE = numbers(WIDTH, WIDTH)
+TABLES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[int | None, ...]]] = {
+    "a bias": (lambda m, x, w: m.b(torch.tanh(m.a(x) + w)), (SQUARE, numbers(WIDTH, seed=1)), (0, None)),
+    "a bias of 8": (lambda m, x, w: m.b(torch.tanh(m.a(x)[:, :1] + w)[:, :6]), (numbers(8, 6), numbers(8)), (0, None)),
+    "a scale per row": (lambda m, x, w: m.b(m.a(x) * w[:, None]), (SQUARE, numbers(WIDTH, seed=1)), (0, 0)),
+    "a table": (
+        lambda m, x, w: m.b(F.embedding(x, w)),
+        (torch.arange(8).flip(0).reshape(8, 1) % 7, numbers(8, WIDTH)),
+        (0, None),
+    ),
+    "a mask over positions": (
+        lambda m, x, k: m.b(F.scaled_dot_product_attention(m.a(x), x, m.c(x), attn_mask=k)),
+        (numbers(4, 4, WIDTH), torch.ones(4, 4, dtype=torch.bool).tril()),
+        (0, None),
+    ),
+    "a mask per row": (
+        lambda m, x, k: m.b(F.scaled_dot_product_attention(m.a(x), x, m.c(x), attn_mask=k[:, None])),
+        (numbers(4, 4, WIDTH), torch.ones(4, 4, dtype=torch.bool).tril()),
+        (0, 0),
+    ),
+    "class weights": (
+        lambda m, x, t, w: F.cross_entropy(m.b(torch.tanh(m.a(x))), t, weight=w),
+        (SQUARE, torch.arange(WIDTH) % 5, torch.rand(WIDTH, dtype=torch.float64)),
+        (0, 0, None),
+    ),
+    "a vector that is only averaged": (
+        lambda m, x, w: m.b(torch.tanh(m.a(x)) * w.mean()),
+        (numbers(8, WIDTH), numbers(8, seed=1)),
+        (0, None),
+    ),
+    "weights of a layer": (
+        lambda m, x, w: m.b(torch.tanh(m.a(x)) @ w.T),
+        (SQUARE, numbers(WIDTH, WIDTH, seed=1)),
+        (0, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_has_the_size_of_the_batch_is_cut_only_where_it_has_rows(name: str) -> None:
+    body, inputs, dims = TABLES[name]
+    pipe = check(Model(body), *inputs)
+    assert dims_of(pipe) == dims
+    assert pipe.plan.class_flops["full"] < LIGHT
+
+
+AMBIGUOUS: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
+    "scores between two sets": (lambda m, x, y: torch.tanh(m.a(x)) @ m.b(y).T, (numbers(8, WIDTH), numbers(4, WIDTH))),
+    "a table added to tokens": (lambda m, x, w: m.b(torch.tanh(m.a(x + w))), (numbers(8, 4, WIDTH), numbers(4, WIDTH))),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_two_readings_that_are_equally_good_are_an_error(name: str) -> None:
+    body, inputs = AMBIGUOUS[name]
+    pattern = r"arg0: 0, arg1: None \(8 rows\); or arg0: (None|1), arg1: 0 \(4 rows\); say which by batch_dims="
+    with pytest.raises(InputError, match=pattern):
+        pipe_of(Model(body))(*inputs)
+    pipe = check(Model(body), *inputs, batch_dims=(0, None))
+    assert dims_of(pipe) == (0, None)
+
+
+BAD_DIMS: dict[str, tuple[Any, str]] = {
+    "a name that is no input": ({"nothing": 0}, r"batch_dims names nothing; the inputs are value, states"),
+    "too many entries": ((0, 1, 1), "batch_dims has 3 entries for 2 positional inputs"),
+    "no such dimension": ((0, (1, 3)), r"batch_dims says 3 for input 'states_1' of shape \[2, 7, 5\]"),
+    "another type": ("0", "give an int, a tuple"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DIMS)
+def test_batch_dims_that_do_not_fit(name: str) -> None:
+    told, message = BAD_DIMS[name]
+    with pytest.raises(InputError, match=message):
+        pipe_of(Recurrent(batch_first=True), batch_dims=told)(numbers(7, 4, WIDTH), (numbers(2, 7, 5),) * 2)
+
+
+def test_scalars_and_none_are_inputs() -> None:
+    def body(model: Any, value: Tensor, scale: float, mask: Tensor | None, zero_dim: Tensor, name: str) -> Tensor:
+        value = model.b(torch.tanh(model.a(value)) * scale) + zero_dim
+        return value if mask is None else value * (mask if name == "mask" else mask[:, :1])
+
+    plain = Model(body)
+    pipe = pipe_of(plain)
+    mask = numbers(7, WIDTH, seed=2)
+    for rest in ((2.0, None, "mask"), (3.0, None, "mask"), (2, mask, "mask"), (2.0, mask, "column")):
+        zero_dim = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        batch = Batch((numbers(7, WIDTH), *rest[:2], zero_dim, rest[2]))
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+
+
+OUTPUTS: dict[str, Any] = {
+    "rows x rows": lambda m, x: m.a(x) @ m.b(x).T,
+    "a constant size": lambda m, x: m.b(m.a(x))[:3],
+    "one row less": lambda m, x: m.b(m.a(x))[1:],
+    "an input": lambda m, x: (x, m.a(x)),
+    "an input twice, and a number": lambda m, x: {"x": x, "again": x, "value": m.a(x), "count": 3, "none": None},
+    "rows in the second dimension": lambda m, x: m.a(x).T,
+    "two values per row": lambda m, x: m.a(x).reshape(-1, 3),
+    "rows behind a constant": lambda m, x: torch.stack([m.a(x), m.b(x)]).flatten(0, 1),
+    "a parameter": lambda m, x: (m.a.weight, m.b(x)),
+    "a value per batch and one per row": lambda m, x: (m.a(x).sum(), m.b(x).sum(1), m.c.weight.sum()),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("rows", [WIDTH, 7])
+def test_an_output_is_put_together_as_the_plain_models(name: str, rows: int) -> None:
+    check(Model(OUTPUTS[name]), numbers(rows, WIDTH))

@@ -1,0 +1,144 @@
+"""Traps by name: what mixes rows, what looks as if it did, and how much of the model that leaves to the pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+from tests.equivalence.trap_models import WIDTH, Model, numbers
+
+Body = Callable[..., Any]
+
+
+def full_share(body: Body, **parts: Any) -> float:
+    """Compare outputs, gradients and buffers with the plain model over two batches; return the FLOPs' full share."""
+    plain = Model(body, **parts)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
+    for rows in (8, 7):
+        batch = Batch((numbers(rows, 4, WIDTH, seed=rows),))
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+    assert pipe.plan is not None
+    return pipe.plan.class_flops["full"]
+
+
+def encoded(model: Any, value: Tensor) -> Tensor:
+    return torch.tanh(model.b(torch.tanh(model.a(value)))).mean(1)
+
+
+def clip_loss(model: Any, value: Tensor) -> Tensor:
+    left, right = F.normalize(encoded(model, value), dim=-1), F.normalize(encoded(model, value * 0.5 + 1), dim=-1)
+    logits, labels = left @ right.T * 5, torch.arange(len(value))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def sim_clr_loss(model: Any, value: Tensor) -> Tensor:
+    both = F.normalize(torch.cat([encoded(model, value), encoded(model, value.flip(1))]), dim=-1)
+    logits = (both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -9.0)
+    return F.cross_entropy(logits, torch.arange(len(both)).roll(len(value)))
+
+
+def hardest_triplet_loss(model: Any, value: Tensor) -> Tensor:
+    rows = encoded(model, value)
+    distance = torch.cdist(rows, rows)
+    labels = torch.arange(len(rows)) % 3
+    same = labels[:, None] == labels
+    return (distance.where(same, -1).amax(1) - distance.where(~same, 99.0).amin(1) + 1).relu().mean()
+
+
+def routed_with_capacity(model: Any, value: Tensor) -> Tensor:
+    flat = torch.tanh(model.a(value)).flatten(0, 1)
+    weight, expert = flat[:, :3].softmax(-1).max(-1)
+    place = (F.one_hot(expert, 3).cumsum(0) - 1).gather(1, expert[:, None])[:, 0]
+    slot = torch.where(place < 5, expert * 5 + place, 15)
+    held = torch.zeros(16, WIDTH, dtype=flat.dtype).index_add(0, slot, flat * weight[:, None])
+    return model.b(model.c(held)[slot].unflatten(0, value.shape[:2]) + value)
+
+
+def centred(model: Any, value: Tensor) -> Tensor:
+    rows = encoded(model, value)
+    output = rows - model.buffer_centre
+    model.buffer_centre = model.buffer_centre * 0.9 + rows.detach().mean(0) * 0.1
+    return model.c(output)
+
+
+def filled(mask: Tensor) -> Tensor:
+    mask[1:3] = 2.0
+    return mask
+
+
+LATE: dict[str, Body] = {
+    "clip": clip_loss,
+    "sim_clr": sim_clr_loss,
+    "hardest triplets": hardest_triplet_loss,
+    "a softmax over rows at the end": lambda m, x: encoded(m, x).softmax(0),
+    "a norm over the batch": lambda m, x: (lambda v: v / v.norm())(encoded(m, x)),
+    "standardised rows": lambda m, x: (lambda v: (v - v.mean(0)) / (v.std(0) + 1e-3))(encoded(m, x)),
+    "ranks of rows": lambda m, x: encoded(m, x).argsort(0).argsort(0) + encoded(m, x),
+    "a covariance": lambda m, x: (lambda v: v.T @ v / len(v))(encoded(m, x)),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_rows_that_meet_at_the_end_leave_the_layers_to_the_pipeline(name: str) -> None:
+    assert full_share(LATE[name]) < 0.3
+
+
+MIXED: dict[str, Body] = {
+    "experts with a capacity": routed_with_capacity,
+    "a row number": lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(len(x))[:, None, None] / 9),
+    "the number of rows": lambda m, x: m.b(m.a(x) * len(x)),
+    "a share of the rows": lambda m, x: m.b(torch.tanh(m.a(x)) * torch.linspace(0, 1, len(x))[:, None, None]),
+    "zeros that are filled by rows": lambda m, x: (
+        lambda z: m.b(torch.tanh(m.a(x)) + z.index_fill(0, torch.tensor([0]), 1.0)[:, None, None])
+    )(torch.zeros(len(x), dtype=x.dtype)),
+    "neighbours": lambda m, x: m.b(torch.tanh(m.a(x)) + m.a(x).roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_meet_in_the_middle_are_right(name: str) -> None:
+    full_share(MIXED[name])
+
+
+APART: dict[str, Body] = {
+    "zeros per row": lambda m, x: m.b(torch.tanh(m.a(x)) + torch.zeros(len(x), 1, 1, dtype=x.dtype)),
+    "a state of zeros": lambda m, x: m.gru(torch.tanh(m.a(x)), torch.zeros(1, len(x), WIDTH, dtype=x.dtype))[0],
+    "ones like rows": lambda m, x: m.b(torch.tanh(m.a(x)) * torch.ones_like(x[:, :1])),
+    "a token taken by row number": lambda m, x: m.b(torch.tanh(m.a(x)))[
+        torch.arange(len(x)), x.detach()[..., 0].argmax(1)
+    ],
+    "a mask per row": lambda m, x: m.b(torch.tanh(m.a(x)) * (torch.arange(4) < torch.full((len(x), 1), 3))[..., None]),
+    "row numbers used for both": lambda m, x: (lambda v: (v[torch.arange(len(v)), 0], v))(m.b(torch.tanh(m.a(x)))),
+    "there and back": lambda m, x: m.b(torch.tanh(m.a(x)).flip(0).flip(0)),
+    "a mask of a fixed size": lambda m, x: m.b(torch.tanh(m.a(x)) + filled(x.new_zeros((4, 1)))),
+    "a table in the type of rows": lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(4)[:, None].type_as(x)),
+    "ones of a fixed size": lambda m, x: m.b(torch.tanh(m.a(x)) * F.pad(x.new_ones(3, 1), (0, 0, 1, 0))),
+    "a full tensor of a fixed size": lambda m, x: m.b(torch.tanh(m.a(x)) * x.new_full(size=[4, 1], fill_value=3)),
+    "an empty sum": lambda m, x: m.b(torch.tanh(m.a(x))) + x[:, :0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_only_looks_as_if_it_mixed_rows_stays_by_rows(name: str) -> None:
+    parts = {"gru": lambda: torch.nn.GRU(WIDTH, WIDTH, batch_first=True)} if "state" in name else {}
+    assert full_share(APART[name], **parts) < 0.05
+
+
+def test_noise_for_every_row_is_drawn_for_every_row() -> None:
+    pipe = autosplit(Model(lambda m, x: (m.b(m.a(x)), torch.randn(len(x)))), devices=["cpu"] * 2, chunks=3)
+    for rows in (8, 7):
+        noise = pipe(numbers(rows, WIDTH))[1]
+        assert noise.shape == (rows,)
+        assert len(noise.unique()) == rows
+
+
+def test_a_buffer_that_follows_the_mean_of_the_batch() -> None:
+    full_share(centred, buffer_centre=lambda: torch.zeros(WIDTH))

@@ -1,0 +1,322 @@
+"""The rungs of the ladder: which one a model takes, and that it does what the model does on any of them.
+
+The names are those of the traps at which front ends trace with success and are wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autosplit import autosplit
+from autosplit.planning.plan import Plan
+from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
+from tests.equivalence.trap_models import WIDTH, Body, Model, assert_equal_steps, numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* devices were given")
+
+
+class Bent(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clamp(-0.5, 0.5)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.3
+
+
+def without_gradient(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.sigmoid(model.a(x))
+    return model.c(model.b(x) * scale)
+
+
+def recomputed(model: Any, x: Tensor) -> Tensor:
+    return model.c(checkpoint(lambda h: torch.tanh(model.b(h)), model.a(x), use_reentrant=False))
+
+
+def moving_average(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(model.a(x))
+    if model.training:
+        model.buffer_ema = 0.9 * model.buffer_ema + 0.1 * hidden.detach().mean(0)
+    return model.c(model.b(hidden) + model.buffer_ema)
+
+
+class NormAct(nn.BatchNorm1d):
+    """A batch norm with a forward of its own, as in timm."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        mean, var = self.running_mean, self.running_var
+        return F.relu(F.batch_norm(value, mean, var, self.weight, self.bias, self.training, 0.1, self.eps))
+
+
+def layer_drop(model: Any, x: Tensor) -> Tensor:
+    for layer in (model.a, model.b):
+        if not model.training or random.random() < 0.5:
+            x = torch.tanh(layer(x))
+    return model.c(x)
+
+
+def torch_layer_drop(model: Any, x: Tensor) -> Tensor:
+    for layer in (model.a, model.b):
+        if not model.training or torch.rand(()).item() < 0.5:
+            x = torch.tanh(layer(x))
+    return model.c(x)
+
+
+def python_counter(model: Any, x: Tensor) -> Tensor:
+    model.calls += 1
+    return model.c(torch.tanh(model.b(model.a(x)))) * (1.0 if model.calls % 2 else -0.5)
+
+
+def lazy_cache(model: Any, x: Tensor) -> Tensor:
+    if model.cache is None:
+        model.cache = torch.linspace(0, 1, WIDTH, dtype=torch.float64)
+    return model.c(torch.tanh(model.b(model.a(x)) + model.cache))
+
+
+def u_net(model: Any, x: Tensor) -> Tensor:
+    first = torch.tanh(model.a(x))
+    middle = torch.tanh(model.b(first))
+    return model.c(torch.cat([first, middle], -1).view(len(x), 2, WIDTH).sum(1) + x)
+
+
+def early_exit(model: Any, x: Tensor) -> Tensor:
+    for layer in (model.a, model.b):
+        x = torch.tanh(layer(x))
+        if x.abs().mean() > 0.35:
+            break
+    return model.c(x)
+
+
+def root_mask(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(model.a(x))
+    if (x > 2.0).any():
+        hidden = hidden.clamp(max=0.1)
+    return model.c(model.b(hidden))
+
+
+def with_numpy(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(model.a(x))
+    return model.c(model.b(hidden) * float(np.abs(hidden.detach().numpy()).mean()))
+
+
+class Images(nn.Module):
+    """Takes a list of images of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.double()
+
+    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        hidden = [torch.tanh(self.body(image)) for image in images]
+        return [{"scores": (s := self.head(h).sigmoid())[s[:, 0] > 0.4], "box": h.mean(0)} for h in hidden]
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A model, the rung it takes in training and in eval mode, and how its batches are made."""
+
+    build: Callable[[], nn.Module]
+    training: str
+    evaluation: str
+    batch: Callable[[int, int], tuple[Any, ...]] = lambda count, seed: (numbers(count, WIDTH, seed=seed),)
+
+
+def of(body: Body, training: str = "recorded", evaluation: str = "recorded", **parts: Any) -> Trap:
+    """Return a trap of a Model."""
+    return Trap(partial(Model, body, **parts), training, evaluation)
+
+
+def images(count: int, seed: int) -> tuple[Any, ...]:
+    return ([numbers(2 + (i + seed) % 3, 3, seed=seed + i, gradient=False) for i in range(count)],)
+
+
+TREE = "module tree"
+TRAPS = {
+    "1 autograd function": of(lambda m, x: m.c(Bent.apply(m.b(torch.tanh(m.a(x)))))),
+    "2 no_grad block": of(without_gradient),
+    "3 checkpoint": of(recomputed),
+    "4 buffer assignment": of(moving_average, buffer_ema=lambda: torch.zeros(WIDTH, dtype=torch.float64)),
+    "5 batch norm act": of(lambda m, x: m.c(m.b(m.norm(m.a(x)))), norm=lambda: NormAct(WIDTH)),
+    "6 layer drop, Python": of(layer_drop, TREE),
+    "6 layer drop, torch": of(torch_layer_drop, TREE),
+    "7 Python counter": of(python_counter, TREE, TREE, calls=0),
+    "7 lazy cache": of(lazy_cache, cache=None),
+    "8 U-Net": of(u_net),
+    "value read at the root": of(root_mask),
+    "value-dependent loop": of(early_exit, TREE, TREE),
+    "numpy": of(with_numpy, TREE, TREE),
+    "list of images": Trap(Images, TREE, TREE, images),
+}
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def on_tree(pipe: Any) -> bool:
+    """Tell whether the pipe's last call ran the model's own Python."""
+    return "module_tree" in pipe.code
+
+
+def twins(name: str, training: bool, **options: Any) -> tuple[nn.Module, Any]:
+    plain = TRAPS[name].build().train(training)
+    return plain, autosplit(copy.deepcopy(plain), **{"devices": ["cpu"] * 2, "chunks": 3, **options})
+
+
+def run(module: nn.Module, args: tuple[Any, ...], number: int) -> Any:
+    seed(number)
+    return forward_backward(module, Batch(args))
+
+
+MODES = [(name, mode) for name in TRAPS for mode in ("train", "eval") if (name, mode) != ("5 batch norm act", "train")]
+"""In training each microbatch is normalised by itself: the tests of batch norm say how that is compared."""
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_a_trap_takes_its_rung_and_equals_the_plain_model(name: str, mode: str, lanes: str) -> None:
+    trap, rung = TRAPS[name], TRAPS[name].training if mode == "train" else TRAPS[name].evaluation
+    plain, pipe = twins(name, mode == "train", lanes=lanes)
+    for number, count in enumerate((7, 7, 4, 10)):
+        args = trap.batch(count, number)
+        assert_equal_runs(run(pipe, args, number), run(plain, args, number))
+        assert on_tree(pipe) == (rung == TREE)
+    assert pipe.plan.rung == rung
+    for key, value in vars(plain).items():
+        if isinstance(value, int) and key != "training":
+            assert getattr(pipe.unsplit(), key) == value
+
+
+@pytest.mark.parametrize("first", ["train", "eval"])
+@pytest.mark.parametrize("name", ["6 layer drop, Python", "6 layer drop, torch"])
+def test_one_plan_serves_the_tree_in_training_and_the_recording_in_eval(name: str, first: str) -> None:
+    plain, pipe = twins(name, first == "train")
+    rungs = []
+    for number in range(5):
+        args = TRAPS[name].batch(7, number)
+        assert_equal_runs(run(pipe, args, number), run(plain, args, number))
+        rungs.append(on_tree(pipe))
+        plain.train(not plain.training)
+        pipe.train(plain.training)
+    assert rungs == [(number % 2 == 0) == (first == "train") for number in range(5)]
+    assert pipe.plan.rung == (TREE if first == "train" else "recorded")
+    assert len(pipe.plan.stages) == 2
+
+
+@pytest.mark.parametrize("name", ["6 layer drop, Python", "value read at the root"])
+def test_a_plan_comes_back_from_json_and_is_applied_again(name: str, tmp_path: Path) -> None:
+    plain, pipe = twins(name, True)
+    args = TRAPS[name].batch(7, 0)
+    pipe(*args)
+    pipe.plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == pipe.plan
+    assert again.rung == TRAPS[name].training
+    for training in (True, False):
+        plain.train(training)
+        other = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, plan=again)
+        assert_equal_runs(run(other, args, 1), run(plain, args, 1))
+        assert other.plan == again
+
+
+class Reader(nn.Module):
+    """Reads a value behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.own(x)
+        return hidden if hidden.mean() > 0 else -hidden
+
+
+def test_what_stayed_whole_comes_back_from_json(tmp_path: Path) -> None:
+    model = Model(lambda m, x: m.c(m.reader(torch.tanh(m.a(x)))), reader=Reader)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=3, sample=numbers(7, WIDTH, gradient=False))
+    pipe.plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.whole == pipe.plan.whole
+    assert [line.partition(":")[0] for line in again.whole] == ["reader"]
+    assert Plan.model_validate_json(again.to_json()) == again
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
+def test_a_copy_of_a_pipe_on_the_tree(copied: str) -> None:
+    _, pipe = twins("7 Python counter", True)
+    args = TRAPS["7 Python counter"].batch(7, 0)
+    pipe(*args)
+    plain = copy.deepcopy(pipe.unsplit())
+    twin = copy.deepcopy(pipe) if copied == "deepcopy" else pickle.loads(pickle.dumps(pipe))
+    assert twin.plan == pipe.plan
+    calls = pipe.unsplit().calls
+    for number in range(3):
+        assert_equal_runs(run(twin, args, number), run(plain, args, number))
+    assert twin.unsplit().calls == calls + 3
+    assert pipe.unsplit().calls == calls
+
+
+def test_the_report_of_a_plan_of_the_tree() -> None:
+    _, pipe = twins("value-dependent loop", True)
+    assert "not planned yet" in pipe.report()
+    pipe(*TRAPS["value-dependent loop"].batch(7, 0))
+    text = " ".join(pipe.report().split())
+    assert "traced no graph can follow it: its own Python runs, module by module" in text
+    assert "no graph can follow this model (the model's own forward" in text
+    assert "reads a tensor's value in Python, and it depends on a layer" in text
+    assert "its own Python runs; " in text
+    assert "one chunk, the stages run one after the other: " in text
+
+
+@pytest.mark.parametrize("name", ["value-dependent loop", "6 layer drop, Python", "7 Python counter"])
+def test_train_step_on_the_tree(name: str) -> None:
+    plain, pipe = twins(name, True)
+    target = numbers(7, WIDTH, seed=5, gradient=False)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (plain, pipe)]
+    for number in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batch = Batch((numbers(7, WIDTH, seed=number, gradient=False),))
+        state = random.getstate()
+        loss = pipe.train_step(*batch.args, target=target, loss_fn=nn.MSELoss())
+        after = random.getstate()
+        random.setstate(state)
+        expected = F.mse_loss(plain(*batch.args), target)
+        expected.backward()
+        assert random.getstate() == after
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-14)
+        for optimizer in optimizers:
+            optimizer.step()
+        for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-11)
+
+
+def test_train_step_where_the_recording_follows() -> None:
+    plain, pipe = twins("value read at the root", True)
+    batch = Batch((numbers(7, WIDTH, gradient=False),))
+    assert_equal_steps(plain, pipe, batch, nn.MSELoss(), numbers(7, WIDTH, seed=1, gradient=False))
+    assert not on_tree(pipe)

@@ -1,0 +1,195 @@
+"""The plan of a model that runs by its own Python."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import InfeasibleError
+from autosplit.options import Options, Sample
+from autosplit.planning.plan import Plan
+from autosplit.planning.tree import plan_tree
+from tests.equivalence.tree_models import CASES, WIDTH, Detector, EarlyExit, PerRow, Tied, options, rows
+from tests.trace.test_tree_rows import everything
+
+
+def plan_of(model: nn.Module, *args: Any, stages: int = 3, **more: Any) -> Plan:
+    return plan_tree(model, Sample(*args), options(stages, **more), reason="it exits early").plan
+
+
+class Sized(nn.Module):
+    """Layers of given widths in a row, with a value read."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum() > 1e30:
+                break
+        return x
+
+
+def test_stages_are_contiguous_and_complete() -> None:
+    model = EarlyExit().double()
+    plan = plan_of(model, *rows(8, 0))
+    names = [name for stage in plan.stages for name in stage.nodes]
+    paths = dict(model.named_modules())
+    assert len(plan.stages) == 3
+    assert all(stage.nodes for stage in plan.stages)
+    assert all(name.endswith("#0") and name[:-2] in paths for name in names)
+    assert names[0] == "embed#0"
+    assert sum(stage.parameters for stage in plan.stages) == sum(p.numel() for p in model.parameters())
+    assert plan.rung == "module tree"
+    assert Plan.model_validate_json(plan.to_json()) == plan
+    assert plan.notes[0].startswith("no graph can follow this model (it exits early): its own Python runs")
+
+
+def test_costs_decide_the_cut() -> None:
+    plan = plan_of(Sized(8, 8, 8, 512, 512, 8, 8), torch.randn(4, 8), stages=2)
+    first, second = (list(stage.nodes) for stage in plan.stages)
+    assert "layers.2#0" in first
+    assert first[-1] in ("layers.2#0", "layers.3#0")
+    assert second[0] in ("layers.3#0", "layers.4#0")
+    assert plan.bottleneck_s < sum(s.forward_s + s.backward_s for s in plan.stages)
+    assert plan.status == "optimal"
+
+
+def test_microbatches_are_planned_where_rows_are_independent() -> None:
+    plan = plan_of(PerRow().double(), *rows(10, 0))
+    assert plan.microbatch_rows == (3, 3, 2, 2)
+    assert "rows are independent: 4 microbatches overlap in the forward" in plan.notes
+    assert plan.class_flops == {"shared": 0.0, "micro": 1.0, "full": 0.0}
+    whole = plan_of(EarlyExit().double(), *rows(10, 0))
+    assert whole.microbatch_rows == (10,)
+    assert any("one chunk" in note and "reads values" in note for note in whole.notes)
+    assert whole.bubble == pytest.approx(1 - 1 / 3)
+    assert plan.bubble < whole.bubble
+
+
+def test_a_list_of_images_is_one_chunk_of_its_length() -> None:
+    case = CASES["detector"]
+    plan = plan_of(Detector().double(), *case.batch(5, 0))
+    assert plan.microbatch_rows == (5,)
+    assert any("list of tensors" in note for note in plan.notes)
+
+
+def test_a_tie_is_a_boundary_with_one_home() -> None:
+    model = Tied().double()
+    plan = plan_of(model, *rows(8, 0))
+    [tie] = [boundary for boundary in plan.boundaries if boundary.per_step]
+    assert (tie.value, tie.producer, tie.consumers) == ("embed.weight", 0, (2,))
+    assert tie.bytes == WIDTH * WIDTH * 8
+    cuts = [boundary for boundary in plan.boundaries if not boundary.per_step]
+    assert [(c.producer, c.consumers) for c in cuts] == [(0, (1,)), (1, (2,))]
+
+
+def test_state_counts_once_with_gradients_and_optimizer() -> None:
+    model = Tied().double()
+    plan = plan_of(model, *rows(8, 0))
+    size = sum(p.numel() * 8 for p in model.parameters())
+    assert sum(stage.memory.parameter_bytes for stage in plan.stages) == size
+    assert sum(stage.memory.gradient_bytes for stage in plan.stages) == size
+    assert sum(stage.memory.optimizer_bytes for stage in plan.stages) == 2 * size
+    assert all(stage.memory.peak_bytes >= stage.memory.parameter_bytes for stage in plan.stages)
+    assert sum(stage.memory.activation_bytes for stage in plan.stages) > 0
+
+
+def test_a_limit_that_cannot_hold() -> None:
+    model = EarlyExit().double()
+    needed = max(stage.memory.peak_bytes for stage in plan_of(model, *rows(8, 0)).stages)
+    assert plan_of(model, *rows(8, 0), memory_limit=2 * needed).fits is True
+    with pytest.raises(InfeasibleError, match="bytes"):
+        plan_of(model, *rows(8, 0), memory_limit=100)
+
+
+def test_fewer_modules_than_devices() -> None:
+    with pytest.warns(UserWarning, match="4 devices were given, but the model has only 2 modules"):
+        plan = plan_of(Sized(4, 4, 4), torch.randn(4, 4), stages=4)
+    assert [stage.nodes for stage in plan.stages] == [("layers.0#0",), ("layers.1#0",)]
+
+
+@pytest.mark.parametrize("measure", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_planning_leaves_no_trace(name: str, measure: bool) -> None:
+    case = CASES[name]
+    model = case.model().double().train()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    args = case.batch(6, 1)
+    before, inputs = everything(model), str(args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        plan = plan_of(model, *args, measure=measure)
+    assert everything(model) == before
+    assert str(args) == inputs
+    assert plan.measured is measure
+    assert all(stage.forward_s >= 0 and stage.backward_s >= 0 for stage in plan.stages)
+    assert sum(stage.backward_s for stage in plan.stages) > 0
+    assert ("costs of modules are estimates" in plan.notes) is not measure
+
+
+class Clipped(nn.Module):
+    """Changes its weight at every call, and calls its inner module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.mul_(0.5)
+        return self.layer(self.layer(x))
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_parameters_that_a_forward_changes_are_given_back(measure: bool) -> None:
+    model = Clipped()
+    before = model.layer.weight.detach().clone()
+    plan_of(model, torch.randn(4, 4), stages=1, measure=measure)
+    assert torch.equal(model.layer.weight, before)
+
+
+def failing(kind: str) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        raise ArithmeticError(kind)
+
+    return forward
+
+
+def test_the_models_own_exception() -> None:
+    model = EarlyExit().double()
+    model.blocks[1].forward = failing("inside")
+    with pytest.raises(ArithmeticError, match="inside"):
+        plan_of(model, *rows(4, 0))
+    assert all("forward" not in module.__dict__ for module in model.modules() if module is not model.blocks[1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_plan_made_without_gradients_estimates_the_backward(mode: Callable[[], Any]) -> None:
+    model = PerRow().double()
+    with mode():
+        plan = plan_of(model, *rows(8, 0), measure=True)
+    assert all(stage.backward_s == pytest.approx(2 * stage.forward_s) for stage in plan.stages)
+
+
+def test_a_model_on_meta_is_planned_without_running_where_it_cannot() -> None:
+    model = copy.deepcopy(Sized(4, 8, 8, 4)).to("meta")
+    plan = plan_of(model, torch.randn(4, 4, device="meta"), stages=3)
+    assert [len(stage.nodes) for stage in plan.stages] == [1, 1, 1]
+    assert not plan.measured
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_one_device_is_one_stage() -> None:
+    plan = plan_tree(PerRow().double(), Sample(*rows(8, 0)), Options((torch.device("cpu"),), 4), reason="a loop").plan
+    assert len(plan.stages) == 1
+    assert any("there is one stage" in note for note in plan.notes)

@@ -1,0 +1,233 @@
+"""A recording is compared with its model before it is accepted, and the model does not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autosplit import Sample
+from autosplit.profile.ledger import Ledger
+from autosplit.trace.check import check_recording
+from autosplit.trace.ladder import Trace, trace
+from tests.equivalence.named_models import CASES
+from tests.equivalence.trap_models import WIDTH, Model, numbers
+
+VALUE = numbers(7, WIDTH, gradient=False)
+
+
+def check(model: nn.Module, recording: Trace, **options: Any) -> str | None:
+    return check_recording(model, recording.graph, recording.inputs, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("training", [True, False])
+def test_recordings_of_sound_models_agree(name: str, training: bool) -> None:
+    model, batch = CASES[name].build().train(training), CASES[name].batch(8)
+    assert check(model, trace(model, Sample(*batch.args, **batch.kwargs))) is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_and_batch_norm_agree_in_every_dtype(training: bool, dtype: torch.dtype) -> None:
+    layers = [nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Dropout(0.1)]
+    model = nn.Sequential(*layers).to(dtype).train(training)
+    recording = trace(model, Sample(torch.randn(7, 6, dtype=dtype)))
+    assert check(model, recording) is None
+    with torch.no_grad():
+        assert check(model, recording) is None
+
+
+def test_autocast_of_the_caller_is_compared_too() -> None:
+    model = Model(lambda m, x: m.b(torch.relu(m.a(x)))).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert check(model, trace(model, Sample(torch.randn(7, WIDTH)))) is None
+
+
+class Stateful(nn.Module):
+    """Everything that a check could leave behind: statistics, a counter, a cache, a clipped table, dropout, LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH, max_norm=0.1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("ema", torch.zeros(WIDTH))
+        self.scale = torch.ones(1, requires_grad=True)
+        self.rest = [torch.ones(1)]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.drop(self.table(tokens)) * self.scale + self.rest[0])
+        hidden = self.norm(hidden[:, -1])
+        self.ema = 0.9 * self.ema + 0.1 * hidden.detach().mean(0)
+        return hidden + random.uniform(1.0, 1.0)
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """Return all that belongs to a model, down to the identity and the version of its tensors."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        entries = module.__dict__ | module._parameters | module._buffers
+        found |= {f"{path}.{key}": value for key, value in entries.items() if not isinstance(value, (dict, list))}
+        found |= {f"{path}.{key}": list(value) for key, value in entries.items() if isinstance(value, list)}
+    return found
+
+
+def test_the_model_does_not_notice() -> None:
+    model = Stateful()
+    tokens = torch.arange(28).reshape(7, 4) % 9
+    model(tokens).sum().backward()
+    recording = trace(model, Sample(tokens))
+    calls: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: calls.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda leaf, name=name: calls.append(name))
+    tensors = [*model.parameters(), *model.buffers(), model.scale, *model.rest]
+    before, contents = everything(model), [t.detach().clone() for t in tensors]
+    versions, gradients = [t._version for t in tensors], [t.grad for t in tensors]
+    states = [torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())]
+    assert check(model, recording) is None
+    after = everything(model)
+    assert list(after) == list(before)
+    for key, value in before.items():
+        same = isinstance(value, list) and all(a is b for a, b in zip(after[key], value, strict=True))
+        assert same or after[key] is value, key
+    assert all(torch.equal(t, content) for t, content in zip(tensors, contents, strict=True))
+    assert [t._version for t in tensors] == versions
+    assert all(t.grad is gradient for t, gradient in zip(tensors, gradients, strict=True))
+    assert [torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())] == states
+    assert calls == []
+
+
+def test_gradients_of_all_parameters_never_live_at_once() -> None:
+    layers = [layer for _ in range(16) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    recording = trace(model, Sample(torch.randn(4, 128)))
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    gc.collect()
+    with Ledger() as ledger:
+        for parameter in model.parameters():
+            ledger.storage(parameter)
+        ledger.open()
+        assert check(model, recording) is None
+    assert ledger.peak_bytes - parameter_bytes < parameter_bytes / 2
+
+
+# -- recordings that are wrong -------------------------------------------------------------------------------------
+def node(recording: Trace, name: str) -> fx.Node:
+    return recording.graph.by_name()[name]
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a counter in Python": (lambda m: setattr(m, "_body", count), "output 0 differs"),
+    "another factor": (lambda m: setattr(m, "_body", lambda m, x: m.b(m.a(x)) * 1.001), "output 0 differs"),
+    "a lost gradient": (
+        lambda m: setattr(m, "_body", lambda m, x: m.b(m.a(x)) + m.c(x) - m.c(x).detach()),
+        "the gradient of c.",
+    ),
+    "one output less": (lambda m: setattr(m, "_body", lambda m, x: [m.b(m.a(x)), x]), "output 1 is missing"),
+    "a number instead": (lambda m: setattr(m, "_body", lambda m, x: 3), "output 0 is"),
+    "an input changed in place": (lambda m: setattr(m, "_body", change_input), "input"),
+    "a rare choice": (lambda m: setattr(m, "_body", rare), "Python's random numbers"),
+    "other draws": (lambda m: setattr(m, "_body", draw_unused), "the random state"),
+    "another dtype": (lambda m: setattr(m, "_body", lambda m, x: m.b(m.a(x)).float()), "torch.float64"),
+}
+
+
+def count(model: Any, value: Tensor) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    return model.b(model.a(value)) * min(model.calls, 2)
+
+
+def change_input(model: Any, value: Tensor) -> Tensor:
+    result = model.b(model.a(value))
+    with torch.no_grad():
+        value.mul_(2)
+    return result
+
+
+def rare(model: Any, value: Tensor) -> Tensor:
+    return model.b(model.a(value)) * (2 if random.random() < 1e-6 else 1)
+
+
+def draw_unused(model: Any, value: Tensor) -> Tensor:
+    torch.rand(())
+    return model.b(model.a(value))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_graph_lacks_is_found(name: str) -> None:
+    model = Model(lambda m, x: m.b(m.a(x)))
+    recording = trace(model, Sample(VALUE))
+    change, message = CHANGES[name]
+    change(model)
+    found = check(model, recording)
+    assert found is not None
+    assert message in found
+
+
+def test_a_rare_choice_that_is_never_taken_is_no_difference() -> None:
+    model = Model(lambda m, x: m.b(m.a(x)) * (2 if random.random() < 0.0 else 1))
+    assert check(model, trace(model, Sample(VALUE))) is None
+
+
+def test_a_graph_that_raises_is_a_difference() -> None:
+    model = Model(lambda m, x: m.b(m.a(x)))
+    recording = trace(model, Sample(VALUE))
+    node(recording, "a#0").target = "missing"
+    assert "the graph raises" in (check(model, recording) or "")
+
+
+def test_a_model_that_raises_cannot_be_compared() -> None:
+    model = Model(lambda m, x: m.b(m.a(x)))
+    recording = trace(model, Sample(VALUE))
+    model._body = lambda m, x: m.b(m.a(x[:, :2]))
+    assert "the model itself raises RuntimeError" in (check(model, recording) or "")
+
+
+def test_five_rows_where_two_do_not_run() -> None:
+    def body(model: Any, value: Tensor) -> Tensor:
+        if value.shape[0] == 2:
+            raise ValueError("two rows")
+        return model.b(model.a(value))
+
+    model = Model(lambda m, x: m.b(m.a(x)))
+    recording = trace(model, Sample(VALUE))
+    model._body = body
+    assert check(model, recording) is None
+
+
+def test_answers_to_value_reads_reach_the_model() -> None:
+    model = Model(lambda m, x: m.b(m.a(x)), answer=False)
+    recording = trace(model, Sample(VALUE))
+    model._body = lambda m, x: m.b(m.a(x)) if m.answer or bool(x.sum() > 1e9) else x
+    asked = []
+
+    @contextlib.contextmanager
+    def answers(leaves: list[Any]) -> Iterator[None]:
+        asked.append([leaf.shape[0] for leaf in leaves])
+        model.answer = True
+        yield
+        model.answer = False
+
+    assert check(model, recording, answers=answers) is None
+    assert asked == [[2], [2]]
+    assert "output 0" in (check(model, recording) or "")
+
+
+def test_a_model_without_values_is_compared_by_structure() -> None:
+    with torch.device("meta"):
+        model = Model(lambda m, x: m.b(m.a(x)))
+        value = torch.empty(7, WIDTH, dtype=torch.float64)
+    recording = trace(model, Sample(value))
+    assert check(model, recording) is None
+    model._body = lambda m, x: m.b(m.a(x))[:, :3]
+    assert "(2, 3)" in (check(model, recording) or "")

@@ -1,0 +1,254 @@
+"""Reductions over the batch become a row-wise part and a light one, with the plain model's numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import Sample, autosplit
+from autosplit.trace.graph import NodeClass, TracedGraph
+from autosplit.trace.ladder import trace
+from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+from tests.equivalence.trap_models import WIDTH, Model, numbers
+
+ROWS, TOKENS, CLASSES = 7, 5, WIDTH
+Body = Callable[..., Any]
+
+
+def classes_of(traced: TracedGraph) -> dict[str, NodeClass]:
+    """Return the class of every node by its stable name."""
+    return {info.name: info.node_class for _, info in traced.compute_nodes()}
+
+
+def check(body: Body, *inputs: Any, dtype: torch.dtype = torch.float64, **parts: Any) -> TracedGraph:
+    """Compare a pipe over ragged microbatches with the plain model; return the recording."""
+    plain = Model(body, **parts).to(dtype)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
+    batch = Batch(tuple(v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs))
+    assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch), dtype=dtype)
+    return trace(copy.deepcopy(plain), Sample(*batch.args)).graph
+
+
+def assert_light(traced: TracedGraph) -> None:
+    """Assert that full nodes see what the rows gave only: never a tensor of many values per row."""
+    for node, info in traced.compute_nodes():
+        if info.node_class is not NodeClass.FULL:
+            continue
+        for operand in node.all_input_nodes:
+            given = traced.info(operand)
+            if given is not None and given.node_class is NodeClass.MICRO:
+                assert given.name.endswith(".rows"), f"{info.name} takes {given.name}, which is merged"
+
+
+X = numbers(ROWS, TOKENS, WIDTH)
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(),
+    "sum of all dims": lambda x: torch.sum(x, (0, 1, 2)),
+    "sum of the first two dims": lambda x: x.sum((0, 1)),
+    "sum that keeps dims": lambda x: x.sum((-3, -1), keepdim=True),
+    "sum of integers": lambda x: (x * 9).long().sum() * x.sum(),
+    "sum of booleans": lambda x: (x > 0).sum() * x.sum(),
+    "sum in another type": lambda x: x.float().sum(dtype=torch.float64),
+    "mean": lambda x: x.mean(),
+    "mean of the first and the last dim": lambda x: torch.mean(x, (0, 2)),
+    "mean with an axis": lambda x: x.mean(axis=(0, 1)),
+    "mean over flat rows": lambda x: x.reshape(-1, WIDTH).mean(0),
+    "mean where the batch is last": lambda x: x.permute(1, 2, 0).mean((1, 2)),
+    "any": lambda x: (x > 3).any() * x.sum(),
+    "any of dims": lambda x: (x > 2).any((0, 1)).any() * x.sum(),
+    "all": lambda x: (x > -9).all() * x.sum(),
+    "count_nonzero": lambda x: torch.count_nonzero(x.relu()) * x.sum(),
+    "norm": lambda x: x.norm(),
+    "norm of order 1": lambda x: torch.norm(x, 1, dim=(0, 1)),
+    "linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, dim=(0, 2), keepdim=True),
+    "var": lambda x: x.var(),
+    "biased var": lambda x: x.var(False),
+    "var of dims": lambda x: x.var((0, 1)),
+    "var with a correction": lambda x: torch.var(x, (0, 2), correction=0, keepdim=True),
+    "var at a large mean": lambda x: (x + 1e3).var() + (x - 1e3).var((0, 2)),
+    "std": lambda x: torch.std(x),
+    "std of equal values": lambda x: (x * 0).std() + x.std((0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_over_the_batch_is_light(name: str) -> None:
+    traced = check(lambda m, x: REDUCTIONS[name](torch.tanh(m.b(m.a(x)))), X)
+    assert_light(traced)
+    assert all(c is NodeClass.MICRO for n, c in classes_of(traced).items() if n in ("a#0", "b#0"))
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "norm", "var", "std"])
+def test_a_reduction_in_float32(name: str) -> None:
+    check(lambda m, x: REDUCTIONS[name](torch.tanh(m.b(m.a(x)))), X, dtype=torch.float32)
+
+
+UNTOUCHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda x: x.max(),
+    "amax": lambda x: x.amax((0, 1)),
+    "infinity norm": lambda x: x.norm(math.inf),
+    "mean over rows alone": lambda x: x.mean(0),
+    "batch x batch": lambda x: (x.flatten(1) @ x.flatten(1).T).mean(),
+    "changed in place": lambda x: (lambda y: (y.sum(), y.mul_(2))[0])(x * 1),
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_what_is_left_alone_is_right_too(name: str) -> None:
+    traced = check(lambda m, x: UNTOUCHED[name](m.b(m.a(x))), X)
+    assert not [n for n in classes_of(traced) if n.endswith(".rows")]
+
+
+def test_ties_of_a_maximum_share_the_gradient_as_in_the_plain_model() -> None:
+    check(lambda m, x: (m.a(x) * 0).amax() + m.b(x).relu().amax((0, 1)).sum(), X)
+
+
+LABELS = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) % CLASSES
+SOME = LABELS.where(LABELS % 3 > 0, -100).clone()
+SOME[2:4] = -100
+NONE = torch.full_like(LABELS, -100)
+CHANCES = numbers(ROWS, TOKENS, CLASSES, seed=1, gradient=False).softmax(-1)
+TARGET = numbers(ROWS, TOKENS, WIDTH, seed=2, gradient=False)
+WEIGHT = torch.tensor([0.2, 1.0, 3.0, 0.5, 0.7, 0.0], dtype=torch.float64)
+SIGNS = torch.where(TARGET > 0, 1.0, -1.0).double()
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def tokens(loss: Callable[..., Tensor], labels: Tensor, **options: Any) -> tuple[Loss, tuple[Tensor, ...]]:
+    return lambda m, x, t: loss(m.b(x).flatten(0, 1), t.flatten(0, 1), **options), (labels,)
+
+
+LOSSES: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
+    "cross_entropy": tokens(F.cross_entropy, LABELS),
+    "cross_entropy, ignored": tokens(F.cross_entropy, SOME),
+    "cross_entropy, ignored and summed": tokens(F.cross_entropy, SOME, reduction="sum"),
+    "cross_entropy, another index": tokens(F.cross_entropy, LABELS, ignore_index=2),
+    "cross_entropy, weights": tokens(F.cross_entropy, SOME, weight=WEIGHT),
+    "cross_entropy, weights in a sum": tokens(F.cross_entropy, SOME, weight=WEIGHT, reduction="sum"),
+    "cross_entropy, smooth": tokens(F.cross_entropy, SOME, label_smoothing=0.2),
+    "cross_entropy, smooth and weights": tokens(F.cross_entropy, SOME, label_smoothing=0.2, weight=WEIGHT),
+    "cross_entropy, chances": tokens(F.cross_entropy, CHANCES),
+    "cross_entropy, chances and weights": tokens(F.cross_entropy, CHANCES, weight=WEIGHT, label_smoothing=0.1),
+    "cross_entropy, images": (lambda m, x, t: F.cross_entropy(m.b(x).transpose(1, 2), t), (SOME,)),
+    "cross_entropy, a class per row": (lambda m, x, t: F.cross_entropy(m.b(x).mean(1), t), (SOME[:, 0],)),
+    "cross_entropy, a class per row in a sum": (
+        lambda m, x, t: F.cross_entropy(m.b(x).mean(1), t, reduction="sum"),
+        (SOME[:, 0],),
+    ),
+    "nll_loss": (lambda m, x, t: F.nll_loss(m.b(x).log_softmax(-1).flatten(0, 1), t.flatten(), weight=WEIGHT), (SOME,)),
+    "mse_loss": (lambda m, x, t: F.mse_loss(m.b(x), t), (TARGET,)),
+    "mse_loss, one value per row": (lambda m, x, t: F.mse_loss(m.b(x).mean((1, 2)), t[:, 0, 0]), (TARGET,)),
+    "l1_loss": (lambda m, x, t: F.l1_loss(m.b(x), t, reduction="sum"), (TARGET,)),
+    "smooth_l1_loss": (lambda m, x, t: F.smooth_l1_loss(m.b(x), t, beta=0.3), (TARGET,)),
+    "huber_loss": (lambda m, x, t: F.huber_loss(m.b(x), t, delta=0.2), (TARGET,)),
+    "binary_cross_entropy": (lambda m, x, t: F.binary_cross_entropy(m.b(x).sigmoid(), t), (CHANCES,)),
+    "binary_cross_entropy_with_logits": (
+        lambda m, x, t: F.binary_cross_entropy_with_logits(m.b(x), t, weight=WEIGHT, pos_weight=WEIGHT + 1),
+        (CHANCES,),
+    ),
+    "kl_div": (lambda m, x, t: F.kl_div(m.b(x).log_softmax(-1), t, reduction="mean"), (CHANCES,)),
+    "kl_div, batchmean": (lambda m, x, t: F.kl_div(m.b(x).log_softmax(-1), t, reduction="batchmean"), (CHANCES,)),
+    "kl_div, batchmean of flat rows": (
+        lambda m, x, t: F.kl_div(m.b(x).log_softmax(-1).flatten(0, 1), t.flatten(0, 1), reduction="batchmean"),
+        (CHANCES,),
+    ),
+    "poisson_nll_loss": (lambda m, x, t: F.poisson_nll_loss(m.b(x), t.abs(), full=True), (TARGET,)),
+    "soft_margin_loss": (lambda m, x, t: F.soft_margin_loss(m.b(x), t), (SIGNS,)),
+    "hinge_embedding_loss": (lambda m, x, t: F.hinge_embedding_loss(m.b(x), t), (SIGNS,)),
+    "margin_ranking_loss": (lambda m, x, t: F.margin_ranking_loss(m.a(x), m.b(x), t, 0.1), (SIGNS,)),
+    "cosine_embedding_loss": (
+        lambda m, x, t: F.cosine_embedding_loss(m.a(x).flatten(1), m.b(x).flatten(1), t[:, 0, 0]),
+        (SIGNS,),
+    ),
+    "triplet_margin_loss": (
+        lambda m, x, t: F.triplet_margin_loss(m.a(x).flatten(1), m.b(x).flatten(1), t.flatten(1)),
+        (TARGET,),
+    ),
+    "multi_margin_loss": (lambda m, x, t: F.multi_margin_loss(m.b(x).flatten(0, 1), t.flatten()), (LABELS,)),
+    "multilabel_soft_margin_loss": (
+        lambda m, x, t: F.multilabel_soft_margin_loss(m.b(x).flatten(0, 1), (t > 0.2).double().flatten(0, 1)),
+        (CHANCES,),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_torch_is_light(name: str) -> None:
+    body, inputs = LOSSES[name]
+    traced = check(lambda m, x, *rest: body(m, torch.tanh(m.a(x)), *rest), X, *inputs)
+    assert_light(traced)
+    full = [n for n, c in classes_of(traced).items() if c is NodeClass.FULL]
+    assert len(full) == 1, f"more is full than the light half: {full}"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.2}, {"weight": WEIGHT}], ids=["plain", "smooth", "weights"]
+)
+def test_a_batch_without_a_valid_target_gives_nan_and_torchs_gradients(options: dict[str, Any]) -> None:
+    body, _ = tokens(F.cross_entropy, NONE, **options)
+    plain = Model(body)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, sample=(X, LABELS))
+    ours, theirs = (forward_backward(module, Batch((X, NONE))) for module in (pipe, plain))
+    assert torch.isnan(theirs.loss)
+    assert torch.isnan(ours.loss)
+    for name, gradient in theirs.gradients.items():
+        assert (gradient is None) == (ours.gradients[name] is None)
+        assert gradient is None or torch.equal(ours.gradients[name], gradient), name
+
+
+def weighted_loss() -> nn.Module:
+    return nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1)
+
+
+def hooked_loss() -> nn.Module:
+    loss = weighted_loss()
+    loss.register_forward_hook(lambda *_: None)
+    return loss
+
+
+@pytest.mark.parametrize("build", [weighted_loss, nn.MSELoss, hooked_loss])
+def test_a_loss_module_is_its_function_unless_hooks_want_its_call(build: Callable[[], nn.Module]) -> None:
+    target = TARGET if build is nn.MSELoss else SOME.where(SOME >= 0, 1)
+    flat = (lambda v: v) if build is nn.MSELoss else (lambda v: v.flatten(0, 1))
+    classes = classes_of(check(lambda m, x, t: m.loss(flat(m.b(m.a(x))), flat(t)), X, target, loss=build))
+    assert any(name.startswith("loss#0") and name.endswith(".rows") for name in classes) == (build is not hooked_loss)
+
+
+def reduced(hidden: Tensor) -> tuple[Tensor, ...]:
+    return hidden.mean(), hidden.var((0, 1)), F.mse_loss(hidden, torch.ones_like(hidden))
+
+
+def reduced_under_autocast(model: Any, value: Tensor) -> tuple[Tensor, ...]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return reduced(torch.tanh(model.b(model.a(value))))
+
+
+def test_a_reduction_without_gradients() -> None:
+    traced = check(lambda m, x: m.b(m.a(x)).sum() * torch.no_grad()(lambda: m.a(x).mean())(), X)
+    assert_light(traced)
+
+
+@pytest.mark.parametrize("autocast", ["inside", "outside"])
+def test_a_reduction_under_autocast_differs_in_the_last_bits_of_its_type_only(autocast: str) -> None:
+    """Sums of 16-bit values are made in 32 bits, rows by rows; torch's own losses add up in 16 bits."""
+    body = reduced_under_autocast if autocast == "inside" else lambda m, x: reduced(torch.tanh(m.b(m.a(x))))
+    plain = Model(body).float()
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
+    seen = []
+    for module in (pipe, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "outside"):
+            outputs = module(X.detach().float())
+        sum(value.float().sum() for value in outputs).backward()
+        seen.append([*outputs, *(p.grad for p in module.parameters() if p.grad is not None)])
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours.dtype == theirs.dtype
+        bound = 4 * torch.finfo(torch.bfloat16).eps
+        assert float((ours - theirs).detach().abs().max()) <= bound * float(theirs.detach().abs().max())

@@ -1,0 +1,287 @@
+"""Guards: a value read that follows from the inputs is asked again of every batch before a recording is used for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import Sample, autosplit
+from autosplit.trace.graph import NodeClass
+from autosplit.trace.ladder import Trace, trace
+from autosplit.trace.recording import Refusal
+from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
+from tests.equivalence.trap_models import WIDTH, Model, numbers
+
+Body = Callable[..., Any]
+
+
+def any_masked(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    hidden = torch.tanh(model.a(x))
+    if mask.any():
+        hidden = hidden.masked_fill(mask[:, None], -1.0)
+    return model.c(torch.tanh(model.b(hidden)))
+
+
+def longest(model: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    hidden = torch.tanh(model.a(x))[:, : lengths.max().item()]
+    return model.c(torch.tanh(model.b(hidden))).sum(1)
+
+
+def first_of_list(model: Any, x: Tensor, steps: Tensor) -> Tensor:
+    hidden = model.a(x)
+    for count in steps.tolist():
+        hidden = torch.tanh(model.b(hidden)) * count
+    return model.c(hidden)
+
+
+def all_equal(model: Any, x: Tensor, ids: Tensor) -> Tensor:
+    hidden = torch.tanh(model.a(x))
+    return model.c(model.b(hidden) if torch.equal(ids, torch.zeros_like(ids)) else -model.b(hidden))
+
+
+def counted(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(model.b(model.a(x)))
+    return model.c(hidden) * (2.0 if int(model.buffer_step) >= 3 else 1.0)
+
+
+def scaled(model: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(model.b(model.a(x)))
+    return model.c(hidden * model.gain) if float(model.gain.detach()) > 1 else model.c(hidden)
+
+
+def mask(rows: int, *masked: int) -> Tensor:
+    return torch.tensor([row in masked for row in range(rows)])
+
+
+def flags(rows: int, *masked: int, seed: int = 0) -> Batch:
+    return Batch((numbers(rows, WIDTH, seed=seed), mask(rows, *masked)))
+
+
+def words(rows: int, length: int, seed: int = 0) -> Batch:
+    lengths = torch.arange(rows) % length + 1
+    return Batch((numbers(rows, 5, WIDTH, seed=seed), lengths))
+
+
+def pipe_of(model: nn.Module, **options: Any) -> Any:
+    return autosplit(copy.deepcopy(model), **{"devices": ["cpu"] * 2, "chunks": 3, **options})
+
+
+def made(pipe: Any) -> int:
+    """Return how many recordings were made."""
+    return pipe._core.recordings.made
+
+
+def assert_calls_equal(model: nn.Module, pipe: Any, batches: Sequence[Batch]) -> list[int]:
+    """Assert equality batch by batch; return how many recordings had been made after each."""
+    counts = []
+    for batch in batches:
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+        counts.append(made(pipe))
+    return counts
+
+
+def recorded(model: nn.Module, batch: Batch) -> Trace:
+    return trace(model, Sample(*(value.detach() for value in batch.args)))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_violated_guard_records_anew_once_and_the_way_back_costs_nothing(lanes: str) -> None:
+    model = Model(any_masked)
+    pipe = pipe_of(model, lanes=lanes)
+    batches = [flags(7), flags(7, 6, seed=1), flags(7, seed=2), flags(7, 0, 3, seed=3), flags(7), flags(7, 1)]
+    assert assert_calls_equal(model, pipe, batches) == [1, 2, 2, 2, 2, 2]
+    assert pipe.plan.rung == "recorded"
+    assert pipe.plan.whole == ()
+
+
+def test_a_guard_is_asked_of_the_whole_batch_at_every_batch_size() -> None:
+    model = Model(any_masked)
+    pipe = pipe_of(model)
+    batches = [flags(7), flags(9, 8), flags(9), flags(2, 0), flags(1), flags(1, 0), flags(12, 11), flags(12)]
+    assert assert_calls_equal(model, pipe, batches) == [1, 2, 2, 2, 2, 2, 2, 2]
+
+
+def test_a_guard_in_a_submodule_leaves_it_entered() -> None:
+    model = Model(lambda m, x, k: m.c(m.inner(m.a(x), k)), inner=lambda: Model(any_masked))
+    found = recorded(model, flags(7, 2))
+    assert found.whole == {}
+    assert found.guard is not None
+    assert [(answer.name, answer.value) for answer in found.guard.answers] == [("inner#0/bool_0", True)]
+    names = [info.name for _, info in found.graph.compute_nodes()]
+    assert "inner.a#0" in names
+    assert not any("any" in name or "read" in name for name in names), "what only a read needs is in no stage"
+    assert {info.node_class for _, info in found.graph.compute_nodes()} == {NodeClass.MICRO}
+    pipe = pipe_of(model)
+    assert assert_calls_equal(model, pipe, [flags(7), flags(7, 1), flags(5), flags(5, 4)]) == [1, 2, 2, 2]
+
+
+def test_the_longest_length_as_a_bound_of_a_slice() -> None:
+    model = Model(longest)
+    pipe = pipe_of(model)
+    batches = [words(7, 3), words(7, 5), words(7, 3, seed=1), words(6, 5), words(4, 3)]
+    assert assert_calls_equal(model, pipe, batches) == [1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        (first_of_list, [torch.tensor([1, 2]), torch.tensor([3, 2]), torch.tensor([1, 2])]),
+        (all_equal, [torch.zeros(7), torch.ones(7), torch.zeros(7)]),
+    ],
+)
+def test_other_ways_to_read(body: Body, seconds: list[Tensor]) -> None:
+    model = Model(body)
+    pipe = pipe_of(model, batch_dims=(0, None if len(seconds[0]) == 2 else 0))
+    batches = [Batch((numbers(7, WIDTH, seed=seed), second)) for seed, second in enumerate(seconds)]
+    assert assert_calls_equal(model, pipe, batches) == [1, 2, 2]
+
+
+def test_a_buffer_that_the_caller_changes() -> None:
+    model = Model(counted, buffer_step=lambda: torch.zeros((), dtype=torch.int64))
+    pipe = pipe_of(model)
+    counts = []
+    for step in (0, 1, 2, 3, 4, 0):
+        for each in (model, pipe.unsplit()):
+            each.buffer_step.fill_(step)
+        counts += assert_calls_equal(model, pipe, [Batch((numbers(7, WIDTH),))])
+    assert counts[-1] <= 6
+    assert pipe.plan.rung == "recorded"
+
+
+def test_a_small_parameter_that_an_optimizer_changes() -> None:
+    model = Model(scaled, gain=lambda: nn.Parameter(torch.tensor(0.5)))
+    pipe = pipe_of(model)
+    counts = []
+    for gain in (0.5, 1.5, 0.5, 1.5):
+        for each in (model, pipe.unsplit()):
+            with torch.no_grad():
+                each.gain.fill_(gain)
+        counts += assert_calls_equal(model, pipe, [Batch((numbers(7, WIDTH),))])
+    assert counts == [1, 2, 2, 2]
+
+
+def test_too_many_values_end_in_the_models_own_python() -> None:
+    model = Model(lambda m, x, n: m.c(torch.tanh(m.b(m.a(x)))) * n.max().item())
+    pipe = pipe_of(model)
+    batches = [Batch((numbers(7, WIDTH), torch.full((7,), count))) for count in range(1, 12)]
+    counts = assert_calls_equal(model, pipe, batches)
+    assert counts == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
+    assert pipe._core.recordings.tree is not None
+    assert assert_calls_equal(model, pipe, batches[:2]) == [8, 8], "what was recorded is still used"
+
+
+def test_train_step_asks_the_guard_too() -> None:
+    model = Model(any_masked)
+    pipe = pipe_of(model)
+    for batch in (flags(7), flags(7, 6), flags(7)):
+        target = numbers(7, WIDTH, seed=9, gradient=False)
+        model.zero_grad()
+        pipe.zero_grad()
+        loss = pipe.train_step(*batch.fresh().args, target=target, loss_fn=nn.MSELoss())
+        plain = F.mse_loss(model(*batch.args), target)
+        plain.backward()
+        torch.testing.assert_close(loss, plain.detach(), rtol=1e-12, atol=1e-14)
+        for mine, other in zip(pipe.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-13)
+    assert made(pipe) == 2
+
+
+def in_place(model: Any, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x.add_(1.0)
+    return model.c(model.a(x)) if x.sum() > 0 else model.c(model.b(x))
+
+
+def written(model: Any, x: Tensor) -> Tensor:
+    model.buffer_step.add_(1)
+    return model.c(model.a(x)) if model.buffer_step > 2 else model.c(model.b(x))
+
+
+EXPENSIVE: dict[str, tuple[Body, str]] = {
+    "a layer": (lambda m, x: m.c(m.a(x)) if m.b(x).mean() > 0 else m.a(x), "depends on a layer"),
+    "a large parameter": (lambda m, x: m.c(m.a(x)) if m.large.sum() > 0 else m.a(x), "depends on large parameters"),
+    "much computation": (
+        lambda m, x: m.c(m.a(x)) if x.new_ones(1 << 11, 1 << 10).sum() > 0 else m.a(x),
+        "depends on much computation",
+    ),
+    "random numbers": (lambda m, x: m.c(m.a(x)) if torch.rand(()) > 0.5 else m.a(x), "depends on random numbers"),
+    "in place": (in_place, "depends on values that are changed in place"),
+    "a buffer that is written": (written, "depends on values that are changed in place"),
+    "numpy": (lambda m, x: m.c(m.a(x)) * float(x.detach().numpy().mean()), "takes a tensor's values out of torch"),
+}
+
+
+@pytest.mark.parametrize("name", EXPENSIVE)
+def test_what_is_no_guard(name: str) -> None:
+    body, reason = EXPENSIVE[name]
+    parts = {"large": lambda: nn.Parameter(torch.ones(65, 64)), "buffer_step": lambda: torch.zeros(())}
+    with pytest.raises(Refusal, match=reason) as caught:
+        recorded(Model(body, **parts), Batch((numbers(7, WIDTH),)))
+    assert "the model's own forward" in str(caught.value)
+    assert "test_guards.py:" in str(caught.value)
+    assert "torch.where" in str(caught.value) or name == "numpy"
+
+
+@pytest.mark.parametrize("name", [name for name in EXPENSIVE if name != "random numbers"])
+def test_what_is_no_guard_runs_by_its_own_python(name: str) -> None:
+    body, reason = EXPENSIVE[name]
+    parts = {"large": lambda: nn.Parameter(torch.ones(65, 64)), "buffer_step": lambda: torch.zeros(())}
+    model = Model(body, **parts)
+    pipe = pipe_of(model)
+    batches = [Batch((numbers(count, WIDTH, seed=seed),)) for seed, count in enumerate((7, 7, 7, 4))]
+    assert assert_calls_equal(model, pipe, batches) == [0] * 4
+    assert pipe.plan.rung == "module tree"
+    assert any(reason in note for note in pipe.plan.notes)
+
+
+@pytest.mark.parametrize("read", [lambda limit: limit.item(), lambda limit: 2.0 if limit[0] > 0 else 0.5])
+def test_a_plain_attribute_that_the_caller_replaces(read: Callable[[Tensor], float]) -> None:
+    model = Model(lambda m, x: m.c(m.a(x)) * read(m.limit))
+    model.limit = torch.tensor([1.0])
+    found = recorded(model, Batch((numbers(7, WIDTH),)))
+    assert found.guard is not None
+    assert [answer.value for answer in found.guard.answers] in ([1.0], [True])
+    pipe = pipe_of(model)
+    for limit in (1.0, -1.0, 1.0):
+        model.limit = pipe.unsplit().limit = torch.tensor([limit])
+        assert_calls_equal(model, pipe, [Batch((numbers(7, WIDTH),)), Batch((numbers(4, WIDTH),))])
+    assert pipe.plan.rung == "recorded"
+
+
+def test_a_recording_with_a_guard_is_verified_with_its_answers() -> None:
+    """The check runs on two rows of the sample, on which the read would give something else."""
+    model = Model(longest)
+    batch = Batch((numbers(5, 5, WIDTH), torch.tensor([1, 1, 2, 2, 5])))
+    found = recorded(model, batch)
+    assert found.guard is not None
+    assert [answer.value for answer in found.guard.answers] == [5]
+    inputs = [value.detach() for value in batch.args]
+    assert found.guard.holds(inputs, 5)
+    assert not found.guard.holds([inputs[0], torch.ones(5, dtype=torch.int64)], 5)
+    assert not found.guard.holds([inputs[0], torch.tensor([1.5, 2.0, 1.0, 2.0, 2.0])], 5)
+
+
+def test_a_read_that_fails_on_a_batch_does_not_hold() -> None:
+    model = Model(lambda m, x, n: m.c(torch.tanh(m.a(x))) * n[2].item())
+    found = trace(model, Sample(numbers(7, WIDTH).detach(), torch.ones(3)), batch_dims=(0, None))
+    assert found.guard is not None
+    assert found.guard.holds([numbers(7, WIDTH).detach(), torch.ones(3)], 7)
+    assert not found.guard.holds([numbers(7, WIDTH).detach(), torch.ones(2)], 7)
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_a_guard_that_compares_with_the_number_of_rows(rows: int) -> None:
+    def body(model: Any, x: Tensor, k: Tensor) -> Tensor:
+        return model.c(torch.tanh(model.a(x))) if k.sum() > len(x) / 2 else model.c(model.b(x))
+
+    model = Model(body)
+    pipe = pipe_of(model)
+    batches = [flags(7), flags(7, 1, 2, 3, 4), flags(rows, *range(rows)), flags(rows)]
+    counts = assert_calls_equal(model, pipe, batches)
+    assert counts[-1] == 2

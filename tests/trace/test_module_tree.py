@@ -1,0 +1,253 @@
+"""Units of a module tree, homes of its state, and doors in front of modules."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.trace.module_tree import Doors, ModuleCost, choose_units, coarsened, homes, stages_of_modules
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.inner(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.unused = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def costs(**seconds: float) -> dict[str, ModuleCost]:
+    """Return costs by path (``__`` for dots), called in this order; the model's are their sum."""
+    found = {path.replace("__", "."): ModuleCost(s, n) for n, (path, s) in enumerate(seconds.items())}
+    tops = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    return {"": ModuleCost(sum(found[path].seconds for path in tops), 0), **found}
+
+
+EQUAL = costs(embed=1.0, blocks__0=2.0, blocks__1=2.0, blocks__2=2.0, head=1.0)
+
+
+# -- units -----------------------------------------------------------------------------------------------------------
+def test_units_are_the_children_of_the_root_and_of_containers_in_call_order() -> None:
+    assert choose_units(Model(), EQUAL, least=1) == ("embed", "blocks.0", "blocks.1", "blocks.2", "unused", "head")
+    turned = costs(head=1.0, blocks__2=2.0, blocks__1=2.0, blocks__0=2.0, embed=1.0)
+    assert choose_units(Model(), turned, least=1) == ("head", "blocks.2", "unused", "blocks.1", "blocks.0", "embed")
+
+
+def test_a_unit_with_more_than_its_share_is_opened() -> None:
+    inside = {"blocks__1__inner": 6.0, "blocks__1__inner__0": 5.0, "blocks__1__inner__1": 1.0, "blocks__1__out": 3.0}
+    dear = costs(embed=1.0, blocks__0=1.0, blocks__1=10.0, **inside, blocks__2=1.0, head=1.0)
+    found = choose_units(Model(), dear, least=2)
+    assert [unit for unit in found if unit.startswith("blocks.1")] == [
+        "blocks.1.inner.0",
+        "blocks.1.inner.1",
+        "blocks.1.out",
+    ]
+    assert "blocks.0" in found
+
+
+def test_a_unit_whose_own_python_does_the_work_stays_whole() -> None:
+    dear = costs(embed=1.0, blocks__1=10.0, blocks__1__inner=0.4, blocks__1__out=0.4, head=1.0)
+    assert "blocks.1" in choose_units(Model(), dear, least=2)
+
+
+def test_a_module_that_is_passed_over_is_no_unit() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model.head(self.model.embed(x))
+
+    seen = {path: ModuleCost(1.0, n) for n, path in enumerate(["", "model.embed", "model.head"])}
+    found = choose_units(Holder(), seen, least=3)
+    assert "model" not in found
+    assert [unit for unit in found if unit in seen] == ["model.embed", "model.head"]
+
+
+def test_units_are_opened_while_there_are_fewer_than_stages() -> None:
+    nested = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)))
+    found = {"": 4.0, "0": 4.0, "0.0": 3.0, "0.0.0": 2.0, "0.0.1": 1.0, "0.1": 1.0}
+    seen = {path: ModuleCost(seconds, number) for number, (path, seconds) in enumerate(found.items())}
+    assert choose_units(nested, seen, least=3) == ("0.0.0", "0.0.1", "0.1")
+    block = nn.ModuleDict({"a": Block()})
+    found = {"": 4.0, "a": 4.0, "a.inner": 1.5, "a.inner.0": 1.0, "a.out": 1.5}
+    seen = {path: ModuleCost(seconds, number) for number, (path, seconds) in enumerate(found.items())}
+    assert choose_units(block, seen, least=2) == ("a.inner.0", "a.out")
+
+
+def test_a_model_without_children_is_one_unit() -> None:
+    assert choose_units(nn.Linear(2, 2), {"": ModuleCost(1.0, 0)}, least=4) == ("",)
+
+
+def test_modules_come_together_again_where_they_share_a_stage() -> None:
+    fine = {"embed": 0, "blocks.0.inner.0": 0, "blocks.0.inner.1": 0, "blocks.0.out": 1, "blocks.1.inner.0": 1}
+    called = {"blocks.0", "blocks.0.inner", "blocks.1", "blocks.1.inner"}
+    assert coarsened(fine, called=called) == {"embed": 0, "blocks.0.inner": 0, "blocks.0.out": 1, "blocks.1": 1}
+    assert coarsened(fine, called=set()) == fine
+
+
+# -- homes -----------------------------------------------------------------------------------------------------------
+def test_state_lies_with_its_unit_and_what_is_around_units_with_their_first() -> None:
+    model = Model()
+    stage_of = {"embed": 1, "blocks.0": 1, "blocks.1.inner.0": 2, "blocks.1.out": 1, "blocks.2": 2, "head": 3}
+    stages = stages_of_modules(model, stage_of)
+    assert stages[""] == 1
+    assert stages["blocks.0.inner.0"] == 1
+    assert stages["blocks.1"] == 1
+    assert stages["blocks.1.inner"] == 2
+    assert stages["blocks"] == 1
+    assert stages["unused"] == 2  # as what is registered before it
+    found = homes(model, stage_of)
+    assert found["shift"] == 1
+    assert found["blocks.1.inner.0.weight"] == 2
+    assert found["embed.weight"] == 1  # tied to the head's: one home, with the first
+    assert found["head.bias"] == 3
+    assert "head.weight" not in found
+    assert set(found) == {name for name, _ in model.named_parameters()}
+
+
+# -- doors -----------------------------------------------------------------------------------------------------------
+def recorder(seen: list[Any]) -> Callable[..., Any]:
+    def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.append((path, len(args), sorted(kwargs)))
+        return plain(*args, **kwargs)
+
+    return guest
+
+
+def test_a_guest_sees_calls_and_is_gone_afterwards() -> None:
+    model, seen = Model(), []
+    before = {path: dict(module.__dict__) for path, module in model.named_modules()}
+    doors = Doors(model, ["embed", "blocks.1"])
+    x = torch.randn(2, 4)
+    expected = model(x)
+    with doors.up(), doors.visited(recorder(seen)):
+        assert torch.equal(model(x), expected)
+        model.embed(input=x)
+        model.blocks[1].forward(x)
+    model(x)
+    assert seen == [("embed", 1, []), ("blocks.1", 1, []), ("embed", 0, ["input"]), ("blocks.1", 1, [])]
+    assert {path: dict(module.__dict__) for path, module in model.named_modules()} == before
+
+
+def test_doors_are_shared_by_calls_and_by_other_doors() -> None:
+    model, one, two = Model(), [], []
+    first, second = Doors(model, ["embed", "head"]), Doors(model, ["embed", "blocks.0"])
+    x = torch.randn(2, 4)
+    with first.up():
+        with second.up(), first.up(), second.visited(recorder(two)):
+            with first.visited(recorder(one)):
+                model(x)
+            model(x)
+        with first.visited(recorder(one)):
+            model(x)
+        assert "forward" in model.embed.__dict__
+        assert "forward" not in model.blocks[0].__dict__
+    assert "forward" not in model.embed.__dict__
+    assert [path for path, *_ in one] == ["embed", "head"] * 2
+    assert [path for path, *_ in two] == ["embed", "blocks.0"]
+
+
+def test_other_threads_have_no_guest() -> None:
+    model, seen, results = Model(), [], []
+    x = torch.randn(2, 4)
+    doors = Doors(model, ["embed"])
+    with doors.up(), doors.visited(recorder(seen)):
+        thread = threading.Thread(target=lambda: results.append(model(x)))
+        thread.start()
+        thread.join()
+    assert len(results) == 1
+    assert seen == []
+
+
+def test_a_forward_of_the_modules_own_stays() -> None:
+    model, seen = Model(), []
+    own = model.embed.forward = lambda x: x * 2
+    doors = Doors(model, ["embed"])
+    x = torch.randn(2, 4)
+    with doors.up(), doors.visited(recorder(seen)):
+        assert torch.equal(model.embed(x), x * 2)
+        twin = copy.deepcopy(model)
+    assert model.embed.__dict__["forward"] is own
+    assert twin.embed.__dict__["forward"] is own
+    assert [path for path, *_ in seen] == ["embed"]
+
+
+def test_a_copy_made_inside_has_its_own_forward() -> None:
+    model = Model()
+    doors = Doors(model, ["embed", "blocks.0"])
+    with doors.up():
+        twin = copy.deepcopy(model)
+        alone = copy.deepcopy(model.embed)
+    twin.embed.weight.data.zero_()
+    alone.weight.data.fill_(1.0)
+    x = torch.ones(1, 4)
+    assert torch.equal(twin.embed(x), twin.embed.bias[None])
+    assert torch.allclose(alone(x), alone.bias[None] + 4)
+    assert not torch.equal(model.embed(x), twin.embed(x))
+
+
+def test_hooks_of_the_module_stand_in_front_of_the_door() -> None:
+    model, order = Model(), []
+    model.embed.register_forward_pre_hook(lambda module, args: order.append("before"))
+    model.embed.register_forward_hook(lambda module, args, output: order.append("after"))
+    doors = Doors(model, ["embed"])
+
+    def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        order.append("door")
+        return plain(*args, **kwargs)
+
+    with doors.up(), doors.visited(guest):
+        model.embed(torch.ones(1, 4))
+    assert order == ["before", "door", "after"]
+
+
+def test_doors_come_down_after_an_exception() -> None:
+    model = Model()
+
+    def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise ArithmeticError(path)
+
+    doors = Doors(model, ["embed"])
+    with pytest.raises(ArithmeticError, match="embed"), doors.up(), doors.visited(guest):
+        model(torch.ones(1, 4))
+    assert "forward" not in model.embed.__dict__
+    model(torch.ones(1, 4))
+
+
+def test_a_module_that_was_compiled_in_place_has_its_door_before_that() -> None:
+    model, seen, compiled = Model(), [], []
+    plain = model.embed._call_impl
+    model.embed._compiled_call_impl = lambda *args: compiled.append(True) or plain(*args)
+    before = model.embed._compiled_call_impl
+    doors = Doors(model, ["embed"])
+    with doors.up(), doors.visited(recorder(seen)):
+        model.embed(torch.ones(1, 4))
+    assert (len(seen), len(compiled)) == (1, 1)
+    assert model.embed._compiled_call_impl is before
