@@ -1,0 +1,383 @@
+"""Hand-written models, each built around one way of mixing rows or of placing the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.zoo.case import Case, Shape, images
+from benchmarks.zoo.traps import ALL, LONG, WIDTH, Three, rows_of_width, sequences
+from tests.equivalence.equality import Batch
+
+
+class ClipLoss(nn.Module):
+    """Two towers and the B x B contrastive logits, with the loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        one, other = F.normalize(self.left(left), dim=1), F.normalize(self.right(right), dim=1)
+        logits = self.scale.exp() * one @ other.t()
+        labels = torch.arange(len(logits))
+        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+        return {"loss": loss, "logits": logits, "left": one, "right": other}
+
+
+class Expert(nn.Module):
+    """One expert of a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """Top-2 routing with an eager loop over the experts, as transformers' older models had it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.reshape(-1, WIDTH)
+        logits = self.gate(flat)
+        weights, chosen = logits.softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            rows, slot = torch.where(chosen == index)
+            if rows.numel():
+                out.index_add_(0, rows, expert(flat[rows]) * weights[rows, slot, None])
+        return out.reshape(x.shape), logits
+
+
+class MoeWithAuxLoss(nn.Module):
+    """Six mixture layers and the load-balancing loss over all tokens of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.layers = nn.ModuleList(Mixture() for _ in range(6))
+
+    def through(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last hidden state and all router logits."""
+        hidden, logits = self.first(x), []
+        for layer in self.layers:
+            mixed, chosen = layer(hidden)
+            hidden = hidden + mixed
+            logits.append(chosen)
+        return hidden, torch.cat(logits)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden, logits = self.through(x)
+        shares = logits.softmax(-1)
+        routed = F.one_hot(shares.argmax(-1), 4).to(shares.dtype)
+        return {"logits": self.head(hidden), "aux_loss": 4 * (routed.mean(0) * shares.mean(0)).sum()}
+
+
+class MoeDense(MoeWithAuxLoss):
+    """The same without the loss: only the routing."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head(self.through(x)[0])
+
+
+class TimeMajor(nn.Module):
+    """A transformer encoder whose batch is dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+class TimeMajorLoop(nn.Module):
+    """A recurrent cell over the time dimension, which comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.new_zeros(x.shape[1], WIDTH)
+        steps = []
+        for step in x:
+            hidden = self.cell(step, hidden)
+            steps.append(hidden)
+        return self.head(torch.stack(steps))
+
+
+class LstmStates(nn.Module):
+    """Two LSTM layers with states passed in and out, whose batch is dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, states: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        out, states = self.lstm(x, states)
+        return self.head(out), states
+
+
+class BatchPositions(Three):
+    """Adds a function of the row's number in the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = torch.arange(x.shape[0], dtype=x.dtype)[:, None]
+        return self.c(self.b(torch.relu(self.a(x)) + 0.1 * numbers))
+
+
+class BiasOfBatchSize(nn.Module):
+    """An input without a batch whose size equals the batch's: [8] beside [8, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x) + bias))
+
+
+class Roll(Three):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.b(torch.relu(self.a(x)))
+        return self.c(hidden + hidden.roll(1, 0))
+
+
+class SoftmaxOverRows(Three):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.b(torch.relu(self.a(x)))
+        return self.c(hidden * hidden.softmax(0))
+
+
+class FlipRows(Three):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.b(torch.relu(self.a(x)))
+        return self.c(hidden + hidden.flip(0))
+
+
+class NormOverBatch(Three):
+    """Divides by the norm of the whole batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.b(torch.relu(self.a(x)))
+        return self.c(hidden / hidden.norm())
+
+
+class SumInForward(Three):
+    """Returns a mean over the batch beside the rows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.c(self.b(torch.relu(self.a(x))))
+        return out, out.square().mean()
+
+
+class OwnLoss(nn.Module):
+    """A token model that counts its own loss, some labels ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 32)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(torch.relu(self.layer(self.embedding(tokens))))
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, 32), labels[:, 1:].reshape(-1), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+class RowLoop(Three):
+    """Goes through the batch row by row in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.a(x))
+        return self.c(torch.stack([self.b(row) for row in hidden]))
+
+
+class NumberedRowLoop(Three):
+    """Goes through the batch row by row and uses the row's number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.a(x))
+        return self.c(torch.stack([self.b(row) * (1 + 0.1 * index) for index, row in enumerate(hidden)]))
+
+
+class RowLoopInSubmodule(Three):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = RowLoop()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.loop(torch.relu(self.a(x))))
+
+
+class SortRows(Three):
+    """Sorts the rows by length and back, as packed sequences do."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        order = lengths.argsort(descending=True, stable=True)
+        hidden = torch.relu(self.a(x[order]))
+        return self.c(self.b(hidden)[order.argsort()])
+
+
+class MultiheadFold(nn.Module):
+    """Attention with the heads folded into the batch, batch times heads first, and a relative bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Embedding(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        parts = self.qkv(x).reshape(rows, length, 3, 4, 4).permute(2, 0, 3, 1, 4).reshape(3, rows * 4, length, 4)
+        query, key, value = parts
+        steps = torch.arange(length)
+        bias = self.bias((steps[:, None] - steps[None]).clamp(-31, 31) + 31).permute(2, 0, 1)
+        scores = torch.baddbmm(bias.repeat(rows, 1, 1), query, key.transpose(1, 2)).softmax(-1)
+        mixed = (scores @ value).reshape(rows, 4, length, 4).transpose(1, 2).reshape(rows, length, WIDTH)
+        return self.out(mixed)
+
+
+class BatchNormBeforeTokens(nn.Module):
+    """A convolutional stem with batch norm, whose gradient comes back from tokens: transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.norm, self.scale = nn.BatchNorm2d(4), nn.Parameter(torch.linspace(0.5, 2.0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.second(torch.relu(self.first(x))))
+        return torch.tanh(hidden.flatten(2).transpose(1, 2) * self.scale)
+
+
+class DeepLstm(nn.Module):
+    """Eight LSTM layers in one module: a leaf that hides the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=8, batch_first=True)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+class TorchTransformer(nn.Module):
+    """``nn.Transformer`` with four layers on each side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(WIDTH, 2, 4, 4, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.body(source, target))
+
+
+class TorchEncoder(nn.Module):
+    """``nn.TransformerEncoder`` with eight layers and a padding mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        return self.head(self.encoder(x, src_key_padding_mask=padded))
+
+
+def _pairs(shape: Shape) -> Batch:
+    return Batch((torch.randn(shape.rows, WIDTH), torch.randn(shape.rows, WIDTH)))
+
+
+def _time_major(shape: Shape) -> Batch:
+    return Batch((torch.randn(shape.length, shape.rows, WIDTH),))
+
+
+def _states(shape: Shape) -> Batch:
+    states = tuple(torch.randn(2, shape.rows, WIDTH) for _ in range(2))
+    return Batch((torch.randn(shape.rows, shape.length, WIDTH), states))
+
+
+def _bias(shape: Shape) -> Batch:
+    return Batch((torch.randn(8 if shape.rows == 7 else shape.rows, 8), torch.randn(8)))
+
+
+def _labelled(shape: Shape) -> Batch:
+    found = torch.randint(0, 32, (shape.rows, shape.length))
+    labels = found.clone()
+    labels[: shape.rows // 2, shape.length // 3 :] = -100
+    return Batch((found,), {"labels": labels})
+
+
+def _lengths(shape: Shape) -> Batch:
+    return Batch((torch.randn(shape.rows, WIDTH), torch.randint(1, 9, (shape.rows,))))
+
+
+def _two_sequences(shape: Shape) -> Batch:
+    return Batch((torch.randn(shape.rows, shape.length, WIDTH), torch.randn(shape.rows, 6, WIDTH)))
+
+
+def _padded(shape: Shape) -> Batch:
+    padded = torch.zeros(shape.rows, shape.length, dtype=torch.bool)
+    padded[1:, shape.length - 3 :] = True
+    return Batch((torch.randn(shape.rows, shape.length, WIDTH), padded))
+
+
+_TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tuple[str, ...]], ...] = (
+    ("clip_loss", ClipLoss, _pairs, ALL),
+    ("moe_aux_loss", MoeWithAuxLoss, sequences, LONG),
+    ("moe_routing", MoeDense, sequences, LONG),
+    ("time_major", TimeMajor, _time_major, LONG),
+    ("time_major_told", TimeMajor, _time_major, LONG),
+    ("time_major_loop", TimeMajorLoop, _time_major, LONG),
+    ("lstm_states", LstmStates, _states, LONG),
+    ("batch_positions", BatchPositions, rows_of_width, ALL),
+    ("bias_of_batch_size", BiasOfBatchSize, _bias, ALL),
+    ("roll_rows", Roll, rows_of_width, ALL),
+    ("softmax_rows", SoftmaxOverRows, rows_of_width, ALL),
+    ("flip_rows", FlipRows, rows_of_width, ALL),
+    ("norm_over_batch", NormOverBatch, rows_of_width, ALL),
+    ("mean_in_forward", SumInForward, rows_of_width, ALL),
+    ("own_loss", OwnLoss, _labelled, LONG),
+    ("row_loop", RowLoop, rows_of_width, ALL),
+    ("row_loop_numbered", NumberedRowLoop, rows_of_width, ALL),
+    ("row_loop_submodule", RowLoopInSubmodule, rows_of_width, ALL),
+    ("sort_rows", SortRows, _lengths, ALL),
+    ("heads_in_batch", MultiheadFold, sequences, LONG),
+    ("batch_norm_before_tokens", BatchNormBeforeTokens, images(4), ("eval", "rows")),
+    ("deep_lstm", DeepLstm, sequences, LONG),
+    ("torch_transformer", TorchTransformer, _two_sequences, LONG),
+    ("torch_encoder", TorchEncoder, _padded, LONG),
+)
+_BLOCKS = {"deep_lstm": 8, "torch_transformer": 8, "torch_encoder": 8}
+_TOLD = {"time_major_told": 1, "time_major_loop": 1}
+
+
+def cases() -> list[Case]:
+    """Return the traps of this file."""
+    return [
+        Case(
+            name, "traps", build, inputs, checks, _BLOCKS.get(name, 0), lambda model: ("head",), "trap", _TOLD.get(name)
+        )
+        for name, build, inputs, checks in _TABLE
+    ]
