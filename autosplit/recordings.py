@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -69,7 +69,7 @@ class Recordings:
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self._findings: OrderedDict[Any, Findings] = OrderedDict()
         self._refused: dict[Any, str] = {}
-        self._numbers: Counter[Any] = Counter()
+        self._numbers: dict[Any, set[Any]] = {}
         self._batch_dims: dict[str, int | None] = {}
 
     @property
@@ -281,9 +281,9 @@ class Recordings:
         if opaque is not None:
             raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")
         modes, structure, spec, kinds = key.rest
-        kind = (modes, structure, spec, tuple(first for first, _ in kinds))
-        self._numbers[kind] += 1
-        if self._numbers[kind] > _KEPT:
+        values = self._numbers.setdefault((modes, structure, spec, tuple(first for first, _ in kinds)), set())
+        values.add(kinds)
+        if len(values) > _KEPT:
             raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
 
     def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from autosplit.trace.state import Passing
+
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PART = 0.1
 _ABSENT = object()
@@ -172,11 +174,13 @@ class Guest(Protocol):
         """Run a module's own forward, ``plain``, and return its result."""
 
 
-class _Door:
+class _Door(Passing):
     """Stands for a module's ``forward`` in its own attributes while calls are under way.
 
     In threads without a guest it is that forward.
     """
+
+    __slots__ = ("attribute", "before", "module", "plain", "users")
 
     def __init__(self, module: nn.Module, attribute: str) -> None:
         self.module, self.attribute = module, attribute

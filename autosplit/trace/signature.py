@@ -15,6 +15,7 @@ from autosplit.trace.formula import Length
 from autosplit.trace.lengths import consistent, sizes_at, varying, without_lengths
 from autosplit.trace.python_state import signature
 from autosplit.trace.scope import CONTAINERS
+from autosplit.trace.state import Passing
 
 _SHORT = 32
 _OWN = frozenset(nn.Module().__dict__)
@@ -77,7 +78,7 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
                 structure += (parameter.dtype, parameter.requires_grad, ties.setdefault(id(parameter), len(ties)))
         if not kind.__module__.startswith("torch.nn"):
             for key, value in module.__dict__.items():
-                if key in _OWN:
+                if key in _OWN or isinstance(value, Passing):
                     continue
                 if isinstance(value, (bool, int, float, str)):
                     structure.append((type(value), value))

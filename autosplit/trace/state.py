@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,13 @@ from autosplit.trace import python_state
 
 QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 _TABLES = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
+
+
+class Passing:
+    """What a call under way in another thread may have put among a module's attributes: no state of the model's."""
+
+    __slots__ = ()
 
 
 @contextlib.contextmanager
@@ -38,7 +46,7 @@ def attributes(model: nn.Module) -> Iterator[None]:
     Lists, dicts and plain objects that modules hold are restored too; the contents of tensors are not.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    saved = [(m, dict(m.__dict__), [dict(m.__dict__[t]) for t in _TABLES]) for m in modules]
+    saved = [(m, m.__dict__.copy(), [dict(m.__dict__[t]) for t in _TABLES]) for m in modules]
     held = [value for m in modules for key, value in m.__dict__.items() if key not in _TABLES]
     restorers = python_state.restorers(model)
     generators = [(v, v.get_state()) for v in held if isinstance(v, torch.Generator)]
@@ -56,11 +64,20 @@ def attributes(model: nn.Module) -> Iterator[None]:
         for bits, before in numpy_dice:
             bits.state = before
         for module, own, tables in saved:
-            module.__dict__.clear()
-            module.__dict__.update(own)
+            _restore(module.__dict__, own)
             for table, content in zip(_TABLES, tables, strict=True):
                 module.__dict__[table].clear()
                 module.__dict__[table].update(content)
+
+
+def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Give a module its attributes back, but for what comes and goes with other calls."""
+    passing = {key for held in (attributes, saved) for key, value in held.items() if isinstance(value, Passing)}
+    for key in attributes.keys() - saved.keys() - passing:
+        del attributes[key]
+    for key, value in saved.items():
+        if key not in passing and attributes.get(key, _ABSENT) is not value:
+            attributes[key] = value
 
 
 @contextlib.contextmanager

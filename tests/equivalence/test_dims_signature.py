@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import autosplit
+from autosplit import autosplit, recordings
 from tests.equivalence.equality import Batch, assert_equal_runs, difference, forward_backward
 from tests.equivalence.lengths import CASES, made
 
@@ -171,3 +171,14 @@ def test_lengths_are_generalised_beside_other_keywords() -> None:
         for batch in (padded, Batch(padded.args), Batch(padded.args, {"scale": 2.0})):
             assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
     assert made(pipe) == 6
+
+
+def test_a_number_that_never_repeats_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "_KEPT", 3)
+    model = Keywords().double()
+    pipe = autosplit(model, devices=2, chunks=3, lanes="inline")
+    for step in range(6):
+        batch = Batch((_value(),), {"scale": 1.0 + step})
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+        assert (pipe._core.recordings.tree is not None) == (step >= 3)
+    assert made(pipe) == 3

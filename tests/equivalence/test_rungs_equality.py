@@ -320,3 +320,57 @@ def test_train_step_where_the_recording_follows() -> None:
     batch = Batch((numbers(7, WIDTH, gradient=False),))
     assert_equal_steps(plain, pipe, batch, nn.MSELoss(), numbers(7, WIDTH, seed=1, gradient=False))
     assert not on_tree(pipe)
+
+
+def told(model: Any, x: Tensor) -> Tensor:
+    """Does something else when it is compiled, as models do that have an eager path of their own."""
+    hidden = torch.tanh(model.a(x))
+    return model.c(model.b(hidden) if torch.compiler.is_compiling() else model.b(hidden).relu())
+
+
+def told_another_size(model: Any, x: Tensor) -> Any:
+    hidden = torch.tanh(model.a(x))
+    return (model.c(hidden),) if torch.compiler.is_compiling() else (model.c(hidden), model.b(hidden))
+
+
+def told_in_place(model: Any, x: Tensor) -> Tensor:
+    """Writes to what it is given, and to a buffer, before it asks."""
+    x = x.clone().mul_(2.0)
+    model.buffer_seen.add_(1.0)
+    hidden = torch.tanh(model.a(x)) * model.buffer_seen
+    return model.c(hidden if torch.compiler.is_compiling() else model.b(hidden))
+
+
+@pytest.mark.parametrize("body", [told, told_another_size, told_in_place])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_that_asks_whether_it_is_compiled_is_recorded_as_it_runs(body: Body, training: bool) -> None:
+    plain = Model(body, buffer_seen=torch.ones(1, dtype=torch.float64)).train(training)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
+    for number, count in enumerate((7, 7, 4)):
+        args = (numbers(count, WIDTH, seed=number),)
+        assert_equal_runs(run(pipe, args, number), run(plain, args, number))
+
+
+def rescaled_once(model: Any, x: Tensor) -> Tensor:
+    """Changes a weight in place at the first call in eval mode, and back at the first in training, as RWKV does."""
+    if model.scaled == model.training:
+        with torch.no_grad():
+            model.b.weight.mul_(2.0 if model.training else 0.5)
+        model.scaled = not model.training
+    return model.c(torch.tanh(model.b(model.a(x))))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_weight_that_forward_changes_is_as_the_model_leaves_it(training: bool) -> None:
+    plain = Model(rescaled_once, scaled=False).train(training)
+    args = (numbers(7, WIDTH, gradient=False),)
+    weight = plain.b.weight.detach().clone()
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, sample=args[0])
+    assert torch.equal(pipe.unsplit().b.weight, weight)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
+    for number in range(6):
+        assert_equal_runs(run(pipe, args, number), run(plain, args, number))
+        assert torch.equal(pipe.state_dict()["b.weight"], plain.b.weight)
+        if number % 2:
+            plain.train(not plain.training)
+            pipe.train(plain.training)

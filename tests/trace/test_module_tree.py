@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.trace import state
 from autosplit.trace.module_tree import Doors, ModuleCost, choose_units, coarsened, homes, stages_of_modules
 
 
@@ -251,3 +252,21 @@ def test_a_module_that_was_compiled_in_place_has_its_door_before_that() -> None:
         model.embed(torch.ones(1, 4))
     assert (len(seen), len(compiled)) == (1, 1)
     assert model.embed._compiled_call_impl is before
+
+
+def test_a_model_that_is_examined_while_others_call_it_keeps_no_door() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    doors = Doors(model, ["0", "1"])
+    with doors.up():
+        borrowed = state.attributes(model)
+        borrowed.__enter__()
+        model[1].note = "written while it is borrowed"
+    borrowed.__exit__(None, None, None)
+    assert all("forward" not in module.__dict__ for module in model)
+    assert not hasattr(model[1], "note")
+    with state.attributes(model):
+        up = doors.up()
+        up.__enter__()
+    assert all("forward" in module.__dict__ for module in model)
+    up.__exit__(None, None, None)
+    assert all("forward" not in module.__dict__ for module in model)
