@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
 from autosplit.profile.ledger import Operation
-from autosplit.profile.measured import NodeTimes
 from autosplit.profile.measured import measure as measure_nodes
+from autosplit.profile.times import MeasuredNode, MeasuredTimes, NodeTimes
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.trace.graph import TracedGraph
 from cost_models.protocol import CostModel
@@ -32,25 +33,28 @@ def profile(
     ``full`` nodes cost what they do on a batch of ``batch_rows``. ``inputs`` are the input tensors in the order of the
     placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
     model is not on "meta"; else they are those of ``device``, a name of ``cost_models``, by its roofline. ``full``
-    nodes are not measured: the roofline gives their times, scaled as the measured nodes came out against it.
+    nodes are not measured: the roofline gives their times, scaled as the measured nodes came out against it. So it does
+    for nodes that memory runs out for, with a warning.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
     costs = fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads)
     times = modelled_times(costs, model=Roofline(device_spec(device)))
-    measured = measure and inputs is not None and not _on_meta(traced, inputs)
-    if measured and inputs is not None:
+    found = MeasuredTimes({}, device)
+    if measure and inputs is not None and not _on_meta(traced, inputs):
         found = measure_nodes(traced, inputs=inputs, rows=rows)
+        _warn_of_memory(found)
         times = _completed(costs, found.nodes, times)
-        device = found.device
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
     return Profile(
         rows=rows,
         nodes={name: _joined(cost, times[name]) for name, cost in costs.nodes.items()},
         state=_state(traced),
         input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
-        device=device,
-        measured=measured,
+        device=found.device if found.nodes else device,
+        measured=bool(found.nodes),
         estimated=costs.estimated,
+        modelled=_modelled(costs, found) if found.nodes else {},
+        samples=found.nodes,
     )
 
 
@@ -66,8 +70,28 @@ def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes
     }
 
 
+def _warn_of_memory(found: MeasuredTimes) -> None:
+    """Warn of what did not run because memory ran out: the first is the node that did not fit."""
+    if found.out_of_memory:
+        name, why = next(iter(found.out_of_memory.items()))
+        others = len(found.out_of_memory) - 1
+        warnings.warn(
+            f"{name}: {why}; a cost model gives its time"
+            + (f", and those of what did not run after it ({others})" if others else "")
+            + "; take fewer rows (more chunks), or a device with more memory",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _modelled(costs: FakeCosts, found: MeasuredTimes) -> dict[str, str]:
+    """Return the nodes that were not measured, and why."""
+    mixing = "it runs once per step, on the whole batch, or needs what does"
+    return {name: found.out_of_memory.get(name, mixing) for name in costs.nodes if name not in found.nodes}
+
+
 def _completed(
-    costs: FakeCosts, measured: Mapping[str, NodeTimes], modelled: Mapping[str, NodeTimes]
+    costs: FakeCosts, measured: Mapping[str, MeasuredNode], modelled: Mapping[str, NodeTimes]
 ) -> dict[str, NodeTimes]:
     """Return the measured times, and for the nodes that lack one the modelled time in the measured scale.
 

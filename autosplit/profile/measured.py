@@ -2,15 +2,17 @@
 
 Nodes that do the same work - the same operation on the same shapes, as in the blocks of a transformer - share their
 samples: the first one is warmed up and measured several times, each later one adds one sample, all get the median.
+
+A node for which memory runs out is left out, and so is what needs its result; the others are measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import statistics
-import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,64 +20,54 @@ import torch
 from torch import fx, nn
 
 from autosplit.errors import InputError, ProfileError
-from autosplit.profile.border import BorderInterpreter, epilogue_nodes
-from autosplit.profile.shadow import shadow
+from autosplit.profile.allocations import Allocations
+from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes
+from autosplit.profile.clocks import Clock, clock_of, is_out_of_memory
+from autosplit.profile.shadow import Shadow, shadow
+from autosplit.profile.times import MeasuredNode, MeasuredTimes
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.state import random_state
+from autosplit.units import format_bytes
 
 _LONG_S = 0.1
 """A node whose first run takes longer than this is measured once."""
 
 
-@dataclass(frozen=True)
-class NodeTimes:
-    """Median times of one node; ``backward_s`` is 0 for a node without a backward."""
-
-    forward_s: float
-    backward_s: float
-
-
-@dataclass(frozen=True)
-class MeasuredTimes:
-    """Times by stable node name; ``full`` nodes and what depends on them are missing."""
-
-    nodes: Mapping[str, NodeTimes]
-    device: str
-
-
 def measure(
-    traced: TracedGraph, *, inputs: Sequence[torch.Tensor], rows: int, repeats: int = 3, threads: int = 1
+    traced: TracedGraph,
+    *,
+    inputs: Sequence[torch.Tensor],
+    rows: int,
+    repeats: int = 3,
+    threads: int = 1,
+    count_bytes: bool = False,
 ) -> MeasuredTimes:
     """Time forward and backward of every shared and micro node on ``inputs`` of exactly ``rows`` batch rows.
 
     ``inputs`` are in the order of the placeholders; ``threads`` is the number of intra-op threads of the CPU, 1 as on a
-    CPU lane. Parameters, gradients, buffers, attributes, inputs and random states are as before at the end, also
-    after an error: the nodes run on a twin of the model. Raises ProfileError with a node's name when it fails.
+    CPU lane. A CUDA device's peak bytes are read beside the times; ``count_bytes`` counts those of a CPU, in runs of
+    their own. Parameters, gradients, buffers, attributes, inputs and random states are as before at the end, also
+    after an error: the nodes run on a twin of the model. Where memory runs out, `MeasuredTimes.out_of_memory` says so;
+    raises ProfileError with a node's name when it fails in another way.
     """
-    epilogue = epilogue_nodes(traced)
-    with torch.inference_mode(False):
-        own = _own_inputs(traced, inputs, rows=rows)
-        written = _written(traced)
-        twin = shadow(traced.root, replace=lambda tensor: _private(tensor, shared=id(tensor) not in written))
-    devices = [tensor.device for tensor in (*inputs, *twin.tensors)]
-    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    tensors = (*inputs, *traced.root.parameters(), *traced.root.buffers())
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+    clock, short = clock_of(device), ""
+    try:
+        with torch.inference_mode(False):
+            own, twin = _own_inputs(traced, inputs, rows=rows), _twin(traced)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        short = f"memory ran out on {device} for copies of inputs and buffers{_amount(error)}"
+    if short:
+        clock.release()
+        return MeasuredTimes({}, str(device), {info.name: short for _, info in traced.compute_nodes()})
+    counted = count_bytes and device.type == "cpu"
     with random_state(), _threads(threads), torch.inference_mode(False), torch.enable_grad():
-        timing = _Timing(twin.module, traced, _clock(device), repeats)
-        timing.run(rows, *own, initial_env=dict.fromkeys(epilogue))
-    return MeasuredTimes(timing.times(), str(device))
-
-
-@dataclass
-class _Samples:
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-
-    def add(self, run: _Run) -> None:
-        self.forward_s.append(run.forward_s)
-        self.backward_s.append(run.backward_s)
-
-    def median(self) -> NodeTimes:
-        return NodeTimes(statistics.median(self.forward_s), statistics.median(self.backward_s))
+        timing = _Timing(twin.module, traced, clock, repeats=repeats, device=device, counted=counted)
+        timing.run(rows, *own, initial_env=dict.fromkeys(epilogue_nodes(traced)))
+    return MeasuredTimes(timing.measured(), str(device), timing.out_of_memory)
 
 
 @dataclass(frozen=True)
@@ -83,45 +75,97 @@ class _Run:
     result: Any
     forward_s: float
     backward_s: float
+    forward_peak_bytes: int | None
+    backward_peak_bytes: int | None
 
 
-_Clock = Callable[[Callable[[], Any]], tuple[Any, float]]
-"""Run something and return its result and the seconds that the device spent on it."""
+@dataclass
+class _Samples:
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    forward_peak_bytes: int | None = None
+    backward_peak_bytes: int | None = None
+
+    def add(self, run: _Run) -> None:
+        self.forward_s.append(run.forward_s)
+        self.backward_s.append(run.backward_s)
+        self.count(run.forward_peak_bytes, run.backward_peak_bytes)
+
+    def count(self, forward: int | None, backward: int | None) -> None:
+        if forward is not None:
+            self.forward_peak_bytes = max(forward, self.forward_peak_bytes or 0)
+        if backward is not None:
+            self.backward_peak_bytes = max(backward, self.backward_peak_bytes or 0)
+
+    def summary(self) -> MeasuredNode:
+        return MeasuredNode(
+            forward_s=statistics.median(self.forward_s),
+            backward_s=statistics.median(self.backward_s),
+            forward_range_s=_quartiles(self.forward_s),
+            backward_range_s=_quartiles(self.backward_s),
+            samples=len(self.forward_s),
+            forward_peak_bytes=self.forward_peak_bytes,
+            backward_peak_bytes=self.backward_peak_bytes,
+        )
 
 
 class _Timing(BorderInterpreter):
     """Interpret the graph and time every node."""
 
-    def __init__(self, module: nn.Module, traced: TracedGraph, clock: _Clock, repeats: int) -> None:
+    def __init__(
+        self, module: nn.Module, traced: TracedGraph, clock: Clock, *, repeats: int, device: torch.device, counted: bool
+    ) -> None:
         super().__init__(module, graph=traced.graph)
+        self.out_of_memory: dict[str, str] = {}
         self._clock = clock
         self._repeats = repeats
+        self._where = device
+        self._counted = counted
         self._samples: dict[Hashable, _Samples] = {}
         self._kinds: dict[str, Hashable] = {}
+        self._lost: dict[fx.Node, str] = {}
 
-    def times(self) -> dict[str, NodeTimes]:
-        """Return the median times of all nodes that ran."""
-        medians = {kind: samples.median() for kind, samples in self._samples.items()}
-        return {name: medians[kind] for name, kind in self._kinds.items()}
+    def measured(self) -> dict[str, MeasuredNode]:
+        """Return what was measured of all nodes that ran."""
+        found = {kind: self._samples[kind].summary() for kind in set(self._kinds.values())}
+        return {name: found[kind] for name, kind in self._kinds.items()}
 
     def run_node(self, n: fx.Node) -> Any:
         """Run and time one node; inputs, sizes, attributes and the output just run."""
         info: TracedNode | None = n.meta.get(INFO)
+        cause = next((self._lost[node] for node in n.all_input_nodes if node in self._lost), None)
+        if cause is not None and n.op != "output":
+            return self._lose(n, cause, f"it needs {cause!r}, for which memory ran out on {self._where}")
         if info is None or n.op == "placeholder":
             return super().run_node(n)
         try:
-            described = _described((n.args, n.kwargs), self.env)
-            target = _described(self.fetch_attr(str(n.target)), {}) if n.op == "call_module" else n.target
-            kind = self._kinds[info.name] = (n.op, target, described)
-            if kind not in self._samples:
-                self._samples[kind] = self._rehearse(n)
-            run = self._once(n, private=False)
+            return self._time(n, info)
         except Exception as error:
-            raise ProfileError(
-                f"node {info.name!r} failed while it was measured: {type(error).__name__}: {error}; "
-                "profile with measure=False to take its time from a cost model"
-            ) from error
+            if not is_out_of_memory(error):
+                raise ProfileError(
+                    f"node {info.name!r} failed while it was measured: {type(error).__name__}: {error}; "
+                    "profile with measure=False to take its time from a cost model"
+                ) from error
+            short = f"memory ran out on {self._where} while it was measured{_amount(error)}"
+        self._kinds.pop(info.name, None)
+        self._clock.release()
+        return self._lose(n, info.name, short)
+
+    def _lose(self, node: fx.Node, cause: str, reason: str) -> None:
+        """Note that a node has no result, and why."""
+        self._lost[node] = cause
+        if INFO in node.meta:
+            self.out_of_memory[node.meta[INFO].name] = reason
+
+    def _time(self, node: fx.Node, info: TracedNode) -> Any:
+        described = _described((node.args, node.kwargs), self.env)
+        target = _described(self.fetch_attr(str(node.target)), {}) if node.op == "call_module" else node.target
+        kind = (node.op, target, described)
+        if kind not in self._samples:
+            self._samples[kind] = self._rehearse(node)
+        run = self._once(node, private=False)
         self._samples[kind].add(run)
+        self._kinds[info.name] = kind
         return run.result
 
     def _rehearse(self, node: fx.Node) -> _Samples:
@@ -129,19 +173,70 @@ class _Timing(BorderInterpreter):
         samples = _Samples()
         warm = self._once(node, private=True)
         affordable = int(_LONG_S / max(warm.forward_s + warm.backward_s, 1e-9))
+        del warm
+        if self._counted:
+            self._count(node, samples)
         for _ in range(min(self._repeats, affordable) - 1):
             samples.add(self._once(node, private=True))
         return samples
 
     def _once(self, node: fx.Node, *, private: bool) -> _Run:
-        call = self.prepare(node, private=private)
-        result, forward_s = self._clock(call.run)
-        targets = call.targets(result)
-        backward_s = 0.0
-        if targets and call.leaves:
+        call, clock = self.prepare(node, private=private), self._clock
+        before = clock.held_bytes() or 0
+        forward = clock.timed(call.run)
+        backward_s, backward_peak = 0.0, None
+        if targets := _targets(call, forward.result):
             ones = [torch.ones_like(target) for target in targets]
-            _, backward_s = self._clock(lambda: torch.autograd.grad(targets, call.leaves, ones, allow_unused=True))
-        return _Run(call.settle(result), forward_s, backward_s)
+            backward = clock.timed(lambda: _backward(call, targets, ones))
+            backward_s, backward_peak = backward.seconds, backward.peak_bytes
+        return _Run(
+            call.settle(forward.result),
+            forward.seconds,
+            backward_s,
+            None if forward.peak_bytes is None else forward.peak_bytes - before,
+            None if backward_peak is None else backward_peak - before,
+        )
+
+    def _count(self, node: fx.Node, samples: _Samples) -> None:
+        """Run the node once more under the CPU allocator's events: they slow it down, so nothing is timed."""
+        call = self.prepare(node, private=True)
+        with Allocations() as forward:
+            result = call.run()
+        targets = _targets(call, result)
+        with Allocations() as backward:
+            if targets:
+                _backward(call, targets, [torch.ones_like(target) for target in targets])
+        samples.count(forward.peak_bytes, forward.left_bytes + backward.peak_bytes if targets else None)
+
+
+def _targets(call: Invocation, result: Any) -> list[torch.Tensor]:
+    """Return where the node's backward starts; nothing where it has none."""
+    return call.targets(result) if call.leaves else []
+
+
+def _backward(call: Invocation, targets: Sequence[torch.Tensor], ones: Sequence[torch.Tensor]) -> None:
+    torch.autograd.grad(targets, call.leaves, ones, allow_unused=True)
+
+
+def _quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    if len(samples) < 2:
+        return samples[0], samples[0]
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, high
+
+
+def _amount(error: Exception) -> str:
+    """Return how much was asked for when memory ran out, where the error tells."""
+    asked = re.search(r"tried to allocate ([0-9.]+) (bytes|[KMGTP]iB)", str(error), re.IGNORECASE)
+    if asked is None:
+        return ""
+    size = format_bytes(float(asked[1])) if asked[2].lower() == "bytes" else f"{asked[1]} {asked[2]}"
+    return f" (it asked for {size})"
+
+
+def _twin(traced: TracedGraph) -> Shadow:
+    written = _written(traced)
+    return shadow(traced.root, replace=lambda tensor: _private(tensor, shared=id(tensor) not in written))
 
 
 def _described(value: Any, env: Mapping[fx.Node, Any]) -> Hashable:
@@ -219,23 +314,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _clock(device: torch.device) -> _Clock:
-    """Return the clock of a device: the one place that asks what kind it is."""
-    return _device_events if device.type == "cuda" else _wall_clock
-
-
-def _wall_clock(run: Callable[[], Any]) -> tuple[Any, float]:
-    start_s = time.perf_counter()
-    result = run()
-    return result, time.perf_counter() - start_s
-
-
-def _device_events(run: Callable[[], Any]) -> tuple[Any, float]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    result = run()
-    end.record()
-    end.synchronize()
-    return result, start.elapsed_time(end) / 1e3

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autosplit.profile.times import MeasuredNode
+
 
 @dataclass(frozen=True)
 class NodeProfile:
@@ -51,6 +53,8 @@ class Profile:
         device: the device on which the times were measured, as text.
         measured: False when the times come from a cost model.
         estimated: nodes whose FLOPs and bytes are estimates because they could not run on fake tensors, and why.
+        modelled: nodes of a measured profile whose times are a cost model's in the measured scale, and why.
+        samples: what was measured, by stable node name: medians, ranges, and the device's own peak bytes.
     """
 
     rows: int
@@ -60,3 +64,5 @@ class Profile:
     device: str
     measured: bool
     estimated: Mapping[str, str] = field(default_factory=dict)
+    modelled: Mapping[str, str] = field(default_factory=dict)
+    samples: Mapping[str, MeasuredNode] = field(default_factory=dict)
