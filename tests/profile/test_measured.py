@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import itertools
 import random
+import subprocess
+import sys
 import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy
@@ -15,10 +23,13 @@ from torch import Tensor, nn
 
 from autosplit.errors import InputError, ProfileError
 from autosplit.profile import measured
+from autosplit.profile.clocks import Timed, clock_of, is_out_of_memory
+from autosplit.profile.combine import profile
 from autosplit.profile.measured import measure
 from autosplit.trace.graph import NodeClass
 from tests.profile.graphs import Leaf, traced
 
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = 4
 
 
@@ -200,8 +211,9 @@ def test_layers_with_other_settings_are_measured_apart():
     assert times["again"] == times["many"]
 
 
-def test_on_cuda_events_take_the_time(monkeypatch):
+def test_on_cuda_events_take_the_time_and_the_allocator_counts(monkeypatch):
     order: list[str] = []
+    cuda = torch.device("cuda", 1)
 
     class Event:
         def __init__(self, *, enable_timing: bool) -> None:
@@ -218,11 +230,30 @@ def test_on_cuda_events_take_the_time(monkeypatch):
         def elapsed_time(self, end: Event) -> float:
             return 250.0
 
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        order.append(f"enter {device}")
+        yield
+        order.append("leave")
+
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = measured._clock(torch.device("cuda", 1))
-    result, seconds = clock(lambda: order.append("run") or "done")
-    assert (result, seconds) == ("done", 0.25)
-    assert order == ["made", "made", "record start", "run", "record end", "wait end"]
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: order.append(f"reset {device}"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
+    clock = clock_of(cuda)
+    found = clock.timed(lambda: order.append("run") or "done")
+    assert (found.result, found.seconds, found.peak_bytes) == ("done", 0.25, 70)
+    assert order == [
+        "enter cuda:1",
+        "made",
+        "made",
+        "reset cuda:1",
+        "record start",
+        "run",
+        "record end",
+        "wait end",
+        "leave",
+    ]
 
 
 @pytest.mark.cuda
@@ -231,6 +262,8 @@ def test_a_model_on_cuda_is_measured_there():
     times = measure(traced(model, x), inputs=[x], rows=ROWS)
     assert times.device.startswith("cuda")
     assert all(node.forward_s > 0 and node.backward_s > 0 for node in times.nodes.values())
+    assert times.nodes["_0"].forward_peak_bytes >= ROWS * 64 * 4
+    assert times.nodes["_0"].backward_peak_bytes > times.nodes["_0"].forward_peak_bytes
 
 
 def test_a_caller_without_gradients_gets_the_times_of_training():
@@ -238,3 +271,244 @@ def test_a_caller_without_gradients_gets_the_times_of_training():
     with torch.inference_mode():
         times = measure(graph, inputs=[torch.randn(ROWS, 4)], rows=ROWS).nodes
     assert all(node.backward_s > 0 for node in times.values())
+
+
+def test_the_spread_of_the_samples_is_kept(monkeypatch):
+    ticks = itertools.accumulate(itertools.cycle([0.0, 0.001, 0.0, 0.002, 0.0, 0.004, 0.0, 0.008]))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    graph = traced(nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)]), torch.randn(ROWS, 8))
+    node = measure(graph, inputs=[torch.randn(ROWS, 8)], rows=ROWS).nodes["_4"]
+    assert node.samples == 2 + 8, "two more of the first one, one of each"
+    for middle_s, (low_s, high_s) in ((node.forward_s, node.forward_range_s), (node.backward_s, node.backward_range_s)):
+        assert 0.0009 < low_s <= middle_s <= high_s <= 0.0081
+        assert low_s < high_s
+
+
+def test_one_sample_is_its_own_range():
+    graph = traced(nn.Linear(8, 8), torch.randn(ROWS, 8))
+    [node] = measure(graph, inputs=[torch.randn(ROWS, 8)], rows=ROWS, repeats=1).nodes.values()
+    assert node.samples == 1
+    assert node.forward_range_s == (node.forward_s, node.forward_s)
+
+
+def test_bytes_of_a_cpu_are_counted_on_request():
+    graph = traced(nn.Sequential(nn.Linear(32, 64), nn.Tanh()), torch.randn(ROWS, 32))
+    x = torch.randn(ROWS, 32)
+    assert measure(graph, inputs=[x], rows=ROWS).nodes["_0"].forward_peak_bytes is None
+    linear, tanh = measure(graph, inputs=[x], rows=ROWS, count_bytes=True).nodes.values()
+    result, weight, bias = ROWS * 64 * 4, 64 * 32 * 4, 64 * 4
+    assert linear.forward_peak_bytes == result
+    assert linear.backward_peak_bytes == 2 * result + weight + bias, (
+        "the result, its gradient, the parameters' gradients"
+    )
+    assert (tanh.forward_peak_bytes, tanh.backward_peak_bytes) == (result, 3 * result)
+
+
+class Greedy(Leaf):
+    """Asks the allocator for more than any machine has, once it is told to."""
+
+    hungry = False
+
+    def __init__(self, *, backward: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.in_backward = backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.hungry and self.in_backward:
+            y.register_hook(lambda _: torch.empty(2**55))
+        elif self.hungry:
+            torch.empty(2**55)
+        return y
+
+
+class Forked(nn.Module):
+    """One branch through a greedy layer, one beside it, and the two together."""
+
+    def __init__(self, *, backward: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.greedy = Greedy(backward=backward)
+        self.beside = nn.Linear(4, 4)
+        self.after = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.after(self.greedy(x)) + self.beside(x)
+
+
+@pytest.fixture(params=[False, True], ids=["forward", "backward"])
+def hungry(request):
+    model = Forked(backward=request.param)
+    graph = traced(model, torch.randn(ROWS, 4))
+    model.greedy.hungry = True
+    return graph
+
+
+def test_what_memory_runs_out_for_is_named_and_the_rest_is_measured(hungry):
+    model = hungry.root
+    expected, before, draws = copy.deepcopy(model.state_dict()), state_of(model), random_states()
+    found = measure(hungry, inputs=[torch.randn(ROWS, 4)], rows=ROWS)
+    assert set(found.nodes) == {"first", "beside"}
+    assert found.out_of_memory == {
+        "greedy": "memory ran out on cpu while it was measured (it asked for 131072 TiB)",
+        "after": "it needs 'greedy', for which memory ran out on cpu",
+        "add": "it needs 'greedy', for which memory ran out on cpu",
+    }
+    assert state_of(model) == before
+    assert random_states() == draws
+    assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_cost_model_answers_for_what_memory_runs_out_for(hungry):
+    hungry.root.greedy.hungry = False
+    fits = profile(hungry, inputs=[torch.randn(ROWS, 4)], rows=ROWS, batch_rows=ROWS)
+    assert fits.modelled == {}
+
+    class Hungry(Greedy):
+        hungry = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x) is Tensor:
+                torch.empty(2**55)
+            return self.linear(x)
+
+    hungry.root.greedy.__class__ = Hungry
+    with pytest.warns(UserWarning, match=r"greedy: memory ran out on cpu .* after it \(2\); take fewer rows") as caught:
+        found = profile(hungry, inputs=[torch.randn(ROWS, 4)], rows=ROWS, batch_rows=ROWS)
+    assert len(caught) == 1
+    assert list(found.modelled) == ["greedy", "after", "add"]
+    assert set(found.samples) == {"first", "beside"}
+    assert found.measured
+    assert all(node.forward_s > 0 for node in found.nodes.values())
+    assert found.nodes["greedy"].forward_flops == fits.nodes["greedy"].forward_flops > 0
+
+
+def test_memory_that_ran_out_is_given_back(hungry, monkeypatch):
+    kept: list[weakref.ref[Tensor]] = []
+    run = measured._Timing._once
+
+    def once(self: Any, node: Any, *, private: bool) -> Any:
+        found = run(self, node, private=private)
+        kept.append(weakref.ref(found.result))
+        return found
+
+    monkeypatch.setattr(measured._Timing, "_once", once)
+    gc.disable()
+    try:
+        measure(hungry, inputs=[torch.randn(ROWS, 4)], rows=ROWS)
+        alive = [tensor for tensor in kept if tensor() is not None]
+    finally:
+        gc.enable()
+    assert len(kept) > 4
+    assert alive == []
+
+
+def test_no_memory_for_copies_of_inputs(monkeypatch):
+    def none_left(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 80 GiB"
+        )
+
+    monkeypatch.setattr(measured, "_own_inputs", none_left)
+    graph = traced(nn.Linear(4, 4), torch.randn(ROWS, 4))
+    found = measure(graph, inputs=[torch.randn(ROWS, 4)], rows=ROWS)
+    why = found.out_of_memory.values()
+    assert (found.nodes, *why) == (
+        {},
+        "memory ran out on cpu for copies of inputs and buffers (it asked for 20.00 GiB)",
+    )
+    with pytest.warns(UserWarning, match="memory ran out"):
+        answer = profile(graph, inputs=[torch.randn(ROWS, 4)], rows=ROWS, batch_rows=ROWS)
+    assert (answer.measured, answer.device) == (False, "cpu-lane")
+
+
+def test_a_device_that_runs_out_gives_its_cache_back(monkeypatch):
+    class Card:
+        """A device on which only small results fit."""
+
+        released = 0
+
+        def timed(self, run: Any) -> Timed:
+            result = run()
+            if isinstance(result, Tensor) and result.numel() > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return Timed(result, 0.001, 1000)
+
+        def held_bytes(self) -> int:
+            return 400
+
+        def release(self) -> None:
+            self.released += 1
+
+    card = Card()
+    monkeypatch.setattr(measured, "clock_of", lambda device: card)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8)]
+    found = measure(traced(nn.Sequential(*layers), torch.randn(ROWS, 8)), inputs=[torch.randn(ROWS, 8)], rows=ROWS)
+    assert list(found.nodes) == ["_0"]
+    assert found.nodes["_0"].forward_peak_bytes == 600
+    assert list(found.out_of_memory) == ["_1", "_2"]
+    assert card.released == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
+    ],
+)
+def test_which_errors_mean_that_memory_ran_out(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+LIMITED = """
+import resource
+import warnings
+
+import torch
+from torch import nn
+
+from autosplit.profile.combine import profile
+from tests.profile.graphs import traced
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x.unsqueeze(2).expand(-1, -1, 4096).tanh().mean(2)) + self.second(x)
+
+
+torch.set_num_threads(1)
+graph = traced(Wide(), torch.randn(2, 64))
+profile(graph, inputs=[torch.randn(2, 64)], rows=2, batch_rows=2)
+with open("/proc/self/statm", encoding="ascii") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, -1))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    found = profile(graph, inputs=[torch.randn(400, 64)], rows=400, batch_rows=400)
+print(*found.modelled)
+print(*caught[0].message.args)
+torch.empty(2**27, dtype=torch.uint8)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is set from Linux's own count")
+def test_a_process_that_may_have_no_more_memory():
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    modelled, warning = run.stdout.splitlines()
+    assert modelled == "expand tanh mean second add", "the cotangent of what expand gives is no view"
+    assert warning.startswith("expand: memory ran out on cpu while it was measured (it asked for 400 MiB)")
