@@ -12,11 +12,11 @@ from autosplit.profile.ledger import Operation
 from autosplit.profile.measured import measure as measure_nodes
 from autosplit.profile.times import MeasuredNode, MeasuredTimes, NodeTimes
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
+from autosplit.profile.work import work_of
 from autosplit.trace.graph import TracedGraph
 from cost_models.protocol import CostModel
 from cost_models.registry import device as device_spec
 from cost_models.roofline import Roofline
-from cost_models.work import DType, OpWork
 
 
 def profile(
@@ -158,32 +158,3 @@ def _state(traced: TracedGraph) -> dict[str, StateProfile]:
 
 def _on_meta(traced: TracedGraph, inputs: Sequence[torch.Tensor]) -> bool:
     return any(tensor.is_meta for tensor in (*traced.root.parameters(), *traced.root.buffers(), *inputs))
-
-
-def work_of(operation: Operation) -> OpWork:
-    """Return what a cost model wants to know of an operation."""
-    return OpWork(
-        kind=_kind(operation), flops=operation.flops, bytes=operation.bytes, dtype=_arithmetic(operation.dtype)
-    )
-
-
-def _kind(operation: Operation) -> str:
-    if "attention" in operation.name:
-        return "attention_backward" if operation.name.endswith("backward") else "attention"
-    if "conv" in operation.name:
-        return "conv"
-    return "matmul" if operation.flops else "elementwise"
-
-
-def _arithmetic(dtype: torch.dtype) -> DType:
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return "int"
-    if dtype.itemsize == 1:
-        return "fp8"
-    known: dict[torch.dtype, DType] = {
-        torch.float64: "fp64",
-        torch.complex128: "fp64",
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-    }
-    return known.get(dtype, "fp32")

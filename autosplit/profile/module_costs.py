@@ -19,9 +19,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.options import Sample
-from autosplit.profile.combine import work_of
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.times import NodeTimes
+from autosplit.profile.work import work_of
 from autosplit.trace import state
 from autosplit.trace.module_tree import Doors, ModuleCost
 from autosplit.trace.structure import flatten_output, tensors_in
