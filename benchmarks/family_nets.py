@@ -121,14 +121,18 @@ def unet() -> Chain:
 
 
 class Recurrent(nn.Module):
-    """One LSTM layer over batch-first steps, and dropout on what it returns."""
+    """One LSTM layer over batch-first steps, and dropout on what it returns.
+
+    The layer runs in fp32 under autocast too: the CPU's bf16 kernel needs AVX-512 and raises where there is none.
+    """
 
     def __init__(self, width: int, hidden: int, *, dropout: float) -> None:
         super().__init__()
         self.layer, self.dropout = nn.LSTM(width, hidden, batch_first=True), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        steps, _ = self.layer(x)
+        with torch.autocast(x.device.type, enabled=False):
+            steps, _ = self.layer(x.float())
         return self.dropout(steps)
 
 
