@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from autosplit.profile.cache import ProfileCache, profile_key
 from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
 from autosplit.profile.ledger import Operation
 from autosplit.profile.measured import measure as measure_nodes
@@ -27,6 +28,7 @@ def profile(
     inputs: Sequence[torch.Tensor] | None = None,
     measure: bool = True,
     device: str = "cpu-lane",
+    cache: ProfileCache | None = None,
 ) -> Profile:
     """Return what every node, parameter and buffer costs in training, for a microbatch of ``rows`` batch rows.
 
@@ -34,14 +36,14 @@ def profile(
     placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
     model is not on "meta"; else they are those of ``device``, a name of ``cost_models``, by its roofline. ``full``
     nodes are not measured: the roofline gives their times, scaled as the measured nodes came out against it. So it does
-    for nodes that memory runs out for, with a warning.
+    for nodes that memory runs out for, with a warning. A ``cache`` keeps measured times on disk.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
     costs = fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads)
     times = modelled_times(costs, model=Roofline(device_spec(device)))
     found = MeasuredTimes({}, device)
     if measure and inputs is not None and not _on_meta(traced, inputs):
-        found = measure_nodes(traced, inputs=inputs, rows=rows)
+        found = _measured(traced, inputs, rows, cache)
         _warn_of_memory(found)
         times = _completed(costs, found.nodes, times)
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
@@ -68,6 +70,15 @@ def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes
         name: NodeTimes(seconds(node.forward_operations), seconds(node.backward_operations))
         for name, node in costs.nodes.items()
     }
+
+
+def _measured(
+    traced: TracedGraph, inputs: Sequence[torch.Tensor], rows: int, cache: ProfileCache | None
+) -> MeasuredTimes:
+    if cache is None:
+        return measure_nodes(traced, inputs=inputs, rows=rows)
+    key = profile_key(traced, inputs=inputs, rows=rows)
+    return cache.times(key, lambda: measure_nodes(traced, inputs=inputs, rows=rows))
 
 
 def _warn_of_memory(found: MeasuredTimes) -> None:
