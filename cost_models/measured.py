@@ -14,7 +14,7 @@ from cost_models.work import OpWork
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     work: OpWork
     seconds: PositiveFloat

@@ -1,21 +1,35 @@
-"""Devices by name: the ones that come with the package, and the user's own JSON files."""
+"""Devices and machines by name: those that come with the package, and the user's own JSON files."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from cost_models.specs import DeviceSpec, LinkSpec
+from cost_models.faults import describe
+from cost_models.machines import HostSpec, MachineSpec, direct_link
+from cost_models.specs import DeviceSpec, LinkSpec, Source
 
 _SUFFIX = ".json"
+_MOST_DEVICES = 4096
+_COUNT = re.compile(r"\s*(\d+)\s*[x×]\s*(?=\S)")
+_FORMS = 'a text such as "8xH100-SXM5-80GB", "2x8xH100-SXM5-80GB" (two hosts) or "2xA100-SXM4-80GB+2xL4-24GB"'
 
 
 def names() -> list[str]:
     """Return the names of the devices that come with the package, sorted."""
-    entries = (files("cost_models") / "devices").iterdir()
-    return sorted(entry.name.removesuffix(_SUFFIX) for entry in entries if entry.name.endswith(_SUFFIX))
+    return _shipped("devices")
+
+
+def machine_names() -> list[str]:
+    """Return the names of the machines that come with the package, sorted."""
+    return _shipped("machines")
 
 
 def device(name: str | Path) -> DeviceSpec:
@@ -24,44 +38,203 @@ def device(name: str | Path) -> DeviceSpec:
     Raises ValueError when there is no such device or file, or when the file does not describe a device.
     """
     if str(name).endswith(_SUFFIX):
-        return _read_file(Path(name))
+        return _device(_read_file(Path(name), what="device"), where=str(name))
     if name not in names():
         raise ValueError(
-            f"there is no device {str(name)!r}; known devices: {', '.join(names())}; "
+            f"there is no device {str(name)!r}{_meant(str(name), names())}; known devices: {', '.join(names())}; "
             "or give the path of a JSON file with the fields of cost_models.DeviceSpec"
         )
-    return DeviceSpec.model_validate_json((files("cost_models") / "devices" / f"{name}{_SUFFIX}").read_bytes())
+    return DeviceSpec.model_validate_json(_read_shipped("devices", str(name)))
+
+
+def machine(devices: str | Path | Sequence[str | Path | DeviceSpec]) -> MachineSpec:
+    """Return the machine with these devices, in this order.
+
+    ``devices`` is the text form of a machine, a list of devices on one host, each a name, the path of a device file or
+    a spec, or the path of a machine file (it ends in ``.json``). The text form is ``<devices>x<name>``,
+    ``<hosts>x<devices>x<name>``, or several kinds on one host joined by ``+``. ``machine(text).name`` is the text form
+    again. A machine that comes with the package has its host's figures; any other has round numbers to plan with.
+
+    Raises:
+        ValueError: a text that has no such form, an unknown device, or a file that describes no machine.
+    """
+    if isinstance(devices, str | Path):
+        path = Path(devices)
+        if str(devices).endswith(_SUFFIX) and (path.is_file() or not _COUNT.match(str(devices))):
+            return _machine_file(path)
+        return _machine_text(str(devices))
+    if not devices:
+        raise ValueError(f"a machine has at least one device; give a list of names, or {_FORMS}")
+    specs = [entry if isinstance(entry, DeviceSpec) else device(entry) for entry in devices]
+    return _assembled(_Layout(specs, 1))
 
 
 def link(source: str | Path | DeviceSpec, target: str | Path | DeviceSpec) -> LinkSpec:
-    """Return the link that a transfer between two devices of one machine takes.
+    """Return the link that a transfer between two neighbours of one machine takes.
 
     A peer link when both ends have the same one, else the way through the host: the slower of the two host links.
+    ``machine(...).link`` knows more: which devices are neighbours, and other hosts.
     """
     first, second = (entry if isinstance(entry, DeviceSpec) else device(entry) for entry in (source, target))
-    if first.peer_link is not None and second.peer_link is not None and first.peer_link.name == second.peer_link.name:
-        return _slower(first.peer_link, second.peer_link)
-    return _slower(first.host_link, second.host_link)
+    return direct_link(first, second)
 
 
-def _slower(first: LinkSpec, second: LinkSpec) -> LinkSpec:
-    slow, fast = sorted((first, second), key=lambda spec: spec.bandwidth_bytes_per_s)
-    if slow.latency_s >= fast.latency_s:
-        return slow
-    sources = {**slow.sources, "latency_s": fast.source("latency_s")}
-    return LinkSpec(
-        name=slow.name, bandwidth_bytes_per_s=slow.bandwidth_bytes_per_s, latency_s=fast.latency_s, sources=sources
+def identify(driver_name: str) -> DeviceSpec | None:
+    """Return the device that the driver calls ``driver_name`` (``torch.cuda.get_device_name()``), None if unknown."""
+    return next((spec for spec in map(device, names()) if driver_name in spec.driver_names), None)
+
+
+class _Layout(NamedTuple):
+    """The devices of one host, and how many such hosts there are."""
+
+    specs: list[DeviceSpec]
+    hosts: int
+
+
+def _machine_text(text: str) -> MachineSpec:
+    if text in machine_names():
+        return _machine(json.loads(_read_shipped("machines", text)), where=text, folder=None)
+    return _assembled(_layout(text, folder=None))
+
+
+def _layout(text: str, *, folder: Path | None) -> _Layout:
+    parts = text.split("+")
+    hosts, specs = 1, list[DeviceSpec]()
+    for part in parts:
+        counts, name = _counts(part, text=text)
+        if len(counts) == 2:
+            if len(parts) > 1:
+                raise ValueError(f"{text!r} mixes hosts and kinds of devices; write a machine file with host_devices")
+            hosts = counts[0]
+        specs += [_named(name, text=text, folder=folder)] * counts[-1]
+    return _Layout(specs, hosts)
+
+
+def _counts(part: str, *, text: str) -> tuple[list[int], str]:
+    """Return the numbers before a device's name, at most two, and the name."""
+    counts = list[int]()
+    while len(counts) < 2 and (found := _COUNT.match(part)):
+        counts.append(int(found[1]))
+        part = part[found.end() :]
+    total = 1
+    for count in counts:
+        total *= count
+    if not part.strip() or not 1 <= total <= _MOST_DEVICES:
+        raise ValueError(f"{text!r} names no machine; write {_FORMS}, with 1 to {_MOST_DEVICES} devices")
+    return counts or [1], part.strip()
+
+
+def _named(name: str, *, text: str, folder: Path | None) -> DeviceSpec:
+    if name.endswith(_SUFFIX) or name in names():
+        return device(_beside(name, folder))
+    of = "" if name == text else f" in {text!r}"
+    raise ValueError(
+        f"there is no device {name!r}{of}{_meant(name, names())}; known devices: {', '.join(names())}; "
+        f"known machines: {', '.join(machine_names())}; write {_FORMS}, or give the path of a JSON file"
     )
 
 
-def _read_file(path: Path) -> DeviceSpec:
+def _assembled(layout: _Layout) -> MachineSpec:
+    """Return the machine with a layout; what is known of one host of that kind holds for several."""
+    specs, hosts = layout
+    one = _text(specs, hosts=1)
+    name = _text(specs, hosts=hosts)
+    devices, host_devices = tuple(specs) * hosts, (len(specs),) * hosts
+    if one in machine_names() and all(spec == device(spec.name) for spec in specs):
+        known = _machine_text(one)
+        return known.model_copy(update={"name": name, "devices": devices, "host_devices": host_devices})
+    return MachineSpec(
+        name=name,
+        devices=devices,
+        host_devices=host_devices,
+        host=_host(specs),
+        network=_network() if hosts > 1 else None,
+    )
+
+
+def _host(specs: Sequence[DeviceSpec]) -> HostSpec:
+    if all(spec.issue_s == 0 for spec in specs):
+        own = Source(status="prior", text="every lane's own thread issues its work")
+        return HostSpec(issue_threads=len(specs), sources={"issue_threads": own})
+    one = Source(status="prior", text="one thread issues for all devices of a host, as a single process does")
+    return HostSpec(issue_threads=1, sources={"issue_threads": one})
+
+
+def _text(specs: Iterable[DeviceSpec], *, hosts: int) -> str:
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(spec.name for spec in specs)]
+    text = "+".join(f"{count}x{name}" for name, count in runs)
+    return f"{hosts}x{text}" if hosts > 1 else text
+
+
+def _network() -> LinkSpec:
+    guess = "a round number to plan with; nothing was measured"
+    sources = {
+        "bandwidth_bytes_per_s": Source(status="prior", text=f"one 400 Gb/s adapter for each device: {guess}"),
+        "latency_s": Source(status="prior", text=guess),
+    }
+    return LinkSpec(name="network", bandwidth_bytes_per_s=50e9, latency_s=1e-5, sources=sources)
+
+
+def _machine_file(path: Path) -> MachineSpec:
+    fields = _read_file(path, what="machine")
+    if isinstance(fields, dict) and "devices" not in fields and "peak_flops_per_s" in fields:
+        return _assembled(_Layout([_device(fields, where=str(path))], 1))
+    return _machine(fields, where=str(path), folder=path.parent)
+
+
+def _machine(fields: Any, *, where: str, folder: Path | None) -> MachineSpec:
+    """Make a machine of a file's fields, whose devices may be names, paths beside the file, or one text."""
     try:
-        return DeviceSpec.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"cannot read the device file {str(path)!r}: {error.strerror}") from error
+        return MachineSpec.model_validate(_with_devices(fields, folder=folder))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(
-            f"{str(path)!r} does not describe a device: {where}: {first['msg']} ({error.error_count()} problems in all)"
-        ) from error
+        raise ValueError(f"{where!r} does not describe a machine: {describe(error, model=MachineSpec)}") from error
+    except ValueError as error:
+        raise ValueError(f"{where!r} does not describe a machine: {error}") from error
+
+
+def _with_devices(fields: Any, *, folder: Path | None) -> Any:
+    given = fields.get("devices") if isinstance(fields, dict) else None
+    if isinstance(given, str):
+        layout = _layout(given, folder=folder)
+        shape = {"devices": layout.specs * layout.hosts, "host_devices": (len(layout.specs),) * layout.hosts}
+        return shape | {name: value for name, value in fields.items() if name != "devices"}
+    if isinstance(given, list):
+        specs = [device(_beside(entry, folder)) if isinstance(entry, str) else entry for entry in given]
+        return {"host_devices": (len(specs),)} | fields | {"devices": specs}
+    return fields
+
+
+def _beside(name: str, folder: Path | None) -> str | Path:
+    return folder / name if name.endswith(_SUFFIX) and folder is not None else name
+
+
+def _device(fields: Any, *, where: str) -> DeviceSpec:
+    try:
+        return DeviceSpec.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(f"{where!r} does not describe a device: {describe(error, model=DeviceSpec)}") from error
+
+
+def _read_file(path: Path, *, what: str) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot read the {what} file {str(path)!r}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{str(path)!r} does not describe a {what}: it is no JSON: {error}") from error
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    from cost_models.nearest import nearest  # what only an error needs is not imported before
+
+    found = nearest(name, among=known)
+    return f", the nearest: {', '.join(found)}" if found else ""
+
+
+def _shipped(kind: str) -> list[str]:
+    entries = (files("cost_models") / kind).iterdir()
+    return sorted(entry.name.removesuffix(_SUFFIX) for entry in entries if entry.name.endswith(_SUFFIX))
+
+
+def _read_shipped(kind: str, name: str) -> bytes:
+    return (files("cost_models") / kind / f"{name}{_SUFFIX}").read_bytes()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from cost_models.work import DType
 
@@ -17,19 +17,36 @@ vendor's figure from memory, not looked up again; ``prior``: a round number to p
 known.
 """
 
+Bandwidth = Annotated[float, Field(ge=1e6, le=1e16)]
+"""Bytes per second; the range refuses a figure in GB/s."""
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+Rate = Annotated[float, Field(ge=1e6, le=1e19)]
+"""Operations per second; the range refuses a figure in TFLOP/s."""
+
+Overhead = Annotated[float, Field(ge=0, le=1)]
+"""Seconds; the range refuses a figure in microseconds."""
+
+MemoryBytes = Annotated[int, Field(ge=2**20, le=2**60)]
+"""Bytes; the range refuses a figure in GiB."""
+
+_FP64_SHARE = 1 / 64
+"""The fp64 rate over the fp32 rate of GPUs without fp64 units, GA10x and AD10x: the lowest that is sold."""
 
 
-class Source(_Record):
+class Record(BaseModel):
+    """Frozen data that refuses fields it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+
+class Source(Record):
     """Where a figure comes from."""
 
     status: Status
     text: str = Field(min_length=1)
 
 
-class _Spec(_Record, ABC):
+class Spec(Record, ABC):
     """A set of figures and a source for each.
 
     A key of ``sources`` is the name of a field, or ``field.entry`` where the entries of one field differ.
@@ -39,7 +56,7 @@ class _Spec(_Record, ABC):
 
     @model_validator(mode="after")
     def _every_figure_has_a_source(self) -> Self:
-        figures = self._figures()
+        figures = self.figures()
         missing = [figure for figure in figures if self._source_key(figure) not in self.sources]
         if missing:
             raise ValueError(f"no source for {', '.join(missing)}; add it to sources, with status and text")
@@ -54,66 +71,136 @@ class _Spec(_Record, ABC):
         """Return where ``figure`` comes from: a field such as ``launch_s``, or an entry: ``peak_flops_per_s.bf16``."""
         return self.sources[self._source_key(figure)]
 
+    def figure(self, name: str) -> float | int | str:
+        """Return the value of a figure, one of ``figures()``."""
+        field, _, entry = name.partition(".")
+        value: float | int | str = getattr(self, field)[entry] if entry else getattr(self, field)
+        return value
+
     @abstractmethod
-    def _figures(self) -> list[str]:
+    def figures(self) -> list[str]:
         """Return the name of every figure that needs a source."""
 
     def _source_key(self, figure: str) -> str:
         return figure if figure in self.sources else figure.partition(".")[0]
 
 
-class LinkSpec(_Spec):
+class LinkSpec(Spec):
     """A way from one device to another: a transfer takes its latency plus its bytes over its bandwidth.
 
     ``bandwidth_bytes_per_s`` is that of one direction between one pair of devices. Two devices use a peer link only
     when its ``name`` is the same at both ends.
     """
 
-    name: str
-    bandwidth_bytes_per_s: PositiveFloat
-    latency_s: NonNegativeFloat
+    name: str = Field(min_length=1)
+    bandwidth_bytes_per_s: Bandwidth
+    latency_s: Overhead
 
     def transfer_s(self, byte_count: int) -> float:
         """Return the seconds that one transfer of ``byte_count`` bytes takes."""
         return self.latency_s + byte_count / self.bandwidth_bytes_per_s
 
-    def _figures(self) -> list[str]:
+    def figures(self) -> list[str]:
+        """Return the name of every figure that needs a source."""
         return ["bandwidth_bytes_per_s", "latency_s"]
 
 
-class DeviceSpec(_Spec):
+class DeviceSpec(Spec):
     """One device: its memory, its arithmetic, and the links that leave it.
 
     Attributes:
-        memory_bytes: what the driver reports as the total; None when it depends on the machine (a CPU lane).
+        driver_names: what the driver calls such a device, as ``torch.cuda.get_device_name`` returns it.
+        memory_bytes: the total that the driver's tool prints; None when it depends on the machine (a CPU lane).
+        reserve_bytes: the part of it that no tensor can have: what the driver keeps, and the context of one process.
         memory_bandwidth_bytes_per_s: reads and writes together.
-        peak_flops_per_s: dense peak of each arithmetic that the device has hardware for, ``fp32`` always among them.
-        launch_s: what every kernel costs besides its work.
+        peak_flops_per_s: dense peak of each arithmetic that the device has hardware for, ``fp32`` always among them;
+            matrix units where it has them.
+        emulated_flops_per_s: rate of each arithmetic that it runs without hardware for it, by conversion.
+        launch_s: what every kernel costs on the device besides its work.
+        issue_s: the host's time to issue one kernel; it passes while the device works, and limits it when it is longer.
         host_link: the way to the host's memory.
         peer_link: a direct way to devices of its kind, or None when transfers go through the host.
+        peer_group: how many neighbours share the peer link, the device included; None for all of its host.
+        compute_capability: CUDA's, such as ``9.0``, or AMD's architecture, such as ``gfx942``.
+        multiprocessors: CUDA's multiprocessors or AMD's compute units.
         notes: what else a reader should know.
     """
 
-    name: str
-    memory_bytes: PositiveInt | None
-    memory_bandwidth_bytes_per_s: PositiveFloat
-    peak_flops_per_s: dict[DType, PositiveFloat]
-    launch_s: NonNegativeFloat
+    name: str = Field(min_length=1)
+    driver_names: tuple[str, ...] = ()
+    memory_bytes: MemoryBytes | None
+    reserve_bytes: NonNegativeInt
+    memory_bandwidth_bytes_per_s: Bandwidth
+    peak_flops_per_s: dict[DType, Rate]
+    emulated_flops_per_s: dict[DType, Rate] = {}
+    launch_s: Overhead
+    issue_s: Overhead
     host_link: LinkSpec
     peer_link: LinkSpec | None = None
+    peer_group: Annotated[int, Field(ge=2)] | None = None
+    compute_capability: str | None = None
+    multiprocessors: PositiveInt | None = None
     notes: str = ""
 
     @model_validator(mode="after")
-    def _has_fp32(self) -> Self:
+    def _is_consistent(self) -> Self:
         if "fp32" not in self.peak_flops_per_s:
-            raise ValueError("peak_flops_per_s has no fp32, to which arithmetic without an entry falls back")
+            raise ValueError("peak_flops_per_s has no fp32, in which int and tf32 run where they have no rate")
+        both = [dtype for dtype in self.emulated_flops_per_s if dtype in self.peak_flops_per_s]
+        if both:
+            raise ValueError(f"{', '.join(both)} stands under peak_flops_per_s and under emulated_flops_per_s")
+        if self.memory_bytes is not None and self.reserve_bytes >= self.memory_bytes:
+            raise ValueError(f"reserve_bytes is {self.reserve_bytes}, no less than memory_bytes, {self.memory_bytes}")
+        if self.peer_group is not None and self.peer_link is None:
+            raise ValueError(f"peer_group is {self.peer_group}, but there is no peer_link")
         return self
 
-    def peak(self, dtype: DType) -> float:
-        """Return the peak FLOP/s in ``dtype``; arithmetic that the device has no figure for runs at the fp32 rate."""
-        return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["fp32"])
+    @property
+    def usable_bytes(self) -> int | None:
+        """Memory that tensors can have; None when the device's memory is not known."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
-    def _figures(self) -> list[str]:
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        """The arithmetic that ``peak`` answers for."""
+        return tuple(dtype for dtype in get_args(DType) if self._rate(dtype) is not None)
+
+    def peak(self, dtype: DType) -> float:
+        """Return the peak FLOP/s of matrix arithmetic in ``dtype``.
+
+        The hardware's rate, else the emulated one. Without either, ``int`` and ``tf32`` (which allows hardware to round
+        fp32, and obliges none) run at the fp32 rate and ``fp64`` at 1/64 of it.
+
+        Raises:
+            ValueError: the device has no such arithmetic: bf16, fp16 or fp8 without a rate.
+        """
+        rate = self._rate(dtype)
+        if rate is None:
+            emulated = f", and emulates {', '.join(self.emulated_flops_per_s)}" if self.emulated_flops_per_s else ""
+            raise ValueError(
+                f"{self.name} has no {dtype} arithmetic; it has {', '.join(self.peak_flops_per_s)}{emulated}; choose "
+                f"one of these, another device, or a device file with a rate for {dtype} under emulated_flops_per_s"
+            )
+        return rate
+
+    def figures(self) -> list[str]:
+        """Return the name of every figure that needs a source."""
         rates = [f"peak_flops_per_s.{dtype}" for dtype in self.peak_flops_per_s]
-        memory = [] if self.memory_bytes is None else ["memory_bytes"]
-        return [*memory, "memory_bandwidth_bytes_per_s", *rates, "launch_s"]
+        rates += [f"emulated_flops_per_s.{dtype}" for dtype in self.emulated_flops_per_s]
+        known = ("peer_group", "compute_capability", "multiprocessors")
+        return [
+            *(["memory_bytes"] if self.memory_bytes is not None else []),
+            "reserve_bytes",
+            "memory_bandwidth_bytes_per_s",
+            *rates,
+            "launch_s",
+            "issue_s",
+            *(name for name in known if getattr(self, name) is not None),
+        ]
+
+    def _rate(self, dtype: DType) -> float | None:
+        rate = self.peak_flops_per_s.get(dtype, self.emulated_flops_per_s.get(dtype))
+        if rate is not None:
+            return rate
+        shares: dict[DType, float] = {"int": 1.0, "tf32": 1.0, "fp64": _FP64_SHARE}
+        return shares[dtype] * self.peak_flops_per_s["fp32"] if dtype in shares else None

@@ -13,12 +13,12 @@ DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int"]
 class OpWork(BaseModel):
     """What one operation does: its floating-point operations, the bytes it reads and writes, and its arithmetic.
 
-    ``kind`` names a class of operations that reach a similar share of a device's peak, such as ``"matmul"``,
-    ``"attention"`` or ``"elementwise"``; a cost model treats a kind that it does not know as any other operation.
-    ``launches`` counts the kernels: 0 for a view.
+    ``kind`` names a class of operations that reach a similar share of a device's peak: matmul, conv, attention,
+    attention_backward, elementwise, reduction, normalization, embedding, copy, recurrent, optimizer, sort, other; a
+    cost model treats a kind that it does not know as ``other``. ``launches`` counts the kernels: 0 for a view.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     kind: str
     flops: int = Field(ge=0)
