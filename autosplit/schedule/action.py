@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast
 
 from autosplit.errors import ScheduleError
 
-Kind = Literal["F", "B"]
-"""F: forward of one microbatch. B: its backward."""
+Kind = Literal["F", "B", "I", "W"]
+"""F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients."""
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One stage's forward or backward of one microbatch; the text form is ``2F0`` (stage 2, forward, microbatch 0)."""
+    """What one stage does for one microbatch; the text form is ``2F0`` (stage 2, forward, microbatch 0).
+
+    It is the text form of ``torch.distributed.pipelining``'s schedule files.
+    """
 
     stage: int
     kind: Kind
@@ -27,15 +31,15 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """Return the action that ``text`` names; ``Action.parse(str(action)) == action``."""
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text.strip(), re.ASCII)
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip(), re.ASCII)
         if match is None:
-            raise ScheduleError(f"{text!r} is no action; write stage, F or B, and microbatch, such as '2F0'")
+            raise ScheduleError(f"{text!r} is no action; write stage, F, B, I or W, and microbatch, such as '2F0'")
         return cls(stage=int(match[1]), kind=cast(Kind, match[2]), microbatch=int(match[3]))
 
 
 def describe(action: Action) -> str:
     """Return an action in words: ``stage 2, backward, microbatch 5``."""
-    kind = {"F": "forward", "B": "backward"}[action.kind]
+    kind = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}[action.kind]
     return f"stage {action.stage}, {kind}, microbatch {action.microbatch}"
 
 
@@ -49,25 +53,50 @@ class Cell:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of one step: lane ``i`` lists, in order, what stage ``i`` does."""
+    """The actions of one step, a lane per device.
+
+    Attributes:
+        name: what errors call it.
+        lanes: lane ``d`` lists, in order, what device ``d`` does.
+        stage_lane: the lane of each stage. Left out, lane ``i`` holds stage ``i``; a device that holds several
+            (*virtual*) stages is named several times.
+    """
 
     name: str
     lanes: tuple[tuple[Action, ...], ...]
+    stage_lane: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.stage_lane:
+            object.__setattr__(self, "stage_lane", tuple(range(len(self.lanes))))
+
+    def __iter__(self) -> Iterator[Action]:
+        return (action for lane in self.lanes for action in lane)
 
     @property
     def stages(self) -> int:
-        """Number of stages, one lane each."""
-        return len(self.lanes)
+        """Number of stages, virtual ones too."""
+        return len(self.stage_lane)
 
     @property
     def microbatches(self) -> int:
         """Number of microbatches of the step."""
-        return max((action.microbatch + 1 for lane in self.lanes for action in lane), default=0)
+        return max((action.microbatch + 1 for action in self), default=0)
 
     @property
     def has_backward(self) -> bool:
         """False for a forward-only schedule."""
-        return any(action.kind == "B" for lane in self.lanes for action in lane)
+        return any(action.kind != "F" for action in self)
+
+    @cached_property
+    def _split(self) -> frozenset[Action]:
+        return frozenset(action for action in self if action.kind == "I")
+
+    def input_gradient(self, stage: int, microbatch: int) -> Action:
+        """Return the action that makes the gradient of a stage's input: I where the backward is split, B elsewhere."""
+        if self._split and (split := Action(stage, "I", microbatch)) in self._split:
+            return split
+        return Action(stage, "B", microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions of any lane that must end before ``action`` starts.
@@ -75,13 +104,18 @@ class Schedule:
         ```
             0Fm --> 1Fm --> 2Fm      a forward needs the stage before it,
              |       |       |
-            0Bm <-- 1Bm <-- 2Bm      a backward its own forward and the backward of the stage behind it
+            0Bm <-- 1Im <-- 2Bm      a backward its own forward and the input's gradient of the stage behind it
+                     |               (B makes it, or I where the backward is split),
+                    1Wm              the weights' gradients what their own I left
         ```
         """
+        stage, microbatch = action.stage, action.microbatch
         if action.kind == "F":
-            return (Action(action.stage - 1, "F", action.microbatch),) if action.stage else ()
-        own = Action(action.stage, "F", action.microbatch)
-        return (own,) if action.stage == self.stages - 1 else (own, Action(action.stage + 1, "B", action.microbatch))
+            return (Action(stage - 1, "F", microbatch),) if stage else ()
+        if action.kind == "W":
+            return (Action(stage, "I", microbatch),)
+        own = Action(stage, "F", microbatch)
+        return (own,) if stage == self.stages - 1 else (own, self.input_gradient(stage + 1, microbatch))
 
     def clocks(self) -> dict[Cell, int]:
         """Return the clock tick of each cell when every action takes one tick and starts as early as it can.
@@ -90,7 +124,7 @@ class Schedule:
         """
         ticks: dict[Cell, int] = {}
         done: set[Action] = set()
-        position = [0] * self.stages
+        position = [0] * len(self.lanes)
         clock = 0
         while True:
             starting = [
@@ -121,7 +155,7 @@ class Schedule:
                 row.append(f">{action}<" if cell in marked else str(action))
             rows.append(row)
         width = max((len(text) for row in rows for text in row), default=1)
-        label = len(str(max(self.stages - 1, 0)))
+        label = len(str(max(len(self.lanes) - 1, 0)))
         lines = (
             f"lane {lane:>{label}} | " + " ".join(f"{text:<{width}}" for text in row) for lane, row in enumerate(rows)
         )

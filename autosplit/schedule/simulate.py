@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.action import Action, Kind, Schedule
 from autosplit.schedule.order import issue_order
 
 
@@ -29,51 +29,147 @@ class Span:
 
 
 @dataclass(frozen=True)
+class LaneTime:
+    """One device on the clock: when its first action starts and its last one ends, and how long it works between."""
+
+    start_s: float
+    end_s: float
+    busy_s: float
+
+    @property
+    def stall_s(self) -> float:
+        """How long it waits after its first action: what zero bubble's papers count, whose steps run into each other.
+
+        Qi et al. (arXiv 2401.10241), "Bypassing optimizer synchronizations".
+        """
+        return self.end_s - self.start_s - self.busy_s
+
+
+@dataclass(frozen=True)
 class Timeline:
-    """A simulated step: its length, the idle fraction over all its devices, and every action's span in issue order."""
+    """A simulated step.
+
+    Attributes:
+        step_s: its length.
+        bubble: the idle fraction over all its devices.
+        spans: every action's span, in issue order.
+        lanes: what each device does.
+    """
 
     step_s: float
     bubble: float
     spans: tuple[Span, ...]
+    lanes: tuple[LaneTime, ...]
+
+    @property
+    def lane_bubbles(self) -> tuple[float, ...]:
+        """The idle fraction of each device over the whole step."""
+        return tuple(1.0 - lane.busy_s / self.step_s if self.step_s else 0.0 for lane in self.lanes)
 
 
 def simulate(
     schedule: Schedule,
     *,
     forward_s: Sequence[float],
-    backward_s: Sequence[float],
+    backward_s: Sequence[float] | None = None,
+    input_gradient_s: Sequence[float] | None = None,
+    weight_gradient_s: Sequence[float] | None = None,
     transfers: tuple[TransferTime, ...] = (),
 ) -> Timeline:
-    """Return the timeline when ``forward_s[stage]`` and ``backward_s[stage]`` are one microbatch's times.
+    """Return the timeline from one microbatch's times of each stage, virtual ones too.
 
-    A transfer takes no lane time; it only delays its consumer. An action starts when its lane is free and all that it
-    needs has ended and arrived.
+    ``forward_s[stage]`` is F's time, ``backward_s`` B's, ``input_gradient_s`` I's and ``weight_gradient_s`` W's; the
+    kinds that the schedule does not use may be left out. A transfer takes no lane time; it only delays its consumer,
+    and there is none between stages on one lane. An action starts when its lane is free and all that it needs has
+    ended and arrived. Raises ValueError when times of a kind that the schedule uses are missing.
     """
-    duration = {"F": forward_s, "B": backward_s}
-    delays = _delays(transfers)
+    times: dict[Kind, Sequence[float] | None] = {
+        "F": forward_s,
+        "B": backward_s,
+        "I": input_gradient_s,
+        "W": weight_gradient_s,
+    }
+    duration = _durations(schedule, times)
+    delays = _delays(schedule, transfers)
     ends: dict[Action, float] = {}
-    free = [0.0] * schedule.stages
+    free = [0.0] * len(schedule.lanes)
     spans: list[Span] = []
     for action in issue_order(schedule):
         ready = [ends[need] for need in schedule.needs(action)]
-        for other, delay_s in delays.get((action.kind, action.stage), ()):
-            ready.append(ends[Action(other, action.kind, action.microbatch)] + delay_s)
-        start_s = max(free[action.stage], *ready, 0.0)
+        ready += (ends[need] + delay_s for need, delay_s in _arriving(schedule, action, delays))
+        lane = schedule.stage_lane[action.stage]
+        start_s = max(free[lane], *ready, 0.0)
         end_s = start_s + duration[action.kind][action.stage]
-        free[action.stage] = ends[action] = end_s
+        free[lane] = ends[action] = end_s
         spans.append(Span(action, start_s, end_s))
+    lanes = _lane_times(schedule, spans, duration)
     step_s = max(free, default=0.0)
     busy_s = sum(duration[span.action.kind][span.action.stage] for span in spans)
-    bubble = 1.0 - busy_s / (step_s * schedule.stages) if step_s else 0.0
-    return Timeline(step_s=step_s, bubble=bubble, spans=tuple(spans))
+    bubble = 1.0 - busy_s / (step_s * len(lanes)) if step_s else 0.0
+    return Timeline(step_s=step_s, bubble=bubble, spans=tuple(spans), lanes=lanes)
 
 
-def _delays(transfers: tuple[TransferTime, ...]) -> dict[tuple[str, int], list[tuple[int, float]]]:
-    """Map (kind, waiting stage) to the stages it waits for and how long their values travel."""
-    delays: dict[tuple[str, int], list[tuple[int, float]]] = {}
+def _durations(schedule: Schedule, times: Mapping[Kind, Sequence[float] | None]) -> dict[Kind, Sequence[float]]:
+    given = {kind: seconds for kind, seconds in times.items() if seconds is not None}
+    missing = sorted({action.kind for action in schedule} - given.keys())
+    if missing:
+        names = {"B": "backward_s", "I": "input_gradient_s", "W": "weight_gradient_s"}
+        raise ValueError(
+            f"schedule {schedule.name!r} has actions of kind {' and '.join(missing)}; "
+            f"give {' and '.join(names[kind] for kind in missing)}"
+        )
+    return given
+
+
+def _lane_times(
+    schedule: Schedule, spans: Sequence[Span], duration: Mapping[Kind, Sequence[float]]
+) -> tuple[LaneTime, ...]:
+    of_lane: list[list[Span]] = [[] for _ in schedule.lanes]
+    for span in spans:
+        of_lane[schedule.stage_lane[span.action.stage]].append(span)
+    return tuple(
+        LaneTime(
+            start_s=own[0].start_s if own else 0.0,
+            end_s=own[-1].end_s if own else 0.0,
+            busy_s=sum(duration[span.action.kind][span.action.stage] for span in own),
+        )
+        for own in of_lane
+    )
+
+
+@dataclass(frozen=True)
+class _Delay:
+    """How long values from another stage travel, forward or back."""
+
+    stage: int
+    seconds: float
+
+
+_Delays = dict[tuple[str, int], list[_Delay]]
+
+
+def _delays(schedule: Schedule, transfers: tuple[TransferTime, ...]) -> _Delays:
+    """Map (direction, waiting stage) to the stages of other lanes that it waits for."""
+    delays: _Delays = {}
     for transfer in transfers:
         if not 0 <= transfer.producer < transfer.consumer:
             raise ValueError(f"a transfer goes to a later stage, not from {transfer.producer} to {transfer.consumer}")
-        delays.setdefault(("F", transfer.consumer), []).append((transfer.producer, transfer.forward_s))
-        delays.setdefault(("B", transfer.producer), []).append((transfer.consumer, transfer.backward_s))
+        if schedule.stage_lane[transfer.producer] != schedule.stage_lane[transfer.consumer]:
+            forward, back = (
+                _Delay(transfer.producer, transfer.forward_s),
+                _Delay(transfer.consumer, transfer.backward_s),
+            )
+            delays.setdefault(("forward", transfer.consumer), []).append(forward)
+            delays.setdefault(("back", transfer.producer), []).append(back)
     return delays
+
+
+def _arriving(schedule: Schedule, action: Action, delays: _Delays) -> list[tuple[Action, float]]:
+    """Return the actions whose values travel to this one, and for how long."""
+    if action.kind == "F":
+        coming = delays.get(("forward", action.stage), ())
+        return [(Action(delay.stage, "F", action.microbatch), delay.seconds) for delay in coming]
+    if action.kind == "W":
+        return []
+    coming = delays.get(("back", action.stage), ())
+    return [(schedule.input_gradient(delay.stage, action.microbatch), delay.seconds) for delay in coming]

@@ -6,46 +6,85 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from autosplit.errors import ScheduleError
-from autosplit.schedule.action import Action, Cell, Schedule
+from autosplit.schedule.action import Action, Cell, Kind, Schedule
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+_FIRST: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
+_OTHER: dict[Kind, Kind] = {"B": "I", "I": "B"}
 
 
 def validate(schedule: Schedule) -> Schedule:
     """Return the schedule when it is legal; raise ScheduleError with its grid and the offending cell marked otherwise.
 
-    Legal: lane ``i`` holds stage ``i``'s actions, each once and none missing; a backward follows its forward;
-    backwards are in ascending order of microbatches (gradients add in one order under every schedule); every action
-    can start.
+    Legal: a stage's actions are in its lane, each once and none missing: of every microbatch one F, and B, or I and
+    then W, after it; B and W of a stage are in ascending order of microbatches (gradients add in one order under every
+    schedule; I adds to none and may come in any); every action can start.
     """
+    _check_placement(schedule)
     for lane, actions in enumerate(schedule.lanes):
         _check_lane(schedule, lane=lane, actions=actions)
+    _check_complete(schedule)
     _check_deadlock(schedule)
     return schedule
 
 
+def _check_placement(schedule: Schedule) -> None:
+    for stage, lane in enumerate(schedule.stage_lane):
+        if not 0 <= lane < len(schedule.lanes):
+            fact = f"stage {stage} is placed in lane {lane}; place it in one of the {len(schedule.lanes)} lanes, 0 on"
+            _fail(schedule, fact, [])
+
+
 def _check_lane(schedule: Schedule, *, lane: int, actions: tuple[Action, ...]) -> None:
     seen: dict[Action, int] = {}
-    last_backward = -1
+    last: dict[int, Action] = {}
     for position, action in enumerate(actions):
-        cell = Cell(lane, position)
-        if action.stage != lane:
-            _fail(schedule, f"{action} is in lane {lane}; move it to lane {action.stage}", [cell])
+        here = Cell(lane, position)
+        if action.stage >= schedule.stages:
+            _fail(schedule, f"{action} is of no stage; name one of the {schedule.stages} stages, 0 on", [here])
+        if schedule.stage_lane[action.stage] != lane:
+            place = schedule.stage_lane[action.stage]
+            _fail(schedule, f"{action} is in lane {lane}; move it to lane {place}", [here])
         if action in seen:
-            _fail(schedule, f"{action} is in lane {lane} twice; remove one", [Cell(lane, seen[action]), cell])
-        if action.kind == "B":
-            if Action(lane, "F", action.microbatch) not in seen:
-                _fail(schedule, f"{action} comes before {lane}F{action.microbatch}; put the forward first", [cell])
-            if action.microbatch < last_backward:
-                _fail(
-                    schedule,
-                    f"{action} comes after {lane}B{last_backward}; backwards run in ascending order of microbatches",
-                    [cell],
-                )
-            last_backward = action.microbatch
+            _fail(schedule, f"{action} is in lane {lane} twice; remove one", [Cell(lane, seen[action]), here])
+        other = _of(action, _OTHER)
+        if other in seen:
+            fact = f"{other} and {action} are two backwards of one microbatch; keep B, or I and W"
+            _fail(schedule, fact, [Cell(lane, seen[other]), here])
+        first = _of(action, _FIRST)
+        if first is not None and first not in seen:
+            what = "forward" if first.kind == "F" else "input's gradient"
+            _fail(schedule, f"{action} comes before {first}; put the {what} first", [here])
+        if action.kind in "BW":
+            before = last.setdefault(action.stage, action)
+            if action.microbatch < before.microbatch:
+                order = "backwards run in ascending order of microbatches"
+                _fail(schedule, f"{action} comes after {before}; {order}", [here])
+            last[action.stage] = action
         seen[action] = position
-    for kind in ("F", "B") if schedule.has_backward else ("F",):
-        for microbatch in range(schedule.microbatches):
-            if Action(lane, kind, microbatch) not in seen:
-                _missing(schedule, Action(lane, kind, microbatch))
+
+
+def _of(action: Action, kinds: dict[Kind, Kind]) -> Action | None:
+    """Return the same stage and microbatch's action of the kind that ``kinds`` gives, if any."""
+    kind = kinds.get(action.kind)
+    return None if kind is None else Action(action.stage, kind, action.microbatch)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    there = set(schedule)
+    split = {action.stage for action in there if action.kind == "I"}
+    has_backward, microbatches = schedule.has_backward, schedule.microbatches
+    for stage in range(schedule.stages):
+        for microbatch in range(microbatches):
+            forward, whole, inner, weights = (Action(stage, kind, microbatch) for kind in _KINDS)
+            if forward not in there:
+                _missing(schedule, forward)
+            if not has_backward or whole in there:
+                continue
+            if inner not in there:
+                _missing(schedule, inner if stage in split else whole)
+            if weights not in there:
+                _missing(schedule, weights)
 
 
 def _check_deadlock(schedule: Schedule) -> None:
@@ -66,13 +105,10 @@ def _check_deadlock(schedule: Schedule) -> None:
 
 def _missing(schedule: Schedule, action: Action) -> NoReturn:
     lanes = list(schedule.lanes)
-    lanes[action.stage] = (*lanes[action.stage], action)
-    shown = Schedule(schedule.name, tuple(lanes))
-    _fail(
-        shown,
-        f"{action} is missing; add it where it is marked, or elsewhere",
-        [Cell(action.stage, len(lanes[action.stage]) - 1)],
-    )
+    lane = schedule.stage_lane[action.stage]
+    lanes[lane] = (*lanes[lane], action)
+    shown = Schedule(schedule.name, tuple(lanes), schedule.stage_lane)
+    _fail(shown, f"{action} is missing; add it where it is marked, or elsewhere", [Cell(lane, len(lanes[lane]) - 1)])
 
 
 def _fail(schedule: Schedule, fact: str, cells: Iterable[Cell]) -> NoReturn:

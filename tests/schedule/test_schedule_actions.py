@@ -7,35 +7,65 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
-from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.action import Action, Kind, Schedule, describe
 from autosplit.schedule.catalog import SCHEDULES, build, in_flight
 from autosplit.schedule.gpipe import forward_only, gpipe
 from autosplit.schedule.one_f_one_b import one_f_one_b
 from autosplit.schedule.order import issue_order
 from autosplit.schedule.validate import validate
 
-SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in range(1, 10)]
+SIZES = [(devices, microbatches) for devices in range(1, 6) for microbatches in (1, 2, 3, 5, 6, 9)]
+PER_DEVICE = {name: 2 if name in ("interleaved", "looped_bfs", "zb_v") else 1 for name in SCHEDULES}
 
 
 def lanes(schedule: Schedule) -> tuple[str, ...]:
     return tuple(" ".join(map(str, lane)) for lane in schedule.lanes)
 
 
-def parse(*rows: str) -> Schedule:
-    return Schedule("custom", tuple(tuple(map(Action.parse, row.split())) for row in rows))
+def parse(*rows: str, stage_lane: tuple[int, ...] = ()) -> Schedule:
+    return Schedule("custom", tuple(tuple(map(Action.parse, row.split())) for row in rows), stage_lane)
 
 
-@given(stage=st.integers(0, 10**6), kind=st.sampled_from(("F", "B")), microbatch=st.integers(0, 10**6))
-def test_action_text_round_trips(stage: int, kind: str, microbatch: int) -> None:
+@given(stage=st.integers(0, 10**6), kind=st.sampled_from(("F", "B", "I", "W")), microbatch=st.integers(0, 10**6))
+def test_action_text_round_trips(stage: int, kind: Kind, microbatch: int) -> None:
     action = Action(stage, kind, microbatch)
     assert Action.parse(str(action)) == action
     assert str(action) == f"{stage}{kind}{microbatch}"
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "-1F0", "2F0 3F0", "2f0", "٢F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "-1F0", "2F0 3F0", "2f0", "2FB0", "2UNSHARD", "2SEND_F0", "٢F0"]
+)
 def test_other_text_is_no_action(text: str) -> None:
-    with pytest.raises(ScheduleError, match="is no action; write stage, F or B, and microbatch, such as '2F0'"):
+    with pytest.raises(ScheduleError, match="is no action; write stage, F, B, I or W, and microbatch, such as '2F0'"):
         Action.parse(text)
+
+
+def test_an_action_in_words() -> None:
+    assert [describe(Action.parse(text)) for text in ("2F5", "2B5", "2I5", "2W5")] == [
+        "stage 2, forward, microbatch 5",
+        "stage 2, backward, microbatch 5",
+        "stage 2, input gradient, microbatch 5",
+        "stage 2, weight gradients, microbatch 5",
+    ]
+
+
+def test_a_backward_waits_for_whatever_makes_the_gradient_of_the_next_input() -> None:
+    schedule = parse("0F0 0F1 0B0 0I1 0W1", "1F0 1F1 1I0 1W0 1B1")
+    needs = {str(action): " ".join(map(str, schedule.needs(action))) for lane in schedule.lanes for action in lane}
+    assert needs == {
+        "0F0": "",
+        "0F1": "",
+        "0B0": "0F0 1I0",
+        "0I1": "0F1 1B1",
+        "0W1": "0I1",
+        "1F0": "0F0",
+        "1F1": "0F1",
+        "1I0": "1F0",
+        "1W0": "1I0",
+        "1B1": "1F1",
+    }
+    assert validate(schedule) is schedule
 
 
 def test_gpipe_is_this() -> None:
@@ -71,38 +101,44 @@ def test_issue_order_is_this() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_every_schedule_is_legal(name: str, stages: int, microbatches: int) -> None:
+@pytest.mark.parametrize(("devices", "microbatches"), SIZES)
+def test_every_schedule_is_legal(name: str, devices: int, microbatches: int) -> None:
+    stages = devices * PER_DEVICE[name]
     schedule = build(name, stages=stages, microbatches=microbatches)
     assert validate(schedule) is schedule
-    assert (schedule.stages, schedule.microbatches, schedule.name) == (stages, microbatches, name)
+    assert (schedule.stages, len(schedule.lanes), schedule.microbatches) == (stages, devices, microbatches)
+    assert schedule.name == name
+    issued = issue_order(schedule)
     done: set[Action] = set()
-    for action in issue_order(schedule):
+    for action in issued:
         assert done.issuperset(schedule.needs(action))
         done.add(action)
-    assert len(done) == stages * microbatches * (2 if schedule.has_backward else 1)
-    for stage, lane in enumerate(schedule.lanes):
-        backwards = [action.microbatch for action in lane if action.kind == "B"]
-        assert backwards == sorted(backwards)
-        assert tuple(action for action in issue_order(schedule) if action.stage == stage) == lane
+    per_microbatch = {"forward": 1, "zb_h1": 3, "zb_v": 3}.get(name, 2)
+    assert len(done) == len(issued) == stages * microbatches * per_microbatch
+    for place, lane in enumerate(schedule.lanes):
+        assert tuple(action for action in issued if schedule.stage_lane[action.stage] == place) == lane
+    for stage in range(stages):
+        summed = [action.microbatch for action in issued if action.stage == stage and action.kind in "BW"]
+        assert summed == sorted(summed)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_in_flight_is_what_a_replay_counts(name: str, stages: int, microbatches: int) -> None:
+@pytest.mark.parametrize(("devices", "microbatches"), SIZES)
+def test_in_flight_is_what_a_replay_counts(name: str, devices: int, microbatches: int) -> None:
+    stages = devices * PER_DEVICE[name]
     schedule = build(name, stages=stages, microbatches=microbatches)
-    for stage, lane in enumerate(schedule.lanes):
+    for stage in range(stages):
         held = most = 0
-        for action in lane:
-            held += 1 if action.kind == "F" else -1
-            most = max(most, held)
-            if not schedule.has_backward:
-                held -= 1
+        for action in schedule.lanes[schedule.stage_lane[stage]]:
+            if action.stage == stage:
+                held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+                most = max(most, held)
+                held -= not schedule.has_backward
         assert in_flight(name, stage=stage, stages=stages, microbatches=microbatches) == most
 
 
 def test_an_unknown_schedule_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ScheduleError, match="no schedule 'zigzag'; choose one of 'gpipe', '1f1b', 'forward'"):
+    with pytest.raises(ScheduleError, match="no schedule 'zigzag'; choose one of 'gpipe', '1f1b', 'forward', 'interl"):
         build("zigzag", stages=2, microbatches=2)
 
 
@@ -118,6 +154,29 @@ ILLEGAL = {
         "deadlock: 0B0 waits for 1B0, 1F1 waits for 0F1",
         "lane 0 | 0F0   >0B0< 0F1   0B1\nlane 1 | .     1F0   >1F1< 1B0   1B1",
     ),
+    "no such stage": (parse("0F0 3F0"), "3F0 is of no stage; name one of the 1 stages, 0 on", ">3F0<"),
+    "no such lane": (
+        parse("0F0", "1F0", stage_lane=(0, 1, 2)),
+        "stage 2 is placed in lane 2; place it in one of the 2 lanes, 0 on",
+        "lane 1 | .   1F0",
+    ),
+    "lane of another device": (
+        parse("0F0 2F0 3F0", "1F0", stage_lane=(0, 1, 1, 0)),
+        "2F0 is in lane 0; move it to lane 1",
+        ">2F0<",
+    ),
+    "input gradient first": (parse("0I0 0F0 0W0"), "0I0 comes before 0F0; put the forward first", ">0I0<"),
+    "weights first": (parse("0F0 0W0 0I0"), "0W0 comes before 0I0; put the input's gradient first", ">0W0<"),
+    "weights of a whole backward": (parse("0F0 0B0 0W0"), "0W0 comes before 0I0", ">0W0<"),
+    "two backwards": (
+        parse("0F0 0I0 0W0 0B0"),
+        "0I0 and 0B0 are two backwards of one microbatch; keep B, or I and W",
+        ">0I0< 0W0   >0B0<",
+    ),
+    "missing input gradient": (parse("0F0 0F1 0I0 0W0"), "0I1 is missing", ">0I1<"),
+    "missing weights": (parse("0F0 0F1 0I0 0I1 0W1"), "0W0 is missing", ">0W0<"),
+    "descending weights": (parse("0F0 0F1 0I0 0I1 0W1 0W0"), "0W0 comes after 0W1", "0W1   >0W0<"),
+    "weights after a later backward": (parse("0F0 0F1 0I0 0B1 0W0"), "0W0 comes after 0B1", "0B1   >0W0<"),
 }
 
 
@@ -129,6 +188,10 @@ def test_an_illegal_schedule_is_shown_with_its_cell_marked(case: str) -> None:
     assert fact in str(error.value)
     assert marked in str(error.value)
     assert str(error.value).count(">") == marked.count(">")
+
+
+def test_input_gradients_may_come_in_any_order() -> None:
+    assert validate(parse("0F0 0F1 0I1 0I0 0W0 0W1")).microbatches == 2
 
 
 def test_a_deadlock_has_no_issue_order() -> None:

@@ -1,0 +1,33 @@
+"""A lane as it is written: each stage's actions of a kind take the microbatches in ascending order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import cast
+
+from autosplit.schedule.action import Action, Kind
+
+
+class LaneWriter:
+    """Writes one device's actions: ``add(2, "FIW")`` appends stage 2's next forward, input and weight gradients.
+
+    A stage whose microbatches of that kind are used up adds nothing, so a pattern may be written past the end.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self.microbatches = microbatches
+        self.actions: list[Action] = []
+        self._next: Counter[tuple[int, Kind]] = Counter()
+
+    def add(self, stage: int, kinds: str) -> None:
+        """Append the stage's next action of each kind."""
+        for kind in cast(Iterable[Kind], kinds):
+            microbatch = self._next[stage, kind]
+            if microbatch < self.microbatches:
+                self._next[stage, kind] += 1
+                self.actions.append(Action(stage, kind, microbatch))
+
+    def lane(self) -> tuple[Action, ...]:
+        """Return what was written."""
+        return tuple(self.actions)
