@@ -347,9 +347,9 @@ def hungry(request):
 
 
 def test_what_memory_runs_out_for_is_named_and_the_rest_is_measured(hungry):
-    model = hungry.root
+    model, x = hungry.root, torch.randn(ROWS, 4)
     expected, before, draws = copy.deepcopy(model.state_dict()), state_of(model), random_states()
-    found = measure(hungry, inputs=[torch.randn(ROWS, 4)], rows=ROWS)
+    found = measure(hungry, inputs=[x], rows=ROWS)
     assert set(found.nodes) == {"first", "beside"}
     assert found.out_of_memory == {
         "greedy": "memory ran out on cpu while it was measured (it asked for 131072 TiB)",
