@@ -176,9 +176,12 @@ def test_values_of_weights_do_not_matter() -> None:
 
 @contextlib.contextmanager
 def _flag(module: Any, name: str, value: Any) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, value)
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
         yield
+    finally:
+        setattr(module, name, before)
 
 
 @pytest.mark.parametrize(
