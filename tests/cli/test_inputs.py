@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autosplit.cli import DTYPES, InputSpec, build_sample
+from autosplit.cli_common import DTYPES, InputSpec, build_sample
 from autosplit.errors import InputError
 
 INTEGERS = ["int64", "int32", "int16", "int8", "uint8"]
