@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cost_models.machines import HostSpec, MachineSpec, PairLink
     from cost_models.measured import Measured
     from cost_models.protocol import CostModel
-    from cost_models.registry import device, identify, link, machine, machine_names, names
+    from cost_models.registry import device, find, identify, link, machine, machine_names, names
     from cost_models.roofline import Efficiency, Roofline
     from cost_models.specs import DeviceSpec, LinkSpec, Source
     from cost_models.work import DType, OpWork
@@ -43,6 +43,7 @@ __all__ = [
     "Roofline",
     "Source",
     "device",
+    "find",
     "identify",
     "link",
     "machine",
@@ -54,7 +55,7 @@ _HOMES = {
     "machines": ("HostSpec", "MachineSpec", "PairLink"),
     "measured": ("Measured",),
     "protocol": ("CostModel",),
-    "registry": ("device", "identify", "link", "machine", "machine_names", "names"),
+    "registry": ("device", "find", "identify", "link", "machine", "machine_names", "names"),
     "roofline": ("Efficiency", "Roofline"),
     "specs": ("DeviceSpec", "LinkSpec", "Source"),
     "work": ("DType", "OpWork"),

@@ -23,8 +23,6 @@ def describe(error: ValidationError, *, model: type[BaseModel]) -> str:
 def _problem(problem: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     loc = [part for part in problem["loc"] if part != "[key]"]
     where = ".".join(map(str, loc))
-    if problem["type"] == "json_invalid":
-        return f"it is no JSON: {problem['ctx']['error']}"
     if problem["type"] == "missing":
         return f"{where} is missing; allowed: {_allowed(schema, loc)}"
     if problem["type"] == "extra_forbidden":

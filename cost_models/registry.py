@@ -38,7 +38,7 @@ def device(name: str | Path) -> DeviceSpec:
     Raises ValueError when there is no such device or file, or when the file does not describe a device.
     """
     if str(name).endswith(_SUFFIX):
-        return _device(_read_file(Path(name), what="device"), where=str(name))
+        return _device(_read_file(Path(name)), where=str(name))
     if name not in names():
         raise ValueError(
             f"there is no device {str(name)!r}{_meant(str(name), names())}; known devices: {', '.join(names())}; "
@@ -67,6 +67,17 @@ def machine(devices: str | Path | Sequence[str | Path | DeviceSpec]) -> MachineS
         raise ValueError(f"a machine has at least one device; give a list of names, or {_FORMS}")
     specs = [entry if isinstance(entry, DeviceSpec) else device(entry) for entry in devices]
     return _assembled(_Layout(specs, 1))
+
+
+def find(name: str | Path) -> DeviceSpec | MachineSpec:
+    """Return what ``name`` names: a device, by its name or its file, or else a machine, as ``machine`` does.
+
+    Raises ValueError when it names neither.
+    """
+    if name in names():
+        return device(name)
+    is_device_file = str(name).endswith(_SUFFIX) and Path(name).is_file() and _is_device(_read_file(Path(name)))
+    return device(name) if is_device_file else machine(name)
 
 
 def link(source: str | Path | DeviceSpec, target: str | Path | DeviceSpec) -> LinkSpec:
@@ -176,10 +187,14 @@ def _network() -> LinkSpec:
 
 
 def _machine_file(path: Path) -> MachineSpec:
-    fields = _read_file(path, what="machine")
-    if isinstance(fields, dict) and "devices" not in fields and "peak_flops_per_s" in fields:
+    fields = _read_file(path)
+    if _is_device(fields):
         return _assembled(_Layout([_device(fields, where=str(path))], 1))
     return _machine(fields, where=str(path), folder=path.parent)
+
+
+def _is_device(fields: Any) -> bool:
+    return isinstance(fields, dict) and "devices" not in fields and "peak_flops_per_s" in fields
 
 
 def _machine(fields: Any, *, where: str, folder: Path | None) -> MachineSpec:
@@ -215,13 +230,13 @@ def _device(fields: Any, *, where: str) -> DeviceSpec:
         raise ValueError(f"{where!r} does not describe a device: {describe(error, model=DeviceSpec)}") from error
 
 
-def _read_file(path: Path, *, what: str) -> Any:
+def _read_file(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise ValueError(f"cannot read the {what} file {str(path)!r}: {error.strerror}") from error
+        raise ValueError(f"cannot read the file {str(path)!r}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} does not describe a {what}: it is no JSON: {error}") from error
+        raise ValueError(f"{str(path)!r} is no JSON: {error}") from error
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

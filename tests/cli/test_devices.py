@@ -1,0 +1,106 @@
+"""``autosplit devices``: the tables, the figures with their sources, and what happens to a name nobody knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autosplit import cli
+from cost_models import DeviceSpec, MachineSpec, device, find, machine, machine_names, names
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run() -> Run:
+    return lambda *arguments: CliRunner().invoke(cli.app, ["devices", *arguments])
+
+
+def row(table: str, first: str) -> list[str]:
+    """Return the cells of the one row that starts with ``first``."""
+    [line] = [line for line in table.splitlines() if line.split()[:1] == [first]]
+    return line.split()
+
+
+def test_every_device_and_machine_is_listed(run: Run) -> None:
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    firsts = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
+    assert [name for name in (*names(), *machine_names()) if firsts.count(name) != 1] == []
+
+
+def test_a_row_says_memory_rates_links_and_trust(run: Run) -> None:
+    rates = ["1979", "989", "989", "495", "67", "67"]
+    assert row(run().stdout, "H100-SXM5-80GB") == (
+        ["H100-SXM5-80GB", "78.7", "GiB", "3.35", *rates, "450", "64", "1", "7", "5", "5"]
+    )
+
+
+def test_emulated_rates_stand_in_brackets(run: Run) -> None:
+    assert row(run().stdout, "V100-SXM2-16GB")[4:10] == ["-", "(15.7)", "125", "-", "15.7", "7.8"]
+
+
+def test_the_list_as_json(run: Run) -> None:
+    listed = json.loads(run("--json").stdout)
+    assert [DeviceSpec.model_validate(fields) for fields in listed["devices"]] == [device(name) for name in names()]
+    assert [entry["name"] for entry in listed["machines"]] == machine_names()
+    assert listed["machines"][0]["devices"] == ["RTX4090-24GB", "RTX4090-24GB"]
+
+
+def test_a_device_with_the_source_of_every_figure(run: Run) -> None:
+    result = run("H200-SXM-141GB")
+    assert result.exit_code == 0, result.output
+    spec = device("H200-SXM-141GB")
+    for figure in spec.figures():
+        source = spec.source(figure)
+        assert [line for line in result.stdout.splitlines() if figure in line and source.text in line], figure
+    assert "to the host: PCIe 5.0 x16" in result.stdout
+    assert "to a neighbour: NVLink 4" in result.stdout
+
+
+def test_a_machine_and_its_links(run: Run) -> None:
+    text = run("2xA100-SXM4-80GB+2xL4-24GB").stdout
+    assert text.startswith("2xA100-SXM4-80GB+2xL4-24GB: 2 x A100-SXM4-80GB, 2 x L4-24GB on one host\n")
+    assert "NVLink 3, such as 0 to 1" in text
+    assert "PCIe 4.0 x16, such as 0 to 2" in text
+    assert "16 x H100-SXM5-80GB on 2 hosts" in run("2x8xH100-SXM5-80GB").stdout
+
+
+@pytest.mark.parametrize("name", ["L4-24GB", "8xH100-SXM5-80GB", "2x4xL4-24GB", "1xL4-24GB"])
+def test_the_json_of_one_is_a_file_that_every_name_may_be(run: Run, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(run(name, "--json").stdout, encoding="utf-8")
+    assert find(path) == find(name)
+    assert isinstance(find(name), DeviceSpec if name in names() else MachineSpec)
+    again = run(str(path))
+    assert again.exit_code == 0, again.output
+    assert again.stdout == run(name).stdout
+
+
+def test_an_unknown_name_exits_with_2_and_the_nearest(run: Run) -> None:
+    result = run("4xH100")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert "the nearest: H100-NVL-94GB, H100-PCIe-80GB, H100-SXM5-80GB; known devices: " in result.stderr
+    assert "8xH100-SXM5-80GB" in result.stderr
+
+
+def test_a_malformed_file_exits_with_2_and_the_range(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    fields = json.loads(device("T4-16GB").model_dump_json()) | {"memory_bandwidth_bytes_per_s": 320}
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    result = run(str(path))
+    assert result.exit_code == 2
+    assert "memory_bandwidth_bytes_per_s is 320; allowed: a number from 1e+06 to 1e+16" in result.stderr
+
+
+def test_the_machine_of_one_is_no_device(run: Run) -> None:
+    assert run("1xT4-16GB").stdout.startswith("1xT4-16GB: 1 x T4-16GB on one host\n")
+    assert machine("T4-16GB").name == "1xT4-16GB"
