@@ -1,0 +1,281 @@
+"""What one action does to a device's memory: a stage's trace cut into the pieces that a schedule puts in order.
+
+```
+    F   forward                     leaves what the backward needs
+    B   backward                    frees it, leaves gradients (microbatch 0) or adds to them (the others)
+    I   input gradient only         keeps what the weights' gradients need: saved storages, output gradients
+    W   the weights' gradients      frees that
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from autosplit.memory.events import Change, StageTrace, Step
+from autosplit.schedule.action import Kind
+
+Recompute = Literal["never", "block", "always", "except_last"]
+Variant = Literal["never", "recomputed"]
+MemoryKind = Literal[
+    "parameters", "optimizer", "gradients", "activations", "casts", "whole_batch", "transfers", "transient"
+]
+"""What bytes are for.
+
+``parameters`` with buffers and copies of tied ones; ``activations`` with boundary values and what waits for W;
+``casts`` that autocast caches; ``whole_batch`` values such as random masks; ``transfers`` posted or not yet done;
+``transient`` what the running action frees itself, recomputed storages and a gradient that is being added among it.
+"""
+
+
+def variant_of(recompute: Recompute, *, last: bool) -> Variant:
+    """Return which trace a microbatch runs; ``last``: it is the last one of the step."""
+    return "never" if recompute == "never" or (last and recompute == "except_last") else "recomputed"
+
+
+@dataclass(frozen=True)
+class StageTraces:
+    """A stage's traces: the plain one, and that of the recomputed microbatches (per block, or the stage as a whole).
+
+    Under "except_last" the last microbatch of a step runs the plain one, whose backward follows at once.
+    """
+
+    recompute: Recompute = "never"
+    never: StageTrace | None = None
+    recomputed: StageTrace | None = None
+
+    def __post_init__(self) -> None:
+        needed = {"never": (self.never,), "except_last": (self.never, self.recomputed)}
+        if None in needed.get(self.recompute, (self.recomputed,)):
+            raise ValueError(f"a stage with recompute={self.recompute!r} lacks the trace of its microbatches")
+
+    def variant(self, *, last: bool) -> Variant:
+        """Return which trace a microbatch runs; ``last``: it is the last one of the step."""
+        return variant_of(self.recompute, last=last)
+
+    @cached_property
+    def pieces(self) -> Mapping[Variant, TracePieces]:
+        """The pieces of each trace."""
+        traces: tuple[tuple[Variant, StageTrace | None], ...] = (("never", self.never), ("recomputed", self.recomputed))
+        return {variant: TracePieces(trace) for variant, trace in traces if trace is not None}
+
+    @cached_property
+    def gradients(self) -> tuple[int, ...]:
+        """Bytes of each parameter gradient."""
+        trace = self.never or self.recomputed
+        assert trace is not None
+        return tuple(count for storage, count in _changes(trace.backward) if count > 0 and storage in trace.gradients)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One action's steps, and what they come to, above what lived when it began.
+
+    Attributes:
+        kinds: kind of each storage that is not transient.
+        peak_node: the node that ran when the most was alive.
+        at_peak: bytes by kind at that moment.
+        left: bytes by kind after the action; below zero where it freed what earlier actions left.
+    """
+
+    steps: tuple[Step, ...]
+    kinds: Mapping[int, MemoryKind]
+    peak_bytes: int
+    peak_node: str
+    at_peak: Mapping[MemoryKind, int]
+    left: Mapping[MemoryKind, int]
+
+    @property
+    def arriving(self) -> tuple[Change, ...]:
+        """What another stage sends for this action: allocated before its first node."""
+        return tuple(change for change in self.steps[0].changes if change[1] > 0) if self._framed(0) else ()
+
+    @property
+    def leaving(self) -> tuple[Change, ...]:
+        """What this action made and sends away: freed after its last node."""
+        if not self._framed(-1):
+            return ()
+        made = {storage for storage, count in _changes(self.steps) if count > 0}
+        return tuple(change for change in self.steps[-1].changes if change[1] < 0 and change[0] in made)
+
+    def _framed(self, index: int) -> bool:
+        return bool(self.steps) and self.steps[index].node == ""
+
+
+class TracePieces:
+    """The pieces of one trace, each made when it is first asked for."""
+
+    def __init__(self, trace: StageTrace) -> None:
+        self._trace = trace
+        self._made: dict[tuple[Kind, bool, bool, bool], Piece] = {}
+
+    def piece(self, kind: Kind, *, first: bool, fresh: bool, keeps: bool = True) -> Piece:
+        """Return what an action does.
+
+        Args:
+            kind: of the action.
+            first: it belongs to the stage's first microbatch, which makes what is ``kept``.
+            fresh: it finds no gradients of parameters.
+            keeps: a backward follows; without one the forward frees all it made.
+        """
+        key = (kind, first, fresh, keeps)
+        if key not in self._made:
+            self._made[key] = self._make(kind, first=first, fresh=fresh, keeps=keeps)
+        return self._made[key]
+
+    def _make(self, kind: Kind, *, first: bool, fresh: bool, keeps: bool) -> Piece:
+        trace = self._trace
+        if kind == "F":
+            steps = trace.forward if keeps else (*trace.forward, self._release)
+        elif kind == "B":
+            steps = trace.backward if fresh else trace.backward_later
+        elif kind == "I":
+            steps = self._split.input if fresh else _added(self._split.input, trace.gradients)
+        else:
+            steps = self._split.weight if fresh else _added(self._split.weight, trace.gradients)
+        if not first:
+            steps = _without(steps, trace.kept)
+        kinds: dict[int, MemoryKind] = dict.fromkeys(self._saved if keeps else (), "activations")
+        kinds |= dict.fromkeys(trace.kept, "casts")
+        if kind in "IW":
+            kinds |= dict.fromkeys(self._split.waiting, "activations")
+        if fresh:
+            kinds |= dict.fromkeys(trace.gradients, "gradients")
+        elif kind == "B":
+            kinds |= dict.fromkeys(self._exchanged, "gradients")
+        return _measured(steps, kinds)
+
+    @cached_property
+    def _saved(self) -> Mapping[int, int]:
+        """Storages that the forward leaves to the backward, with their bytes."""
+        return {key: count for key, count in _alive(self._trace.forward).items() if key not in self._trace.kept}
+
+    @cached_property
+    def _exchanged(self) -> frozenset[int]:
+        """Gradients that a later backward frees, and the new sums that it leaves in their place."""
+        changes = tuple(_changes(self._trace.backward_later))
+        made = {storage for storage, count in changes if count > 0}
+        freed = {storage for storage, count in changes if count < 0}
+        return frozenset((made - freed - self._trace.kept.keys()) | ((freed - made) & self._trace.gradients.keys()))
+
+    @cached_property
+    def _release(self) -> Step:
+        return Step("", tuple((storage, -count) for storage, count in self._saved.items()))
+
+    @cached_property
+    def _split(self) -> Split:
+        return split(self._trace)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A backward in two: the input's gradient, the weights' gradients, and the storages that only wait in between."""
+
+    input: tuple[Step, ...]
+    weight: tuple[Step, ...]
+    waiting: tuple[int, ...]
+
+
+def split(trace: StageTrace) -> Split:
+    """Return the first microbatch's backward as I and W (Qi et al. 2023, arXiv 2401.10241, section 2).
+
+    For every node of ``trace.split``, W makes its parameters' gradients, so I frees neither what they are made from
+    nor the gradient of the node's output. Where that gradient is a storage that the node's own step frees, the storage
+    stays; where it lives on elsewhere, W holds as many bytes from the node's last step on.
+    """
+    last_step = {step.node: index for index, step in enumerate(trace.backward) if step.node in trace.split}
+    order = sorted(last_step, key=lambda node: last_step[node])
+    made = {storage: count for storage, count in _changes(trace.backward) if count > 0}
+    freed = {storage for storage, count in _changes(trace.backward) if count < 0}
+    last_reader = {storage: node for node in order for storage in trace.split[node].saved if storage in freed}
+    maker = {storage: node for node in reversed(order) for storage in trace.split[node].gradients if storage in made}
+    own = _cotangents(trace, order=order, taken=last_reader.keys() | maker.keys(), made=made)
+    moved = {**last_reader, **{storage: node for node, storage in own.items()}}
+    fresh = iter(range(1 + max((0, *made, *_alive(trace.forward))), 1 << 62))
+    copies = {node: next(fresh) for node in order if node not in own and trace.split[node].cotangent_bytes}
+    input_steps = []
+    makes: dict[str, list[Change]] = {node: [] for node in order}
+    frees: dict[str, list[Change]] = {node: [] for node in order}
+    for index, step in enumerate(trace.backward):
+        stays: list[Change] = []
+        for storage, count in step.changes:
+            if count > 0 and storage in maker:
+                makes[maker[storage]].append((storage, count))
+            elif count < 0 and storage in moved:
+                frees[moved[storage]].append((storage, count))
+            else:
+                stays.append((storage, count))
+        if step.node in copies and last_step[step.node] == index:
+            count = trace.split[step.node].cotangent_bytes
+            stays.append((copies[step.node], count))
+            frees[step.node].append((copies[step.node], -count))
+        input_steps.append(Step(step.node, tuple(stays)))
+    waiting = (*moved, *copies.values())
+    return Split(tuple(input_steps), tuple(Step(node, (*makes[node], *frees[node])) for node in order), waiting)
+
+
+def _cotangents(
+    trace: StageTrace, *, order: Iterable[str], taken: Iterable[int], made: Mapping[int, int]
+) -> dict[str, int]:
+    """Return, by node, the storage that its own steps free and that is as large as its output's gradient."""
+    used = set(taken)
+    own: dict[str, int] = {}
+    for node in order:
+        wanted = trace.split[node].cotangent_bytes
+        for step in trace.backward:
+            if step.node == node and wanted and node not in own:
+                fits = (key for key, count in step.changes if -count == wanted and key in made and key not in used)
+                if (storage := next(fits, None)) is not None:
+                    own[node] = storage
+                    used.add(storage)
+    return own
+
+
+def _added(steps: Iterable[Step], gradients: Mapping[int, str]) -> tuple[Step, ...]:
+    """Return steps whose parameter gradients are added to those that are there, and freed."""
+    return tuple(Step(step.node, tuple(_adding(step.changes, gradients))) for step in steps)
+
+
+def _adding(changes: tuple[Change, ...], gradients: Mapping[int, str]) -> Iterator[Change]:
+    made = [(storage, count) for storage, count in changes if count > 0 and storage in gradients]
+    frees = tuple((storage, -count) for storage, count in made)
+    at = max((changes.index(change) for change in made), default=-1) + 1
+    yield from (*changes[:at], *frees, *changes[at:])
+
+
+def _without(steps: Iterable[Step], storages: Mapping[int, str]) -> tuple[Step, ...]:
+    if not storages:
+        return tuple(steps)
+    return tuple(Step(step.node, tuple(c for c in step.changes if c[0] not in storages)) for step in steps)
+
+
+def _changes(steps: Iterable[Step]) -> Iterator[Change]:
+    return (change for step in steps for change in step.changes)
+
+
+def _alive(steps: Iterable[Step]) -> dict[int, int]:
+    alive: dict[int, int] = {}
+    for storage, count in _changes(steps):
+        if count > 0:
+            alive[storage] = count
+        else:
+            alive.pop(storage, None)
+    return alive
+
+
+def _measured(steps: tuple[Step, ...], kinds: dict[int, MemoryKind]) -> Piece:
+    live: dict[MemoryKind, int] = {}
+    total = peak = 0
+    peak_node = steps[0].node if steps else ""
+    at_peak: dict[MemoryKind, int] = {}
+    for step in steps:
+        for storage, count in step.changes:
+            kind = kinds.get(storage, "transient")
+            live[kind] = live.get(kind, 0) + count
+            total += count
+            if total > peak:
+                peak, peak_node, at_peak = total, step.node, dict(live)
+    return Piece(steps, kinds, peak, peak_node, at_peak, {kind: count for kind, count in live.items() if count})

@@ -1,0 +1,359 @@
+"""A schedule's actions replayed over its stages' traces: what every device holds, when most, and for what.
+
+Every action of a stage does one of a few things (`Piece`), so a replay adds up pieces: its cost is that of the actions,
+not of the nodes in them. `device_changes` plays the same story change by change, for the allocator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autosplit.memory.events import Change, Step
+from autosplit.memory.pieces import MemoryKind, Piece, StageTraces
+from autosplit.schedule.action import Action, Schedule
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """Sizes of what a stage holds beside its microbatches.
+
+    Attributes:
+        parameters: parameters, buffers and copies of tied parameters: held all along.
+        optimizer: master weights, and state that is there before the step.
+        whole_batch: values of the whole batch, such as random masks: held from the stage's first action to its last.
+    """
+
+    parameters: tuple[int, ...] = ()
+    optimizer: tuple[int, ...] = ()
+    whole_batch: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step runs, beside its schedule.
+
+    Attributes:
+        gradients_held: gradients are there when the step begins, as under accumulation; else they are None.
+        finish: by device, what clipping and the optimizer do at the end (`state.optimizer_steps`).
+        posted_receives: how many receives a device posts ahead of the action that needs them.
+        pending_sends: for how many actions what an action sends back is held after it.
+    """
+
+    gradients_held: bool = False
+    finish: Mapping[int, Sequence[Step]] = field(default_factory=dict)
+    posted_receives: int = 0
+    pending_sends: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a device held the most; ``action`` is None in the optimizer's step, ``node`` "" between nodes."""
+
+    action: Action | None
+    node: str
+    bytes: Mapping[MemoryKind, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class ActionBytes:
+    """One action of a device: its highest moment, and what lives after it."""
+
+    peak: Moment
+    left: Mapping[MemoryKind, int]
+
+
+@dataclass(frozen=True)
+class DeviceReplay:
+    """One device's step, action by action; the last entry is the optimizer's where there is one."""
+
+    actions: tuple[ActionBytes, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which the most was held, the first of equals."""
+        return max((entry.peak for entry in self.actions), key=lambda moment: moment.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held."""
+        return self.peak.total_bytes
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step, device by device."""
+
+    devices: tuple[DeviceReplay, ...]
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that each device held."""
+        return tuple(device.peak_bytes for device in self.devices)
+
+
+def replay(
+    schedule: Schedule,
+    traces: Mapping[int, StageTraces],
+    static: Sequence[StaticBytes],
+    *,
+    setting: Setting | None = None,
+) -> Replayed:
+    """Return what each device holds over one step; ``traces`` and ``static`` are by stage.
+
+    Autocast's casts are made by a stage's first microbatch and shared by the others, until the device's last action
+    ends (one autocast context around the step). Raises ValueError where a stage has no trace.
+    """
+    setting = setting or Setting()
+    return Replayed(
+        tuple(_device(Lane(schedule, traces, static, setting, device)) for device in range(len(schedule.lanes)))
+    )
+
+
+def device_changes(
+    schedule: Schedule,
+    traces: Mapping[int, StageTraces],
+    static: Sequence[StaticBytes],
+    *,
+    device: int,
+    settings: Sequence[Setting] = (Setting(),),
+) -> Iterator[Change]:
+    """Yield every change of one device, in order, each allocation under a number of its own: a step per setting.
+
+    Begins with what is held before the steps. A step's gradients are freed after it (``zero_grad``), unless the next
+    step is to find them.
+    """
+    player = _Player()
+    lanes = [Lane(schedule, traces, static, setting, device) for setting in settings]
+    yield from player.begin(lanes[0])
+    for lane, following in zip(lanes, (*lanes[1:], None), strict=True):
+        yield from player.step(lane)
+        if following is None or not following.setting.gradients_held:
+            yield from player.zero_gradients()
+
+
+class Lane:
+    """One device's actions with their pieces."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        traces: Mapping[int, StageTraces],
+        static: Sequence[StaticBytes],
+        setting: Setting,
+        device: int,
+    ) -> None:
+        self.device = device
+        self.setting = setting
+        self.actions = schedule.lanes[device]
+        self.stages = tuple(stage for stage, lane in enumerate(schedule.stage_lane) if lane == device)
+        missing = [stage for stage in self.stages if stage not in traces or stage >= len(static)]
+        if missing:
+            raise ValueError(f"stage {missing[0]} has no trace or no static bytes; give both for every stage")
+        self.traces = {stage: traces[stage] for stage in self.stages}
+        self.static = {stage: static[stage] for stage in self.stages}
+        self.last_action = {action.stage: index for index, action in enumerate(self.actions)}
+        self.finish = tuple(setting.finish.get(device, ()))
+        self._schedule = schedule
+        self._microbatches = schedule.microbatches
+        self._keeps = schedule.has_backward
+
+    def piece(self, action: Action) -> Piece:
+        """Return what an action does."""
+        traces = self.traces[action.stage]
+        variant = traces.variant(last=action.microbatch == self._microbatches - 1)
+        first = action.microbatch == 0
+        fresh = first and not self.setting.gradients_held
+        return traces.pieces[variant].piece(action.kind, first=first, fresh=fresh, keeps=self._keeps)
+
+    def held_gradients(self) -> tuple[tuple[int, int], ...]:
+        """Return (stage, bytes) of each gradient that is there before the step."""
+        if not self.setting.gradients_held:
+            return ()
+        return tuple((stage, count) for stage in self.stages for count in self.traces[stage].gradients)
+
+    def receives(self, action: Action) -> tuple[Change, ...]:
+        """Return what arrives for an action from another device."""
+        other = action.stage - 1 if action.kind == "F" else action.stage + 1
+        return self.piece(action).arriving if action.kind != "W" and self._elsewhere(other) else ()
+
+    def sends(self, action: Action) -> tuple[Change, ...]:
+        """Return what an action makes for another device and frees at its end."""
+        return self.piece(action).leaving if action.kind in "BI" and self._elsewhere(action.stage - 1) else ()
+
+    def _elsewhere(self, stage: int) -> bool:
+        return 0 <= stage < self._schedule.stages and self._schedule.stage_lane[stage] != self.device
+
+
+def _device(lane: Lane) -> DeviceReplay:
+    live: Counter[MemoryKind] = Counter()
+    for static in lane.static.values():
+        live["parameters"] += sum(static.parameters)
+        live["optimizer"] += sum(static.optimizer)
+    live["gradients"] += sum(count for _, count in lane.held_gradients())
+    transfers = _transfers(lane)
+    started: set[int] = set()
+    entries = []
+    for index, action in enumerate(lane.actions):
+        if action.stage not in started:
+            started.add(action.stage)
+            live["whole_batch"] += sum(lane.static[action.stage].whole_batch)
+        piece = lane.piece(action)
+        live["transfers"] = transfers[index]
+        peak = Moment(action, piece.peak_node, _sum(live, piece.at_peak))
+        live.update(piece.left)
+        if lane.last_action[action.stage] == index:
+            live["whole_batch"] -= sum(lane.static[action.stage].whole_batch)
+        entries.append(ActionBytes(peak, _sum(live, {})))
+    live["casts"] = live["transfers"] = 0
+    if lane.finish or not entries:
+        entries.append(_finish(lane, live))
+    return DeviceReplay(tuple(entries))
+
+
+def _finish(lane: Lane, live: Counter[MemoryKind]) -> ActionBytes:
+    total = peak = 0
+    node = ""
+    for step in lane.finish:
+        for _, count in step.changes:
+            total += count
+            if total > peak:
+                peak, node = total, step.node
+    state = Counter(live)
+    state["optimizer"] += total
+    return ActionBytes(Moment(None, node, _sum(state, {"transient": peak - total})), _sum(state, {}))
+
+
+def _sum(live: Mapping[MemoryKind, int], more: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
+    kinds = dict.fromkeys((*live, *more))
+    return {kind: total for kind in kinds if (total := live.get(kind, 0) + more.get(kind, 0))}
+
+
+def _transfers(lane: Lane) -> list[int]:
+    """Return, for each action, the bytes of receives posted for later ones and of sends not done from earlier ones.
+
+    ```
+        posted_receives = 2      [ running ] r1 r2 .      the next two actions that receive have their buffers
+        pending_sends   = 1    s [ running ]              what the action before sent back is still held
+    ```
+    """
+    extra = [0] * len(lane.actions)
+    posted, pending = lane.setting.posted_receives, lane.setting.pending_sends
+    if posted:
+        ahead: deque[int] = deque(maxlen=posted)
+        for index in reversed(range(len(lane.actions))):
+            extra[index] += sum(ahead)
+            if arriving := sum(count for _, count in lane.receives(lane.actions[index])):
+                ahead.append(arriving)
+    if pending:
+        behind: deque[int] = deque(maxlen=pending)
+        for index, action in enumerate(lane.actions):
+            extra[index] += sum(behind)
+            behind.append(-sum(count for _, count in lane.sends(action)))
+    return extra
+
+
+class _Player:
+    """Plays a device's steps change by change."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._live: dict[tuple[int, int, int], Change] = {}
+        self._gradients: list[Change] = []
+        self._casts: list[Change] = []
+        self._posted: deque[int] = deque()
+        self._sent: deque[tuple[Change, ...]] = deque()
+
+    def begin(self, lane: Lane) -> Iterator[Change]:
+        for static in lane.static.values():
+            yield from map(self._new, (*static.parameters, *static.optimizer))
+        self._gradients = [self._new(count) for _, count in lane.held_gradients()]
+        yield from self._gradients
+
+    def step(self, lane: Lane) -> Iterator[Change]:
+        receivers = iter([index for index, action in enumerate(lane.actions) if lane.receives(action)])
+        whole: dict[int, list[Change]] = {}
+        for index, action in enumerate(lane.actions):
+            if action.stage not in whole:
+                whole[action.stage] = [self._new(count) for count in lane.static[action.stage].whole_batch]
+                yield from whole[action.stage]
+            yield from self._post(lane, index, receivers)
+            yield from self._act(lane, action)
+            if lane.last_action[action.stage] == index:
+                yield from map(_freed, whole[action.stage])
+        for changes in (*self._sent, self._casts):
+            yield from map(_freed, changes)
+        self._sent.clear()
+        self._casts.clear()
+        state: dict[int, Change] = {}
+        for storage, count in (change for step in lane.finish for change in step.changes):
+            if count > 0:
+                state[storage] = self._new(count)
+            yield state[storage] if count > 0 else _freed(state.pop(storage))
+
+    def zero_gradients(self) -> Iterator[Change]:
+        yield from map(_freed, self._gradients)
+        self._gradients.clear()
+
+    def _post(self, lane: Lane, index: int, receivers: Iterator[int]) -> Iterator[Change]:
+        """Allocate what the next receiving actions will be sent, ``posted_receives`` of them."""
+        while self._posted and self._posted[0] <= index:
+            self._posted.popleft()
+        while len(self._posted) < lane.setting.posted_receives and (at := next(receivers, None)) is not None:
+            if at > index:
+                action = lane.actions[at]
+                yield from [self._allocate(action, storage, count) for storage, count in lane.receives(action)]
+                self._posted.append(at)
+
+    def _act(self, lane: Lane, action: Action) -> Iterator[Change]:
+        piece = lane.piece(action)
+        here = {storage for storage, _ in piece.arriving if (action.stage, action.microbatch, storage) in self._live}
+        held = {storage for storage, _ in lane.sends(action)} if lane.setting.pending_sends else set()
+        sent: list[Change] = []
+        for step in piece.steps:
+            for storage, count in step.changes:
+                if count > 0:
+                    if storage in here:
+                        here.remove(storage)
+                        continue
+                    yield self._allocate(action, storage, count, kind=piece.kinds.get(storage, "transient"))
+                elif piece.kinds.get(storage) == "gradients":
+                    yield _freed(self._exchange(-count))
+                else:
+                    change = self._live.pop((action.stage, action.microbatch, storage))
+                    if storage in held:
+                        sent.append(change)
+                    else:
+                        yield _freed(change)
+        self._sent.append(tuple(sent))
+        if len(self._sent) > lane.setting.pending_sends:
+            yield from map(_freed, self._sent.popleft())
+
+    def _allocate(self, action: Action, storage: int, count: int, *, kind: MemoryKind = "transient") -> Change:
+        change = self._new(count)
+        if kind == "gradients":
+            self._gradients.append(change)
+        elif kind == "casts":
+            self._casts.append(change)
+        else:
+            self._live[action.stage, action.microbatch, storage] = change
+        return change
+
+    def _exchange(self, count: int) -> Change:
+        """Return the oldest gradient of a size, which a new sum replaces."""
+        at = next(index for index, change in enumerate(self._gradients) if change[1] == count)
+        return self._gradients.pop(at)
+
+    def _new(self, count: int) -> Change:
+        self._next += 1
+        return self._next - 1, count
+
+
+def _freed(change: Change) -> Change:
+    return change[0], -change[1]
