@@ -161,7 +161,7 @@ def _backward(
         steps += writer.backward(index, layer, made[index], writer.result, mode=mode)
         if made[index]["out"] != result:
             steps.append(Step(f"{index}.add", (writer.drop(made[index]["out"]),)))
-    rest = [storage for storage in writer.alive]
+    rest = list(writer.alive)
     return (*steps, Step("", tuple(writer.drop(storage) for storage in rest)))
 
 
