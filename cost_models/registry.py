@@ -149,17 +149,17 @@ def _assembled(layout: _Layout) -> MachineSpec:
     """Return the machine with a layout; what is known of one host of that kind holds for several."""
     specs, hosts = layout
     one = _text(specs, hosts=1)
-    name = _text(specs, hosts=hosts)
-    devices, host_devices = tuple(specs) * hosts, (len(specs),) * hosts
-    if one in machine_names() and all(spec == device(spec.name) for spec in specs):
-        known = _machine_text(one)
-        return known.model_copy(update={"name": name, "devices": devices, "host_devices": host_devices})
+    is_known = one in machine_names() and all(spec == device(spec.name) for spec in specs)
+    known = _machine_text(one) if is_known else None
+    if known is not None and hosts == 1:
+        return known
     return MachineSpec(
-        name=name,
-        devices=devices,
-        host_devices=host_devices,
-        host=_host(specs),
-        network=_network() if hosts > 1 else None,
+        name=_text(specs, hosts=hosts),
+        devices=tuple(specs) * hosts,
+        host_devices=(len(specs),) * hosts,
+        host=known.host if known else _host(specs),
+        network=((known.network if known else None) or _network()) if hosts > 1 else None,
+        notes=f"{hosts} x {known.notes}" if known else "",
     )
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from cost_models import DeviceSpec, LinkSpec, Source, device, link, names
+from cost_models import DeviceSpec, LinkSpec, Source, device, find, identify, link, machine, names
+from cost_models.nearest import nearest
 
 
 def test_names_are_the_devices_own():
@@ -18,9 +20,13 @@ def test_names_are_the_devices_own():
 def test_every_device_is_plausible(name):
     spec = device(name)
     assert DeviceSpec.model_validate_json(spec.model_dump_json()) == spec
-    assert 1e10 <= spec.peak("fp32") <= spec.peak("fp16") <= 1e16
+    assert 1e10 <= spec.peak("fp64") <= spec.peak("fp32") <= spec.peak("fp16") <= 1e16
+    assert spec.peak("fp32") <= spec.peak("tf32") <= spec.peak("fp16")
+    assert spec.peak("fp16") <= (spec.peak("fp8") if "fp8" in spec.dtypes else 1e16)
     assert 5e9 <= spec.memory_bandwidth_bytes_per_s <= 2e13
     assert 1e-6 <= spec.launch_s <= 1e-4
+    assert 0 <= spec.issue_s <= 1e-4
+    assert all(source.text.strip() for source in spec.sources.values())
     assert 1e10 <= spec.host_link.bandwidth_bytes_per_s <= link(name, name).bandwidth_bytes_per_s
     assert link(name, name).bandwidth_bytes_per_s <= 2 * spec.memory_bandwidth_bytes_per_s
 
@@ -33,7 +39,8 @@ def test_the_memory_of_a_gpu_is_the_gigabytes_in_its_name(name):
 
 def test_the_cpu_lane_claims_nothing_that_was_not_measured():
     lane = device("cpu-lane")
-    assert lane.memory_bytes is None
+    assert lane.memory_bytes is lane.usable_bytes is None
+    assert lane.issue_s == 0
     assert {source.status for spec in (lane, lane.host_link) for source in spec.sources.values()} == {"prior"}
 
 
@@ -44,11 +51,71 @@ def test_dense_figures_of_the_h100():
     assert h100.source("peak_flops_per_s.bf16").status == "datasheet"
 
 
-def test_an_unknown_device_lists_the_known_ones():
-    with pytest.raises(ValueError, match="there is no device 'H100'; known devices: ") as caught:
+@pytest.mark.parametrize("name", [name for name in names() if name != "cpu-lane"])
+def test_every_gpu_has_what_a_memory_model_asks_for(name):
+    spec = device(name)
+    assert 300 * 2**20 <= spec.reserve_bytes <= 0.08 * spec.memory_bytes
+    assert spec.compute_capability is not None
+    assert spec.multiprocessors >= 30
+    assert "fp64" in spec.peak_flops_per_s
+    assert spec.driver_names
+
+
+def test_figures_with_sparsity_are_halved():
+    l4, h100 = device("L4-24GB"), device("H100-SXM5-80GB")
+    assert (l4.peak("fp8"), l4.peak("bf16"), l4.memory_bandwidth_bytes_per_s) == (242.5e12, 121e12, 300e9)
+    assert (h100.peak("fp8"), h100.peak("bf16")) == (1979e12, 989e12)
+
+
+def test_a_dtype_that_a_device_lacks():
+    with pytest.raises(
+        ValueError, match="P40-24GB has no bf16 arithmetic; it has fp32, fp64, and emulates fp16; choose"
+    ):
+        device("P40-24GB").peak("bf16")
+    with pytest.raises(ValueError, match="A100-SXM4-80GB has no fp8 arithmetic; it has bf16, fp16, tf32, fp32, fp64;"):
+        device("A100-SXM4-80GB").peak("fp8")
+    assert device("V100-SXM2-32GB").peak("bf16") == device("V100-SXM2-32GB").peak("fp32")
+
+
+def test_an_unknown_device_lists_the_known_ones_and_the_nearest():
+    with pytest.raises(
+        ValueError, match="there is no device 'H100', the nearest: H100-NVL-94GB, H100-PCIe-80GB, "
+    ) as got:
         device("H100")
-    assert all(name in str(caught.value) for name in names())
-    assert "JSON file" in str(caught.value)
+    assert all(name in str(got.value) for name in names())
+    assert "JSON file" in str(got.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("RTX 4090", ["RTX4090-24GB"]),
+        ("rtx_4090", ["RTX4090-24GB"]),
+        ("NVIDIA A100 80GB", ["A100-PCIe-80GB", "A100-SXM4-80GB"]),
+        ("a100-sxm-80gb", ["A100-SXM4-80GB"]),
+        ("Tesla T4", ["T4-16GB"]),
+        ("A6000", ["RTXA6000-48GB"]),
+        ("V100 32GB", ["V100-SXM2-32GB"]),
+        ("mi300", ["MI300X-192GB"]),
+        ("H10O-SXM5-80GB", ["H100-SXM5-80GB"]),
+        ("L40", ["L40-48GB", "L40S-48GB"]),
+        ("abacus", []),
+    ],
+)
+def test_the_nearest_names(written, meant):
+    assert nearest(written, among=names()) == meant
+
+
+def test_one_wrong_letter_finds_something():
+    assert "B200-SXM-180GB" in nearest("B100", among=names())
+
+
+def test_every_driver_name_belongs_to_one_device():
+    assert identify("NVIDIA H100 80GB HBM3").name == "H100-SXM5-80GB"
+    assert identify("NVIDIA H100 PCIe").name == "H100-PCIe-80GB"
+    assert identify("no such device") is None
+    for spec in map(device, names()):
+        assert all(identify(driver_name) == spec for driver_name in spec.driver_names)
 
 
 def test_a_name_is_no_path():
@@ -57,22 +124,83 @@ def test_a_name_is_no_path():
 
 
 def test_a_device_from_a_file(tmp_path):
-    mine = device("T4-16GB").model_copy(update={"name": "mine", "memory_bytes": 12_345})
+    mine = device("T4-16GB").model_copy(update={"name": "mine", "memory_bytes": 2**34})
     path = tmp_path / "mine.json"
     path.write_text(mine.model_dump_json(), encoding="utf-8")
-    assert device(path) == device(str(path)) == mine
+    assert device(path) == device(str(path)) == find(path) == mine
     assert link(path, "T4-16GB") == device("T4-16GB").host_link
+    assert machine([path, "T4-16GB"]).devices == (mine, device("T4-16GB"))
+    assert machine(f"2x{path}").devices == (mine, mine)
+    assert machine(path).name == "1xmine"
 
 
 def test_a_file_that_is_missing(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot read the device file '.*none\.json': No such file"):
-        device(tmp_path / "none.json")
+    for reader in (device, machine, find):
+        with pytest.raises(ValueError, match=r"cannot read the file '.*none\.json': No such file"):
+            reader(tmp_path / "none.json")
 
 
-def test_a_file_that_is_no_device(tmp_path):
+def test_a_file_that_is_no_json(tmp_path):
     path = tmp_path / "wrong.json"
-    path.write_text('{"name": "wrong"}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"wrong\.json' does not describe a device: sources: Field required \("):
+    path.write_text('{"name": ', encoding="utf-8")
+    for reader in (device, machine, find):
+        with pytest.raises(ValueError, match=r"wrong\.json' is no JSON: Expecting value: line 1"):
+            reader(path)
+
+
+T4 = json.loads(device("T4-16GB").model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"memory_bandwidth_bytes_per_s": 320},
+            "memory_bandwidth_bytes_per_s is 320; allowed: a number from 1e+06 to 1e+16",
+        ),
+        ({"issue_s": None}, "issue_s is None; allowed: a number from 0 to 1 (1 problem in all)"),
+        (
+            {"memory_bytes": "16GB"},
+            "memory_bytes is '16GB'; allowed: an integer from 1048576 to 1152921504606846976 or null",
+        ),
+        (
+            {"peak_flops_per_s": {"float32": 1e12, "fp32": 1e12}},
+            "peak_flops_per_s.float32 is 'float32'; allowed: one of fp64, fp32, tf32, bf16, fp16, fp8, int",
+        ),
+        ({"peer_group": 1}, "peer_group is 1; allowed: an integer from 2 or null (1 problem in all)"),
+        ({"name": ""}, "name is ''; allowed: a text that is not empty (1 problem in all)"),
+        (
+            {"sources": {"launch_s": {"status": "sure", "text": "x"}}},
+            "sources.launch_s.status is 'sure'; allowed: one of measured, datasheet, recalled, prior",
+        ),
+        (
+            {"host_link": {"name": "wire", "sources": {}, "latency_s": 9}},
+            "host_link.bandwidth_bytes_per_s is missing; allowed: a number from 1e+06 to 1e+16; "
+            "host_link.latency_s is 9; allowed: a number from 0 to 1 (2 problems in all)",
+        ),
+        ({"multiprocessors": -1, "launch_s": 2, "issue_s": 3, "memory_bytes": 4}, "(4 problems in all)"),
+    ],
+)
+def test_a_malformed_file_is_told_field_value_and_range(tmp_path, changes, said):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(T4 | changes), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"wrong\.json' does not describe a device: ") as caught:
+        device(path)
+    assert said in str(caught.value)
+
+
+def test_a_field_that_does_not_exist_is_told_the_fields(tmp_path):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(T4 | {"memory_gb": 16}), encoding="utf-8")
+    with pytest.raises(ValueError, match="memory_gb is no field; fields: sources, name, driver_names, memory_bytes, "):
+        device(path)
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null"])
+def test_a_file_without_fields(tmp_path, text):
+    path = tmp_path / "wrong.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"does not describe a device: the whole is .*; allowed: an object"):
         device(path)
 
 
@@ -108,6 +236,13 @@ def test_the_package_runs_without_torch_and_without_autosplit():
         "lane = cost_models.device('cpu-lane')\n"
         "work = cost_models.OpWork(kind='matmul', flops=10**9, bytes=10, dtype='fp32')\n"
         "print(cost_models.Roofline(lane).seconds(work) > 0)\n"
+        "print(len(cost_models.machine('8xH100-SXM5-80GB')))\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert (done.stdout, done.stderr) == ("True\n8\n", "")
+
+
+def test_importing_the_package_imports_nothing_large():
+    script = "import sys, cost_models; print({'torch', 'autosplit', 'numpy', 'pydantic', 'json'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

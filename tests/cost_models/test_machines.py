@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from cost_models import HostSpec, LinkSpec, MachineSpec, Source, device, find, machine, machine_names, names
+
+GUESS = Source(status="prior", text="made up for a test")
+SOME = ("A100-SXM4-80GB", "H100-SXM5-80GB", "H200-SXM-141GB", "L4-24GB", "V100-SXM2-32GB", "H100-NVL-94GB", "cpu-lane")
+
+
+def wire(name: str = "wire", bandwidth: float = 1e9, latency_s: float = 1e-3) -> LinkSpec:
+    sources = {"bandwidth_bytes_per_s": GUESS, "latency_s": GUESS}
+    return LinkSpec(name=name, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, sources=sources)
+
+
+HOST = HostSpec(issue_threads=1, sources={"issue_threads": GUESS})
+
+
+def texts() -> st.SearchStrategy[str]:
+    """Every text form: kinds of devices on one host, or hosts that are alike."""
+    run = st.tuples(st.integers(1, 9), st.sampled_from(SOME))
+    mixed = (
+        st.lists(run, min_size=1, max_size=4)
+        .map(merged)
+        .map(lambda runs: "+".join(f"{count}x{name}" for count, name in runs))
+    )
+    hosts = st.tuples(st.integers(2, 4), run).map(lambda pair: f"{pair[0]}x{pair[1][0]}x{pair[1][1]}")
+    return st.one_of(mixed, hosts, st.sampled_from(machine_names()))
+
+
+def merged(runs: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Join neighbours of one kind, as the text form does."""
+    joined: list[tuple[int, str]] = []
+    for count, name in runs:
+        if joined and joined[-1][1] == name:
+            joined[-1] = (joined[-1][0] + count, name)
+        else:
+            joined.append((count, name))
+    return joined
+
+
+def pairs(spec: MachineSpec) -> st.SearchStrategy[tuple[int, int]]:
+    numbers = st.integers(0, len(spec) - 1)
+    return st.tuples(numbers, numbers).filter(lambda pair: pair[0] != pair[1])
+
+
+@given(texts())
+def test_a_text_round_trips(text):
+    spec = machine(text)
+    assert spec.name == str(spec) == text
+    assert machine(str(spec)) == spec
+
+
+@given(texts())
+def test_json_round_trip(text):
+    spec = machine(text)
+    assert MachineSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@given(texts().map(machine).filter(lambda spec: len(spec) > 1), st.data())
+def test_a_link_is_the_same_in_both_directions(spec, data):
+    first, second = data.draw(pairs(spec))
+    there, back = spec.link(first, second), spec.link(second, first)
+    assert (there.name, there.bandwidth_bytes_per_s, there.latency_s) == (
+        (back.name, back.bandwidth_bytes_per_s, back.latency_s)
+    )
+
+
+@given(texts().map(machine), st.data(), st.integers(0, 2**40), st.integers(1, 2**40))
+def test_more_bytes_never_take_less_time(spec, data, count, more):
+    first, second = (data.draw(st.integers(0, len(spec) - 1)) for _ in range(2))
+    assert spec.transfer_s(first, second, count + more) >= spec.transfer_s(first, second, count) >= 0
+    assert spec.transfer_s(first, first, count) == 0
+
+
+@given(texts().map(machine).filter(lambda spec: len(spec) > 1), st.data())
+def test_no_link_is_faster_than_both_its_ends(spec, data):
+    first, second = data.draw(pairs(spec))
+    ends = (spec.devices[first], spec.devices[second])
+    fastest = [max(link.bandwidth_bytes_per_s for link in (end.host_link, end.peer_link) if link) for end in ends]
+    assert spec.link(first, second).bandwidth_bytes_per_s <= min(fastest)
+
+
+def test_the_machines_that_come_with_the_package():
+    assert {"8xH100-SXM5-80GB", "8xA100-SXM4-80GB", "8xH200-SXM-141GB", "8xB200-SXM-180GB"} <= set(machine_names())
+    assert {"4xL4-24GB", "4xA10G-24GB", "2xRTX4090-24GB", "4xT4-16GB", "8xP40-24GB"} <= set(machine_names())
+    for name in machine_names():
+        spec = machine(name)
+        assert spec.name == name
+        assert spec.notes
+        assert find(name) == spec
+        assert {entry.name for entry in spec.devices} <= set(names())
+        assert spec.network is None or 1e9 <= spec.network.bandwidth_bytes_per_s <= 1e11
+
+
+def test_dgx_h100():
+    dgx = machine("8xH100-SXM5-80GB")
+    assert (len(dgx), dgx.host_devices, dgx.host.memory_bytes, dgx.host.cores) == (8, (8,), 2 * 2**40, 112)
+    assert {dgx.link(i, j).name for i in range(8) for j in range(8) if i != j} == {"NVLink 4"}
+    assert dgx.transfer_s(0, 7, 450_000_000) == pytest.approx(1e-3 + 5e-6)
+    assert machine(["H100-SXM5-80GB"] * 8) == machine(" 8 x H100-SXM5-80GB ") == dgx
+
+
+def test_devices_behind_pcie_go_through_the_host():
+    assert machine("4xL4-24GB").link(0, 3) == device("L4-24GB").host_link
+    assert machine("4xT4-16GB").link(1, 2).bandwidth_bytes_per_s == 16e9
+
+
+def test_mixed_devices_meet_at_the_slower_end():
+    mixed = machine("2xA100-SXM4-80GB+1xH100-SXM5-80GB+1xT4-16GB")
+    assert [entry.name for entry in mixed.devices] == ["A100-SXM4-80GB"] * 2 + ["H100-SXM5-80GB", "T4-16GB"]
+    assert mixed.link(0, 1).name == "NVLink 3"
+    assert mixed.link(1, 2) == device("A100-SXM4-80GB").host_link
+    assert mixed.link(2, 3) == device("T4-16GB").host_link
+
+
+def test_hosts_meet_over_the_network():
+    two = machine("2x8xH100-SXM5-80GB")
+    assert (len(two), two.host_devices, two.host_of(7), two.host_of(8)) == (16, (8, 8), 0, 1)
+    assert two.link(6, 7).name == two.link(8, 9).name == "NVLink 4"
+    assert two.link(7, 8).name == "network"
+    assert two.network == machine("8xH100-SXM5-80GB").network
+    assert machine("2x1xT4-16GB").link(0, 1).name == "PCIe 3.0 x16"
+    assert machine("3x2xL40S-48GB").network.source("bandwidth_bytes_per_s").status == "prior"
+
+
+def test_a_peer_group_ends():
+    sixteen = machine("16xH100-SXM5-80GB")
+    assert sixteen.link(0, 7).name == sixteen.link(8, 15).name == "NVLink 4"
+    assert sixteen.link(7, 8).name == "PCIe 5.0 x16"
+    assert machine("4xH100-NVL-94GB").link(0, 1).name == "NVLink 4 bridge"
+    assert machine("4xH100-NVL-94GB").link(1, 2).name == "PCIe 5.0 x16"
+    assert machine("72xGB200-186GB").link(0, 71).name == "NVLink 5"
+
+
+def test_cpu_lanes_issue_their_own_work():
+    assert machine("4xcpu-lane").host.issue_threads == 4
+    assert machine("3xcpu-lane").host.issue_threads == 3
+    assert machine("3xT4-16GB").host.issue_threads == 1
+    assert machine("4xcpu-lane").link(0, 3).name == "host memory"
+
+
+def test_one_device():
+    one = machine("T4-16GB")
+    assert (one.name, len(one)) == ("1xT4-16GB", 1)
+    assert one.transfer_s(0, 0, 10**9) == 0
+    with pytest.raises(ValueError, match="device 0 of 1xT4-16GB needs no link to itself"):
+        one.link(0, 0)
+
+
+@pytest.mark.parametrize(("source", "target", "wrong"), [(0, 4, 4), (-1, 0, -1), (9, 9, 9)])
+def test_a_number_without_a_device(source, target, wrong):
+    four = machine("4xL4-24GB")
+    for ask in (lambda: four.link(source, target), lambda: four.transfer_s(source, target, 1)):
+        with pytest.raises(ValueError, match=f"4xL4-24GB has 4 devices, 0 to 3, no {wrong}"):
+            ask()
+
+
+@pytest.mark.parametrize("text", ["", " ", "0xL4-24GB", "8x0xL4-24GB", "L4-24GB+", "5000xL4-24GB", "99x99xT4-16GB"])
+def test_a_text_that_names_no_machine(text):
+    with pytest.raises(ValueError, match=r"names no machine; write a text such as .*, with 1 to 4096 devices"):
+        machine(text)
+
+
+def test_hosts_and_kinds_do_not_mix_in_a_text():
+    with pytest.raises(ValueError, match="mixes hosts and kinds of devices; write a machine file with host_devices"):
+        machine("2x8xH100-SXM5-80GB+2xL4-24GB")
+
+
+def test_no_devices():
+    with pytest.raises(ValueError, match="a machine has at least one device"):
+        machine([])
+
+
+def test_an_unknown_device_in_a_text_is_told_what_is_known():
+    with pytest.raises(
+        ValueError, match=r"there is no device 'H100' in '2xL4-24GB\+8xH100', the nearest: H100-"
+    ) as got:
+        machine("2xL4-24GB+8xH100")
+    assert all(name in str(got.value) for name in (*names(), *machine_names()))
+
+
+def write(path: Path, **fields: Any) -> Path:
+    host = {"issue_threads": 1, "sources": {"issue_threads": {"status": "prior", "text": "one process"}}}
+    path.write_text(json.dumps({"name": "box", "host": host} | fields), encoding="utf-8")
+    return path
+
+
+def test_a_file_names_its_devices(tmp_path):
+    (tmp_path / "mine.json").write_text(
+        device("L4-24GB").model_copy(update={"name": "mine"}).model_dump_json(), encoding="utf-8"
+    )
+    box = machine(write(tmp_path / "box.json", devices=["mine.json", "T4-16GB"]))
+    assert [entry.name for entry in box.devices] == ["mine", "T4-16GB"]
+    assert (box.name, box.host_devices) == ("box", (2,))
+    text = machine(write(tmp_path / "box.json", devices="3xmine.json+1xT4-16GB"))
+    assert [entry.name for entry in text.devices] == ["mine"] * 3 + ["T4-16GB"]
+
+
+def test_a_file_with_hosts_and_links_of_its_own(tmp_path):
+    def dumped(link: LinkSpec) -> Any:
+        return json.loads(link.model_dump_json())
+
+    path = write(
+        tmp_path / "box.json",
+        devices=["RTX3090-24GB"] * 5,
+        host_devices=[2, 3],
+        network=dumped(wire("net")),
+        links=[{"devices": [3, 2], "link": dumped(wire("bridge", 5e10, 1e-6))}],
+    )
+    box = machine(path)
+    assert [[box.link(i, j).name for j in range(5) if j != i] for i in range(3)] == [
+        ["PCIe 4.0 x16", "net", "net", "net"],
+        ["PCIe 4.0 x16", "net", "net", "net"],
+        ["net", "net", "bridge", "PCIe 4.0 x16"],
+    ]
+    assert [box.host_of(i) for i in range(5)] == [0, 0, 1, 1, 1]
+    assert find(path) == machine(str(path)) == box
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"devices": ["T4-16GB", "T5"]}, r"no device 'T5', the nearest: T4-16GB"),
+        ({"devices": "2xT5"}, r"there is no device 'T5' in '2xT5', the nearest: T4-16GB"),
+        ({}, r"devices is missing; allowed: a list that is not empty"),
+        ({"devices": []}, r"devices is \(\); allowed: a list that is not empty|devices is \[\]; allowed: a list"),
+        (
+            {"devices": "2xT4-16GB", "host": {"issue_threads": 0, "sources": {}}},
+            r"host.issue_threads is 0; allowed: an integer above 0",
+        ),
+        ({"devices": "2xT4-16GB", "host_devices": [3]}, r"host_devices is \[3\], in all 3, of 2"),
+        (
+            {"devices": "2xT4-16GB", "host_devices": [1, 1]},
+            r"2 hosts and no network between them; give network, a link",
+        ),
+        (
+            {"devices": "2xT4-16GB", "links": [{"devices": [0, 1, 2], "link": 3}]},
+            r"links.0.devices is \[0, 1, 2\]; allowed: a list of 2",
+        ),
+        ({"devices": "2xT4-16GB", "color": 3}, r"color is no field; fields: name, devices, host_devices, host, "),
+    ],
+)
+def test_a_malformed_file(tmp_path, fields, said):
+    with pytest.raises(ValueError, match=rf"box\.json' does not describe a machine: .*(?:{said})"):
+        machine(write(tmp_path / "box.json", **fields))
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ([(0, 0)], r"links has \(0, 0\), no pair of different devices numbered 0 to 1"),
+        ([(0, 2)], r"links has \(0, 2\), no pair"),
+        ([(0, 1), (1, 0)], r"links has \(0, 1\) 2 times"),
+    ],
+)
+def test_links_of_pairs_that_do_not_exist(links, said):
+    entries = [{"devices": pair, "link": wire()} for pair in links]
+    with pytest.raises(ValidationError, match=said):
+        MachineSpec(name="m", devices=(device("T4-16GB"),) * 2, host_devices=(2,), host=HOST, links=entries)
+
+
+def test_a_host_says_where_its_figures_come_from():
+    with pytest.raises(ValidationError, match="no source for memory_bytes, cores, issue_threads"):
+        HostSpec(memory_bytes=2**40, cores=8, issue_threads=1, sources={})
+    assert machine("8xH100-SXM5-80GB").host.source("cores").status == "datasheet"
+
+
+def test_machines_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        machine("T4-16GB").name = "other"
