@@ -14,6 +14,8 @@ Precision = Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master"]
 Implementation = Literal["forloop", "foreach", "fused"]
 
 _FP32_BYTES = 4
+_CHUNK_ELEMENTS = 65536
+"""``kChunkSize`` of torch's ``ATen/native/cuda/MultiTensorApply.cuh``: a partial norm each."""
 _MOMENTS: Mapping[str, int] = MappingProxyType({"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2})
 
 
@@ -26,6 +28,7 @@ class ParameterBytes:
         counter_bytes: Adam's step count, an fp32 scalar; on the host unless the implementation is fused.
     """
 
+    elements: int
     parameter_bytes: int
     gradient_bytes: int
     master_bytes: int
@@ -95,6 +98,7 @@ def parameter_bytes(
     else:
         moments = (round(elements * optimizer.name),) if optimizer.name else ()
     return ParameterBytes(
+        elements=elements,
         parameter_bytes=elements * own,
         gradient_bytes=elements * own,
         master_bytes=elements * master,
@@ -117,14 +121,18 @@ def optimizer_steps(
       in place, its first step with momentum makes the state.
     - forloop: Adam makes a square root and its quotient per parameter, while the quotient of the parameter before it
       still lives (``denom`` is overwritten only then); SGD works in place.
-    - clipping: a scalar norm per gradient, their stack, the total and two factors. Scaling the gradients, and
-      unscaling those of autocast, is in place.
+    - clipping: the norms of the gradients, their stack, the total and two factors; on CUDA partial sums
+      (``ATen/native/cuda/ForeachReduceOp.cu``). Scaling the gradients, and unscaling those of autocast, is in place.
 
     How an optimizer that is given in bytes per parameter works is unknown: only its state is counted. The same holds
     for casts between a bf16 parameter and its master weight, for which torch has no implementation to read.
     """
     ids = _Ids()
-    steps = [Step("clip_grad_norm_", tuple(_clip(len(parameters), ids)))] if optimizer.clips and parameters else []
+    steps = (
+        [Step("clip_grad_norm_", tuple(_clip(parameters, ids, on_cpu=on_cpu)))]
+        if optimizer.clips and parameters
+        else []
+    )
     changes: list[Change] = []
     if first:
         counted = on_cpu or optimizer.implementation == "fused"
@@ -168,9 +176,17 @@ def _adam_forloop(sizes: Sequence[int], ids: _Ids) -> Iterator[Change]:
         yield _freed(quotient)
 
 
-def _clip(gradients: int, ids: _Ids) -> Iterator[Change]:
-    norms = [ids.new(_FP32_BYTES) for _ in range(gradients)]
-    stack, total = ids.new(_FP32_BYTES * gradients), ids.new(_FP32_BYTES)
-    yield from (*norms, stack, total, _freed(stack), *map(_freed, norms))
+def _clip(parameters: Sequence[ParameterBytes], ids: _Ids, *, on_cpu: bool) -> Iterator[Change]:
+    """Norms: a scalar each on the CPU; on CUDA one tensor, from partial sums as many for each as the largest needs."""
+    if on_cpu:
+        norms = [ids.new(_FP32_BYTES) for _ in parameters]
+        yield from norms
+    else:
+        chunks = max(-(-parameter.elements // _CHUNK_ELEMENTS) for parameter in parameters)
+        partial = ids.new(_FP32_BYTES * len(parameters) * chunks)
+        norms = [ids.new(_FP32_BYTES * len(parameters))]
+        yield from (partial, *norms, _freed(partial))
+    stack, total = ids.new(_FP32_BYTES * len(parameters)), ids.new(_FP32_BYTES)
+    yield from (stack, total, _freed(stack), *map(_freed, norms))
     factor, clamped = ids.new(_FP32_BYTES), ids.new(_FP32_BYTES)
     yield from (factor, clamped, _freed(factor), _freed(clamped), _freed(total))
