@@ -32,9 +32,9 @@ DTYPES = "float32 float64 float16 bfloat16 complex64 complex128 bool int64 int32
 INPUT_FORM = "NAME=dtype[shape], for example x=float32[8,3,32,32] or input_ids=int64[4,128]<50257"
 MODEL_FORM = "package.module:factory or file.py:factory"
 
-Target = Annotated[
-    str, typer.Argument(metavar="MODEL", help=f"{MODEL_FORM}: a zero-argument callable or an nn.Module.")
-]
+MODEL_HELP = f"{MODEL_FORM}: a zero-argument callable or an nn.Module."
+
+Target = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Inputs = Annotated[
     list[str] | None, typer.Option("--input", metavar="NAME=DTYPE[SHAPE]", help="One per input; NAME or position.")
 ]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from torch import nn
 
 BALANCED = (
-    "balanced routing is assumed: each of its experts gets an equal share of the rows; where the rows of a batch prefer "
-    "some experts, those and the step take longer"
+    "balanced routing is assumed: each of its experts gets an equal share of the rows; where rows prefer some experts, "
+    "those and the step take longer"
 )
 EVERY_ROW = "every row is taken to meet every parameter once: an upper bound where rows are routed to experts"
 

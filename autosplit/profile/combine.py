@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from autosplit.errors import DeviceError
 from autosplit.profile.cache import ProfileCache, profile_key
+from autosplit.profile.cost_model import cost_model_of
 from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
 from autosplit.profile.ledger import Operation
 from autosplit.profile.measured import measure as measure_nodes
@@ -16,8 +18,6 @@ from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.profile.work import work_of
 from autosplit.trace.graph import TracedGraph
 from cost_models.protocol import CostModel
-from cost_models.registry import device as device_spec
-from cost_models.roofline import Roofline
 
 
 def profile(
@@ -34,13 +34,13 @@ def profile(
 
     ``full`` nodes cost what they do on a batch of ``batch_rows``. ``inputs`` are the input tensors in the order of the
     placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
-    model is not on "meta"; else they are those of ``device``, a name of ``cost_models``, by its roofline. ``full``
-    nodes are not measured: the roofline gives their times, scaled as the measured nodes came out against it. So it does
-    for nodes that memory runs out for, with a warning. A ``cache`` keeps measured times on disk.
+    model is not on "meta"; else they are those of ``device`` by its cost model, see `cost_model_of`. ``full`` nodes are
+    not measured: the cost model gives their times, scaled as the measured nodes came out against it. So it does for
+    nodes that memory runs out for, with a warning. A ``cache`` keeps measured times on disk.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
     costs = fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads)
-    times = modelled_times(costs, model=Roofline(device_spec(device)))
+    times = modelled_times(costs, model=cost_model_of(device))
     found = MeasuredTimes({}, device)
     if measure and inputs is not None and not _on_meta(traced, inputs):
         found = _measured(traced, inputs, rows, cache)
@@ -61,15 +61,21 @@ def profile(
 
 
 def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes]:
-    """Return the times that a cost model gives to every node, by stable name."""
+    """Return the times that a cost model gives to every node, by stable name.
+
+    Raises DeviceError with a node's name where the device cannot do what it does, as in a dtype that it lacks.
+    """
 
     def seconds(operations: Sequence[Operation]) -> float:
         return sum(model.seconds(work_of(operation)) for operation in operations)
 
-    return {
-        name: NodeTimes(seconds(node.forward_operations), seconds(node.backward_operations))
-        for name, node in costs.nodes.items()
-    }
+    times = {}
+    for name, node in costs.nodes.items():
+        try:
+            times[name] = NodeTimes(seconds(node.forward_operations), seconds(node.backward_operations))
+        except ValueError as error:
+            raise DeviceError(f"node {name!r}: {error}") from error
+    return times
 
 
 def _measured(
