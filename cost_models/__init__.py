@@ -11,7 +11,7 @@ Every figure has a ``Source`` with a status: measured, datasheet, recalled or pr
 **What is the work?** An ``OpWork``: class of operation, FLOPs, bytes, arithmetic, kernels.
 
 **How long does it take?** Anything with ``seconds(work)`` is a ``CostModel``: ``Roofline`` from a device's figures,
-``Measured`` from a table with another model for what it lacks.
+``Measured`` from a table with another model for what it lacks, ``Calibrated`` from curves fitted to measurements.
 
 Units are in the names, and SI: seconds, bytes, FLOP per second; a bandwidth of 1 GB/s is 1e9, and memory is what the
 driver reports. Bad input is a ``ValueError`` that says what was given, what is allowed, and the way out.
@@ -21,16 +21,20 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from cost_models.calibration import Calibrated, Curve, Stamp
     from cost_models.machines import HostSpec, MachineSpec, PairLink
     from cost_models.measured import Measured
     from cost_models.protocol import CostModel
     from cost_models.registry import device, find, identify, link, machine, machine_names, names
     from cost_models.roofline import Efficiency, Roofline
     from cost_models.specs import DeviceSpec, LinkSpec, Source
-    from cost_models.work import DType, OpWork
+    from cost_models.work import KINDS, DType, OpWork
 
 __all__ = [
+    "KINDS",
+    "Calibrated",
     "CostModel",
+    "Curve",
     "DType",
     "DeviceSpec",
     "Efficiency",
@@ -42,6 +46,7 @@ __all__ = [
     "PairLink",
     "Roofline",
     "Source",
+    "Stamp",
     "device",
     "find",
     "identify",
@@ -52,13 +57,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "calibration": ("Calibrated", "Curve", "Stamp"),
     "machines": ("HostSpec", "MachineSpec", "PairLink"),
     "measured": ("Measured",),
     "protocol": ("CostModel",),
     "registry": ("device", "find", "identify", "link", "machine", "machine_names", "names"),
     "roofline": ("Efficiency", "Roofline"),
     "specs": ("DeviceSpec", "LinkSpec", "Source"),
-    "work": ("DType", "OpWork"),
+    "work": ("KINDS", "DType", "OpWork"),
 }
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 _SHOWN = 3
 _LONGEST_VALUE = 60
 
 
-def describe(error: ValidationError, *, model: type[BaseModel]) -> str:
-    """Return what a validation of ``model`` found: the first problems in full, and the number of all."""
-    schema = model.model_json_schema()
+def describe(error: ValidationError, *, schema: Mapping[str, Any]) -> str:
+    """Return what a validation found: the first problems in full, and the number of all.
+
+    ``schema`` is the JSON schema of what was validated: ``Model.model_json_schema()``.
+    """
     problems = error.errors(include_url=False)
     shown = "; ".join(_problem(problem, schema) for problem in problems[:_SHOWN])
     count = len(problems)
@@ -23,6 +25,8 @@ def describe(error: ValidationError, *, model: type[BaseModel]) -> str:
 def _problem(problem: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     loc = [part for part in problem["loc"] if part != "[key]"]
     where = ".".join(map(str, loc))
+    if problem["type"] == "json_invalid":
+        return f"it is no JSON: {problem['ctx']['error']}"
     if problem["type"] == "missing":
         return f"{where} is missing; allowed: {_allowed(schema, loc)}"
     if problem["type"] == "extra_forbidden":

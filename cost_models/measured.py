@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, TypeAdapter
+from pydantic import BaseModel, ConfigDict, PositiveFloat, TypeAdapter, ValidationError
 
+from cost_models.faults import describe
 from cost_models.protocol import CostModel
 from cost_models.work import OpWork
 
@@ -44,6 +45,13 @@ class Measured:
 
     @classmethod
     def load(cls, path: str | Path, *, fallback: CostModel) -> Measured:
-        """Read a table that ``save`` wrote; raises ValueError when the file is no such table."""
-        entries = TypeAdapter(list[_Entry]).validate_json(Path(path).read_bytes())
+        """Read a table that ``save`` wrote; raises ValueError when the file cannot be read or is no such table."""
+        adapter = TypeAdapter(list[_Entry])
+        try:
+            entries = adapter.validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise ValueError(f"cannot read the file {str(path)!r}: {error.strerror}") from error
+        except ValidationError as error:
+            found = describe(error, schema=adapter.json_schema())
+            raise ValueError(f"{str(path)!r} is no table of measured times: {found}") from error
         return cls(table={entry.work: entry.seconds for entry in entries}, fallback=fallback)

@@ -202,7 +202,9 @@ def _machine(fields: Any, *, where: str, folder: Path | None) -> MachineSpec:
     try:
         return MachineSpec.model_validate(_with_devices(fields, folder=folder))
     except ValidationError as error:
-        raise ValueError(f"{where!r} does not describe a machine: {describe(error, model=MachineSpec)}") from error
+        raise ValueError(
+            f"{where!r} does not describe a machine: {describe(error, schema=MachineSpec.model_json_schema())}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{where!r} does not describe a machine: {error}") from error
 
@@ -227,7 +229,9 @@ def _device(fields: Any, *, where: str) -> DeviceSpec:
     try:
         return DeviceSpec.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(f"{where!r} does not describe a device: {describe(error, model=DeviceSpec)}") from error
+        raise ValueError(
+            f"{where!r} does not describe a device: {describe(error, schema=DeviceSpec.model_json_schema())}"
+        ) from error
 
 
 def _read_file(path: Path) -> Any:

@@ -1,0 +1,45 @@
+"""What ``Measured.load`` says of a file that is no table of measured times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cost_models import Measured, Roofline, device
+
+WORK = {"kind": "matmul", "flops": 1, "bytes": 1, "dtype": "fp32", "launches": 1}
+
+
+def load(path):
+    return Measured.load(path, fallback=Roofline(device("cpu-lane")))
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ([{"work": {"kind": "matmul"}, "seconds": 1}], "0.work.flops is missing; allowed: an integer from 0; "),
+        ([{"work": WORK, "seconds": 0}], "0.seconds is 0; allowed: a number above 0 (1 problem in all)"),
+        (
+            [{"work": WORK | {"dtype": "half"}, "seconds": 1}],
+            "0.work.dtype is 'half'; allowed: one of fp64, fp32, tf32,",
+        ),
+        ([{"work": WORK, "second": 1}], "0.second is no field; fields: work, seconds (2 problems in all)"),
+        ({"work": WORK}, "the whole is {'work': {'kind': 'matmul', "),
+    ],
+)
+def test_the_field_the_value_and_the_range(tmp_path, table, said):
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"measured\.json' is no table of measured times: ") as caught:
+        load(path)
+    assert said in str(caught.value)
+
+
+def test_no_json_and_no_file(tmp_path):
+    path = tmp_path / "measured.json"
+    with pytest.raises(ValueError, match=r"cannot read the file '.*measured\.json': No such file"):
+        load(path)
+    path.write_text("[", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"is no table of measured times: it is no JSON: "):
+        load(path)
