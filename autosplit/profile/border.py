@@ -144,6 +144,12 @@ def epilogue_nodes(traced: TracedGraph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def alias(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one on the same storage that an operation may change in place."""
+    aliased: torch.Tensor = _Alias.apply(value) if value.requires_grad else value.detach()
+    return aliased
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a value, flat."""
     if isinstance(value, torch.Tensor):

@@ -75,7 +75,7 @@ def fake_costs(
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
     mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
     with random_state(), torch.inference_mode(False), torch.enable_grad():
-        twin = shadow(traced.root, replace=lambda tensor: _fake(tensor, mode))
+        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode))
         with mode, ledger:
             first = _FakePass(traced, twin, ledger, before_epilogue, {})
             first.sweep(rows, grads, skip=epilogue)
@@ -206,7 +206,7 @@ class _FakePass(BorderInterpreter):
                 estimated=f"it did not run on fake tensors: {_text(error)}",
             )
         self._number(info, values)
-        return _shaped(node, values, self._rows) or (values[0] if len(values) == 1 else tuple(values))
+        return _as_recorded(node, values, self._rows)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self._saved |= self._storages([tensor])
@@ -227,7 +227,8 @@ class _FakePass(BorderInterpreter):
         self.output_ids[info.name] = [-1 if storage is None else storage.id for storage in storages]
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a fake twin of a tensor, on the CPU."""
     if tensor.device.type == "cpu":
         return mode.from_tensor(tensor, static_shapes=True)
     with mode:
@@ -235,6 +236,18 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin.requires_grad_(tensor.requires_grad)
+
+
+def empty_value(node: fx.Node, rows: int, *, needs_grad: bool) -> Any:
+    """Return what a node gives at ``rows`` batch rows, as new tensors of the recorded shapes and dtypes."""
+    values = _empty(node.meta[INFO], rows)
+    for value in values:
+        value.requires_grad_(needs_grad and (value.dtype.is_floating_point or value.dtype.is_complex))
+    return _as_recorded(node, values, rows)
+
+
+def _as_recorded(node: fx.Node, values: list[torch.Tensor], rows: int) -> Any:
+    return _shaped(node, values, rows) or (values[0] if len(values) == 1 else tuple(values))
 
 
 class _Picks(dict[Any, Any]):

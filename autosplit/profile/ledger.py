@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class Ledger(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.operations: list[Operation] = []
+        self._notify: Callable[[tuple[int, int]], None] | None = None
         self._formulas = flop_formulas()
         self._count = 0
         self._storages: dict[int, Storage] = {}
@@ -55,6 +56,10 @@ class Ledger(TorchDispatchMode):
         """Start a page: no operations yet, and the peak is what is alive now."""
         self.peak_bytes = self.live_bytes
         self.operations = []
+
+    def notify(self, take: Callable[[tuple[int, int]], None]) -> None:
+        """Call ``take`` with the id and the bytes of every storage that comes (above zero) or goes (below)."""
+        self._notify = take
 
     def storage(self, tensor: torch.Tensor) -> Storage | None:
         """Return the tensor's storage, entered now if it was unknown; None for a tensor without one (sparse)."""
@@ -70,11 +75,16 @@ class Ledger(TorchDispatchMode):
             self._watches[key] = weakref.ref(storage, lambda _: self._release(key))
             self.live_bytes += known.bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            if self._notify is not None:
+                self._notify((known.id, known.bytes))
         return known
 
     def _release(self, key: int) -> None:
         del self._watches[key]
-        self.live_bytes -= self._storages.pop(key).bytes
+        storage = self._storages.pop(key)
+        self.live_bytes -= storage.bytes
+        if self._notify is not None:
+            self._notify((storage.id, -storage.bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and enter its work and its results."""

@@ -1,0 +1,310 @@
+"""What is alive while a stage works on a microbatch: its nodes run on fake tensors, with autograd's own backward.
+
+    forward 0 ─ backward 0 ─ forward 1 ─ backward 1        1: gradients are there already
+        │            │                       │
+        ▼            ▼                       ▼
+      forward     backward             backward_later      of the StageTrace
+
+Nothing is allocated and no value is computed. Autograd's engine decides what is saved and when it is freed; what runs in
+the backward belongs to the node in whose range of sequence numbers its autograd node's number lies.
+
+Private torch API, used in this file only, tried on torch 2.13: ``torch._C._autograd._get_sequence_nr`` and
+``torch._C._current_autograd_node``, for which torch has no public names.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from autosplit.memory.events import Change, Held, StageTrace, Step
+from autosplit.profile.border import alias, tensors_of
+from autosplit.profile.fake import empty_value, fake
+from autosplit.profile.ledger import Ledger
+from autosplit.profile.shadow import shadow
+from autosplit.profile.stage_graph import StageGraph
+from autosplit.trace.graph import INFO
+from autosplit.trace.state import random_state
+
+_CPU = torch.device("cpu")
+_LEAF = 1 << 62
+"""Autograd gives nodes that accumulate into leaves a number above all others."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How a stage is run.
+
+    Attributes:
+        rows: batch rows of the microbatch.
+        input_grads: whether the inputs that are the model's own want gradients, by stable name.
+        units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
+        whole: the whole stage is recomputed, as one.
+        apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made;
+            else each is added in place as soon as it is made.
+        context: entered around every pass, for kernels of another device.
+    """
+
+    rows: int
+    input_grads: Mapping[str, bool] = field(default_factory=dict)
+    units: Collection[str] = ()
+    whole: bool = False
+    apart: bool = False
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def trace_stage(stage: StageGraph, how: How) -> StageTrace:
+    """Return what a stage allocates and frees in the forward and the backward of one microbatch."""
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    with random_state(), torch.inference_mode(False), torch.enable_grad():
+        twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode))
+        with mode, ledger, how.context(), _one_autocast():
+            run = _Run(stage, how, twin.module, ledger)
+            for tensor in twin.tensors:
+                ledger.storage(tensor)
+            return run.traced()
+
+
+@contextlib.contextmanager
+def _one_autocast() -> Iterator[None]:
+    """Keep what autocast casts from one operation to the next: the caller's own context is around all of a step."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+class _Labels:
+    """Which node what happens belongs to: the one that runs, or in a backward the one whose operation's turn it is."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.names: list[str] = []
+        self.running: list[str] = []
+        self.last = ""
+
+    @contextlib.contextmanager
+    def forward(self, name: str) -> Iterator[None]:
+        self.starts.append(torch._C._autograd._get_sequence_nr())
+        self.names.append(name)
+        self.running.append(name)
+        try:
+            yield
+        finally:
+            self.last = self.running.pop()
+
+    def current(self) -> str:
+        if self.running:
+            return self.running[-1]
+        node = torch._C._current_autograd_node()
+        number = _LEAF if node is None else node._sequence_nr()
+        if number < _LEAF:
+            place = bisect.bisect_right(self.starts, number) - 1
+            self.last = self.names[place] if place >= 0 else ""
+        return self.last
+
+
+class _Run:
+    def __init__(self, stage: StageGraph, how: How, root: nn.Module, ledger: Ledger) -> None:
+        self.stage, self.how, self.root, self.ledger = stage, how, root, ledger
+        self.interpreter = fx.Interpreter(root, graph=stage.graph)
+        self.labels = _Labels()
+        self.steps: list[tuple[str, list[Change]]] = []
+        self.parameters = {id(p): name for name, p in root.named_parameters() if p.requires_grad}
+        self.leaves: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
+        self.totals: dict[int, torch.Tensor] = {}
+        self.saved: dict[str, dict[int, None]] = {}
+        self.outputs = frozenset(stage.outputs)
+        self.pieces = _pieces(stage, how.units, whole=how.whole)
+        self.ends = _last_uses(self.pieces, keep=self.outputs)
+
+    def traced(self) -> StageTrace:
+        self.ledger.notify(self._note)
+        forward, backward = self._microbatch()
+        gradients = self._gradients()
+        _, later = self._microbatch()
+        alive = {s for step in (*forward, *backward) for s, _ in step.changes}
+        freed = {s for step in (*forward, *backward) for s, count in step.changes if count < 0}
+        kept = {storage: f"kept{number}" for number, storage in enumerate(sorted(alive - freed - gradients.keys()))}
+        return StageTrace(forward, backward, later, gradients, kept, self._split(gradients))
+
+    def _note(self, change: Change) -> None:
+        name = self.labels.current()
+        if not self.steps or self.steps[-1][0] != name:
+            self.steps.append((name, []))
+        self.steps[-1][1].append(change)
+
+    def _taken(self) -> tuple[Step, ...]:
+        steps = tuple(Step(name, tuple(changes)) for name, changes in self.steps)
+        self.steps = []
+        return steps
+
+    # -- one microbatch ------------------------------------------------------------------------------------------
+    def _microbatch(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        self.labels.last = ""
+        env: dict[fx.Node, Any] = dict.fromkeys(self.stage.numbers, None)
+        env |= zip(self.stage.numbers[:1], (self.how.rows,), strict=True)
+        given = {node: self._given(node) for node in self.stage.inputs}
+        env |= {node: _lent(node, value) for node, value in given.items()}
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            for piece in self.pieces:
+                piece.run(self, env)
+        outputs = [t for node in self.stage.outputs for t in tensors_of(env[node]) if t.requires_grad]
+        env.clear()
+        self.labels.last = ""
+        forward = self._taken()
+        self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
+        self.labels.last = ""
+        del outputs, given
+        return forward, self._taken()
+
+    def _backward(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        if not outputs:
+            return
+        cotangents = [torch.empty_like(output) for output in outputs]
+        if self.how.apart:
+            held = [leaf for leaf in self.leaves if id(leaf) in self.totals]
+            outputs, cotangents = outputs + held, cotangents + [self.totals[id(leaf)] for leaf in held]
+            wanted: list[torch.Tensor] = [*inputs, *self.leaves]
+            found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            pairs = zip(self.leaves, found[len(inputs) :], strict=True)
+            self.totals = {id(leaf): total for leaf, total in pairs if total is not None}
+        else:
+            torch.autograd.backward(outputs, cotangents)
+            for tensor in inputs:
+                tensor.grad = None
+
+    def _given(self, node: fx.Node) -> Any:
+        info = node.meta[INFO]
+        needs_grad = info.tensors[0].differentiable and self.how.input_grads.get(info.name, False)
+        return empty_value(node, self.how.rows, needs_grad=needs_grad)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := self.ledger.storage(tensor)) is not None and self.labels.running:
+            self.saved.setdefault(self.labels.running[-1], {})[storage.id] = None
+        return tensor
+
+    def _gradients(self) -> dict[int, str]:
+        found = {}
+        for leaf in self.leaves:
+            gradient = self.totals.get(id(leaf)) if self.how.apart else leaf.grad
+            storage = None if gradient is None else self.ledger.storage(gradient)
+            if storage is not None:
+                found[storage.id] = self.parameters[id(leaf)]
+        return found
+
+    def _split(self, gradients: Mapping[int, str]) -> dict[str, Held]:
+        made = {name: storage for storage, name in gradients.items()}
+        found = {}
+        for _, info in self.stage.computing():
+            own = tuple(made[name] for name in info.reads if name in made)
+            if own:
+                size = sum(tensor.bytes_at(self.how.rows) for tensor in info.tensors)
+                found[info.name] = Held(tuple(self.saved.get(info.name, ())), size, own)
+        return found
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+    def execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        """Run one node, on the CPU wherever the model's own devices are."""
+
+        def load(argument: Any) -> Any:
+            if isinstance(argument, torch.device):
+                return _CPU
+            return env[argument] if isinstance(argument, fx.Node) else argument
+
+        args = fx.node.map_aggregate(node.args, load)
+        kwargs: Any = dict(fx.node.map_aggregate(node.kwargs, load))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _CPU
+        run: Any = getattr(self.interpreter, node.op)
+        if INFO not in node.meta:
+            return run(node.target, args, kwargs)
+        with self.labels.forward(node.meta[INFO].name):
+            return run(node.target, args, kwargs)
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Piece:
+    """Nodes that run one after the other, as they are or to be run again in the backward."""
+
+    nodes: tuple[fx.Node, ...]
+    again: bool
+
+    def run(self, run: _Run, env: dict[fx.Node, Any]) -> None:
+        if not self.again:
+            for node in self.nodes:
+                env[node] = run.execute(node, env)
+                for dead in run.ends.get(node, ()):
+                    env.pop(dead, None)
+            return
+        own = set(self.nodes)
+        taken = list(dict.fromkeys(o for n in self.nodes for o in n.all_input_nodes if o not in own))
+        given = [n for n in self.nodes if n in run.outputs or any(user not in own for user in n.users)]
+
+        def forward(*values: Any) -> tuple[Any, ...]:
+            inside = dict(zip(taken, values, strict=True))
+            for node in self.nodes:
+                inside[node] = run.execute(node, inside)
+                for dead in run.ends.get(node, ()):
+                    inside.pop(dead, None)
+            return tuple(inside[node] for node in given)
+
+        results = checkpoint(forward, *(env[node] for node in taken), use_reentrant=False)
+        env |= zip(given, results, strict=True)
+        del results
+        for node in self.nodes:
+            for dead in run.ends.get(node, ()):
+                env.pop(dead, None)
+
+
+def _pieces(stage: StageGraph, units: Collection[str], *, whole: bool) -> tuple[_Piece, ...]:
+    """Return the stage's nodes cut where a unit begins or ends."""
+    nodes = [node for node in stage.graph.nodes if node.op != "placeholder"]
+    if whole or not units:
+        return (_Piece(tuple(nodes), whole),) if nodes else ()
+    pieces: list[tuple[str, list[fx.Node]]] = []
+    for node in nodes:
+        info = node.meta.get(INFO)
+        unit = unit_path(info.module, units) if info is not None else (pieces[-1][0] if pieces else "")
+        if not pieces or pieces[-1][0] != unit:
+            pieces.append((unit, []))
+        pieces[-1][1].append(node)
+    return tuple(_Piece(tuple(own), bool(unit)) for unit, own in pieces)
+
+
+def unit_path(module: str, units: Collection[str]) -> str:
+    """Return which of the units a module is or lies in; "" for none."""
+    while module and module not in units:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _last_uses(pieces: Sequence[_Piece], *, keep: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Map nodes to the values that nobody takes after them."""
+    last: dict[fx.Node, fx.Node] = {}
+    for piece in pieces:
+        for node in piece.nodes:
+            last[node] = node
+            for operand in node.all_input_nodes:
+                last[operand] = node
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if value not in keep:
+            found.setdefault(node, []).append(value)
+    return found
+
+
+def _lent(node: fx.Node, value: Any) -> Any:
+    """Return a value that comes from outside as what the nodes may change in place, where one does."""
+    return alias(value) if node.meta[INFO].mutated and isinstance(value, torch.Tensor) else value
