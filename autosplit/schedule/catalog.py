@@ -5,10 +5,12 @@
 | gpipe | one stage | B | all |
 | 1f1b | one stage | B | d |
 | forward | one stage | none | 1 |
-| interleaved | 2 or more stages, looped | B | counted; all stages of device r of P: 2 (P - r - 1) + (v - 1) P + 1 |
-| looped_bfs | 2 or more stages, looped | B | all |
+| interleaved | v ≥ 2 stages, looped | B | counted; device r of P holds 2 (P - r - 1) + (v - 1) P + 1 in all |
+| looped_bfs | v ≥ 2 stages, looped | B | all |
 | zb_h1 | one stage | I, W | P, of which d with everything that the forward saved |
 | zb_v | 2 stages, as a V | I, W | d |
+
+Never more than there are microbatches.
 """
 
 from __future__ import annotations

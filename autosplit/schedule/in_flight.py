@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import ge
 
 from autosplit.schedule.action import Action, Schedule
 
@@ -57,47 +57,67 @@ def in_flight_of(schedule: Schedule) -> InFlight:
     lanes = []
     for lane, actions in enumerate(schedule.lanes):
         stages = tuple(stage for stage, place in enumerate(schedule.stage_lane) if place == lane)
-        moments = set(_moments(actions, stages=stages, keeps=schedule.has_backward))
-        for holdings in moments:
-            for stage, holding in zip(stages, holdings, strict=True):
-                held[stage] = max(held[stage], holding.full + holding.waiting)
-                waiting[stage] = max(waiting[stage], holding.waiting)
-        most = max((sum(holding.full + holding.waiting for holding in holdings) for holdings in moments), default=0)
-        lanes.append(LaneHoldings(stages=stages, most=most, peaks=_greatest(moments)))
+        moments = _moments(actions, stages=stages, keeps=schedule.has_backward)
+        for moment in moments:
+            for stage, full, left in zip(stages, moment[::2], moment[1::2], strict=True):
+                held[stage] = max(held[stage], full + left)
+                waiting[stage] = max(waiting[stage], left)
+        most = max(map(sum, moments), default=0)
+        lanes.append(LaneHoldings(stages=stages, most=most, peaks=tuple(map(_holdings, _greatest(moments)))))
     return InFlight(held=tuple(held), waiting=tuple(waiting), lanes=tuple(lanes))
 
 
 def most_held(actions: Iterable[Action], *, stage: int) -> int:
     """Return how many microbatches of one stage a lane with a backward holds at most."""
     own = (action for action in actions if action.stage == stage)
-    moments = _moments(own, stages=(stage,), keeps=True)
-    return max((holding.full + holding.waiting for (holding,) in moments), default=0)
+    return max(map(sum, _moments(own, stages=(stage,), keeps=True)), default=0)
 
 
-def _moments(actions: Iterable[Action], *, stages: tuple[int, ...], keeps: bool) -> Iterator[tuple[Holding, ...]]:
-    """Yield what the stages hold while each forward runs, and after each I: between these nothing grows."""
-    full: Counter[int] = Counter()
-    waiting: Counter[int] = Counter()
+_Moment = tuple[int, ...]
+"""What each stage of a lane holds, full and waiting in turn."""
+
+
+def _moments(actions: Iterable[Action], *, stages: tuple[int, ...], keeps: bool) -> set[_Moment]:
+    """Return what a lane holds each time before it lets something go: between these it only grows.
+
+    ```
+                 F F F I W F I W
+        full     1 2 3 2 2 3 2 2
+        waiting  0 0 0 1 0 0 1 0
+                     ^ ^   ^ ^
+    ```
+    """
+    place = {stage: 2 * index for index, stage in enumerate(stages)}
+    now = [0] * (2 * len(stages))
+    moments: set[_Moment] = set()
+    grown = False
     for action in actions:
+        full = place[action.stage]
         if action.kind == "F":
-            full[action.stage] += 1
-        elif action.kind == "W":
-            waiting[action.stage] -= 1
-        else:
-            full[action.stage] -= 1
-            waiting[action.stage] += action.kind == "I"
-        if action.kind in "FI":
-            yield tuple(Holding(full=full[stage], waiting=waiting[stage]) for stage in stages)
-        if not keeps:
-            full[action.stage] -= 1
+            if grown and not keeps:
+                now = [0] * len(now)
+            now[full] += 1
+            grown = True
+            continue
+        if grown:
+            moments.add(tuple(now))
+        now[full + (action.kind == "W")] -= 1
+        now[full + 1] += action.kind == "I"
+        grown = action.kind == "I"
+    if grown:
+        moments.add(tuple(now))
+    return moments
 
 
-def _greatest(moments: set[tuple[Holding, ...]]) -> tuple[tuple[Holding, ...], ...]:
-    """Return the moments that no other exceeds, sorted."""
+def _greatest(moments: set[_Moment]) -> list[_Moment]:
+    """Return the moments that no other exceeds in every number, sorted."""
+    kept: list[_Moment] = []
+    for moment in sorted(moments, reverse=True):
+        if not any(all(map(ge, other, moment)) for other in kept):
+            kept.append(moment)
+    return kept[::-1]
 
-    def exceeds(more: tuple[Holding, ...], less: tuple[Holding, ...]) -> bool:
-        return more != less and all(
-            one.full >= other.full and one.waiting >= other.waiting for one, other in zip(more, less, strict=True)
-        )
 
-    return tuple(sorted(moment for moment in moments if not any(exceeds(other, moment) for other in moments)))
+def _holdings(moment: _Moment) -> tuple[Holding, ...]:
+    pairs = zip(moment[::2], moment[1::2], strict=True)
+    return tuple(Holding(full=full, waiting=waiting) for full, waiting in pairs)

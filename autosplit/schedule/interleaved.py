@@ -13,8 +13,9 @@ def interleaved(stages: int, microbatches: int, *, virtual_stages: int) -> Sched
     The microbatches go through a device's stages in groups of at least as many as there are devices: every stage's
     forward of a group, then the next group's; backwards likewise, last stage first. The paper's groups are exactly as
     large as the pipeline is deep, and it asks for a multiple of that. Here any number of microbatches goes: there are
-    ``microbatches // devices`` groups of as equal a size as can be, larger ones first. Where the groups come out equal
-    this is torch's ``ScheduleInterleaved1F1B``, action for action; torch refuses the rest.
+    ``microbatches // devices`` groups of as equal a size as can be, larger ones first, and the bubble stays the paper's
+    from ``microbatches = devices`` on. Where the groups come out equal this is torch's ``ScheduleInterleaved1F1B``,
+    action for action; torch refuses the rest.
     """
     devices = stages // virtual_stages
     lanes = (
