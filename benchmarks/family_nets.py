@@ -131,7 +131,7 @@ class Recurrent(nn.Module):
         self.layer, self.dropout = nn.LSTM(width, hidden, batch_first=True), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):
             steps, _ = self.layer(x.float())
         return self.dropout(steps)
 
