@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cost_models.specs import DeviceSpec
-from cost_models.work import OpWork
+from cost_models.work import MATRIX_KINDS, OpWork
+
+_ARITHMETIC = {"matmul": 0.75, "conv": 0.6, "attention": 0.6, "attention_backward": 0.45, "recurrent": 0.4}
+_MEMORY = {
+    "copy": 0.85,
+    "elementwise": 0.8,
+    "optimizer": 0.8,
+    "normalization": 0.7,
+    "reduction": 0.7,
+    "embedding": 0.5,
+    "sort": 0.1,
+}
 
 
 @dataclass(frozen=True)
@@ -14,17 +25,21 @@ class Efficiency:
     """The shares of a device's peaks that real kernels reach: priors to plan with, measured on nothing.
 
     Attributes:
-        arithmetic: share of the peak FLOP/s by kind of work.
-        other_arithmetic: the same for every kind that ``arithmetic`` does not name.
-        memory: share of the memory bandwidth.
+        arithmetic: share of the peak FLOP/s by class of work.
+        other_arithmetic: the same for every class that ``arithmetic`` does not name.
+        memory: share of the memory bandwidth by class of work.
+        other_memory: the same for every class that ``memory`` does not name.
     """
 
-    arithmetic: Mapping[str, float] = field(default_factory=lambda: {"attention": 0.6, "attention_backward": 0.45})
-    other_arithmetic: float = 0.75
-    memory: float = 0.8
+    arithmetic: Mapping[str, float] = field(default_factory=lambda: dict(_ARITHMETIC))
+    other_arithmetic: float = 0.5
+    memory: Mapping[str, float] = field(default_factory=lambda: dict(_MEMORY))
+    other_memory: float = 0.8
 
     def __post_init__(self) -> None:
-        shares = {**self.arithmetic, "other_arithmetic": self.other_arithmetic, "memory": self.memory}
+        shares = {f"arithmetic of {kind}": share for kind, share in self.arithmetic.items()}
+        shares |= {f"memory of {kind}": share for kind, share in self.memory.items()}
+        shares |= {"other_arithmetic": self.other_arithmetic, "other_memory": self.other_memory}
         wrong = {name: share for name, share in shares.items() if not 0 < share <= 1}
         if wrong:
             raise ValueError(f"efficiencies are shares above 0 and at most 1, got {wrong}")
@@ -35,14 +50,28 @@ class Roofline:
     """Time of an operation from its FLOPs and bytes alone (Williams, Waterman and Patterson, CACM 2009).
 
     launches · launch_s + max(flops / (peak · efficiency), bytes / (bandwidth · efficiency))
+
+    Classes of ``MATRIX_KINDS`` run at the peak of their dtype, the others on the fp32 units, or on the fp64 ones.
     """
 
     device: DeviceSpec
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     def seconds(self, work: OpWork) -> float:
-        """Return the time of ``work`` in seconds."""
-        share = self.efficiency.arithmetic.get(work.kind, self.efficiency.other_arithmetic)
-        arithmetic_s = work.flops / (self.device.peak(work.dtype) * share)
-        memory_s = work.bytes / (self.device.memory_bandwidth_bytes_per_s * self.efficiency.memory)
-        return work.launches * self.device.launch_s + max(arithmetic_s, memory_s)
+        """Return the time of ``work`` in seconds.
+
+        Raises:
+            ValueError: the device has no arithmetic in the dtype of this matrix operation.
+        """
+        kind, shares = work.base_kind, self.efficiency
+        moved_s = work.bytes / self.device.memory_bandwidth_bytes_per_s / shares.memory.get(kind, shares.other_memory)
+        computed_s = 0.0
+        if work.flops:
+            share = shares.arithmetic.get(kind, shares.other_arithmetic)
+            computed_s = work.flops / self._peak(work, kind) / share
+        return work.launches * self.device.launch_s + max(computed_s, moved_s)
+
+    def _peak(self, work: OpWork, kind: str) -> float:
+        if kind in MATRIX_KINDS or work.dtype == "fp64":
+            return self.device.peak(work.dtype)
+        return self.device.peak("fp32")

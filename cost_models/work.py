@@ -9,13 +9,33 @@ from pydantic import BaseModel, ConfigDict, Field
 DType = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int"]
 """The arithmetic that an operation runs in; ``int`` is every integer and boolean type."""
 
+KINDS = (
+    "matmul",
+    "conv",
+    "attention",
+    "attention_backward",
+    "elementwise",
+    "reduction",
+    "normalization",
+    "embedding",
+    "copy",
+    "recurrent",
+    "optimizer",
+    "sort",
+    "other",
+)
+"""The classes of operations; a kind may be refined after a dot: ``conv.backward``, ``elementwise.special``."""
+
+MATRIX_KINDS = frozenset(("matmul", "conv", "attention", "attention_backward", "recurrent"))
+"""The classes that run on matrix units where the device has them, so that their dtype decides the peak."""
+
 
 class OpWork(BaseModel):
     """What one operation does: its floating-point operations, the bytes it reads and writes, and its arithmetic.
 
-    ``kind`` names a class of operations that reach a similar share of a device's peak: matmul, conv, attention,
-    attention_backward, elementwise, reduction, normalization, embedding, copy, recurrent, optimizer, sort, other; a
-    cost model treats a kind that it does not know as ``other``. ``launches`` counts the kernels: 0 for a view.
+    ``kind`` names a class of operations that reach a similar share of a device's peak, one of ``KINDS``, and after a
+    dot what a finer model may tell apart; a cost model that does not know the refinement takes the class, and one that
+    does not know the class takes ``other``. ``launches`` counts the kernels: 0 for a view.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -25,3 +45,9 @@ class OpWork(BaseModel):
     bytes: int = Field(ge=0)
     dtype: DType
     launches: int = Field(default=1, ge=0)
+
+    @property
+    def base_kind(self) -> str:
+        """The class without its refinement; ``other`` where it is none of ``KINDS``."""
+        base = self.kind.partition(".")[0]
+        return base if base in KINDS else "other"

@@ -1,4 +1,4 @@
-"""Floating-point operations of one aten call: torch's own formulas, and those that torch lacks.
+"""Floating-point operations and bytes of one aten call: torch's own formulas, and those that torch lacks.
 
 ``torch.utils.flop_counter.flop_registry`` is not in that module's ``__all__``; it is used here only, because a
 ``FlopCounterMode`` per node would cost more than the nodes (tried on torch 2.13). It has no entry for the attention and
@@ -7,7 +7,7 @@ recurrent kernels of the CPU, for matrix-vector products and for the fused infer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,3 +90,42 @@ def _vector_product_added(_bias: Any, matrix: Any, _vector: Any, **_: Any) -> in
 
 def _dot(left: Any, _right: Any, **_: Any) -> int:
     return 2 * left.numel()
+
+
+_LOOKUPS = frozenset(
+    "embedding index index_select gather take _unsafe_index nll_loss_forward nll_loss2d_forward".split()
+)
+"""Operations that read of their first operand only as many bytes as they return."""
+
+_WRITES = frozenset("index_put_ _index_put_impl_ index_copy_ index_add_ index_fill_ scatter_ scatter_add_".split())
+"""Operations that read and write of their first operand only as many bytes as their last tensor has."""
+
+
+def moved_bytes(func: Any, args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that an aten call reads and writes: its operands and its results, each once.
+
+    An expanded tensor counts with its storage, a table that is looked up with the entries that are taken from it.
+    """
+    operands = list(_tensors(args))
+    name = func._opname
+    if name in _LOOKUPS and operands:
+        return 2 * sum(map(_bytes, results)) + sum(map(_bytes, operands[1:]))
+    if name in _WRITES and operands:
+        return 2 * _bytes(operands[-1]) + sum(map(_bytes, operands[1:-1]))
+    return sum(map(_bytes, results)) + sum(map(_bytes, operands))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    try:
+        return min(size, tensor.untyped_storage().nbytes())
+    except (NotImplementedError, RuntimeError):
+        return size
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,183 @@
+"""How fast this machine's CPU lane computes: small modules timed by the operation, and a roofline fitted to them.
+
+    each case      forward and backward under two dispatch modes: the account of work, below it a clock on the kernel
+    more runs      medians of each operation's kernel time
+    plain runs     what the same cases take besides their kernels: the framework's way to them, per operation
+
+One command, one to three minutes on a quiet core: ``autosplit profile --calibrate``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosplit.profile.calibration_cases import Case, Program, cases
+from autosplit.profile.ledger import Ledger, Operation
+from autosplit.profile.work import work_of
+from autosplit.trace.state import random_state
+from cost_models.calibration import Calibrated, Stamp
+from cost_models.registry import device as device_spec
+from cost_models.work import OpWork
+
+Progress = Callable[[str, float], None]
+"""Called with what is timed next and the share that is done."""
+
+_LONG_S = 0.25
+"""A case is repeated for about as long as this, and at least twice."""
+
+_MOST, _MOST_QUICK = 9, 3
+
+_SMALL_S = 2e-5
+"""Kernels shorter than this tell what the framework adds to each."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One operation of a case: its work and the median of its kernel's seconds."""
+
+    work: OpWork
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case: its operations, and the median seconds of a whole run without the modes."""
+
+    name: str
+    samples: tuple[Sample, ...]
+    whole_s: float
+
+
+def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progress | None = None) -> Calibrated:
+    """Time this machine's CPU, one thread, and return the roofline of ``device`` fitted to it.
+
+    ``device`` names the ``cost_models`` device whose roofline answers for what was not timed. ``quick`` takes a third
+    of the cases and fewer repeats. The times are CPU seconds of the calling thread, so that other programs
+    disturb little; what they take of the machine's caches and memory bandwidth still counts.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    spec = device_spec(device)
+    timings = time_cases([case for case in cases() if case.quick or not quick], quick=quick, progress=progress)
+    samples = [(sample.work, sample.seconds) for timing in timings for sample in timing.samples]
+    return Calibrated.fit(samples, device=spec, stamp=_stamp(spec.name), issue_s=issue_s(timings))
+
+
+def default_path(device: str = "cpu-lane") -> Path:
+    """Return where a calibration of ``device`` is kept: in the user's cache folder, as XDG has it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "autosplit" / f"calibrated-{device}.json"
+
+
+def time_cases(chosen: Sequence[Case], *, quick: bool = False, progress: Progress | None = None) -> list[Timing]:
+    """Time cases in fp32, and those that ask for it under bf16 autocast too, on one thread."""
+    found = []
+    with random_state(), _one_thread(), torch.inference_mode(False), torch.enable_grad():
+        for place, case in enumerate(chosen):
+            if progress is not None:
+                progress(case.name, place / len(chosen))
+            most = _MOST_QUICK if quick else _MOST
+            found.append(_timed(case, most=most, low=False))
+            if case.low:
+                found.append(_timed(case, most=most, low=True))
+    return found
+
+
+def issue_s(timings: Sequence[Timing]) -> float:
+    """Return what an operation costs besides its kernel: the median over the cases with short kernels."""
+    extra = [
+        (timing.whole_s - sum(sample.seconds for sample in timing.samples)) / len(timing.samples)
+        for timing in timings
+        if max(sample.seconds for sample in timing.samples) < _SMALL_S
+    ]
+    return max(0.0, statistics.median(extra)) if extra else 0.0
+
+
+class _KernelClock(Ledger):
+    """The mode next to the kernels: notes the CPU seconds of the call that went through it last."""
+
+    last_s = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation between two looks at the clock."""
+        start_s = time.thread_time()
+        out = func(*args, **(kwargs or {}))
+        self.last_s = time.thread_time() - start_s
+        return out
+
+
+class _TimedLedger(Ledger):
+    """The account of work, with the seconds of each operation beside it; the clock's mode is entered before it."""
+
+    def __init__(self, clock: _KernelClock) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and enter the operation, and note its time if it was one that computes."""
+        before = len(self.operations)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.operations) > before:
+            self.seconds.append(self._clock.last_s)
+        return out
+
+
+def _timed(case: Case, *, most: int, low: bool) -> Timing:
+    program, leaves = case.build()
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        _run(program, leaves)
+        start_s = time.thread_time()
+        _run(program, leaves)
+        once_s = time.thread_time() - start_s
+        repeats = max(2, min(most, int(_LONG_S / max(once_s, 1e-9))))
+        whole, runs = [once_s], []
+        operations: list[Operation] = []
+        for _ in range(repeats):
+            clock = _KernelClock()
+            with clock, _TimedLedger(clock) as ledger:
+                _run(program, leaves)
+            operations = ledger.operations
+            runs.append(ledger.seconds)
+            start_s = time.thread_time()
+            _run(program, leaves)
+            whole.append(time.thread_time() - start_s)
+    medians = [statistics.median(times) for times in zip(*runs, strict=True)]
+    samples = [Sample(work_of(op), seconds) for op, seconds in zip(operations, medians, strict=True) if seconds > 0]
+    return Timing(f"{case.name}, bf16" if low else case.name, tuple(samples), statistics.median(whole))
+
+
+def _run(program: Program, leaves: Sequence[torch.Tensor]) -> None:
+    result = program()
+    torch.autograd.grad(result, leaves, torch.ones_like(result))
+
+
+def _stamp(device: str) -> Stamp:
+    return Stamp(
+        device=device,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+        threads=1,
+    )
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
