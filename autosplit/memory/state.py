@@ -128,11 +128,9 @@ def optimizer_steps(
     for casts between a bf16 parameter and its master weight, for which torch has no implementation to read.
     """
     ids = _Ids()
-    steps = (
-        [Step("clip_grad_norm_", tuple(_clip(parameters, ids, on_cpu=on_cpu)))]
-        if optimizer.clips and parameters
-        else []
-    )
+    steps = []
+    if optimizer.clips and parameters:
+        steps.append(Step("clip_grad_norm_", tuple(_clip(parameters, ids, on_cpu=on_cpu))))
     changes: list[Change] = []
     if first:
         counted = on_cpu or optimizer.implementation == "fused"

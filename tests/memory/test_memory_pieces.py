@@ -1,0 +1,151 @@
+"""Traces cut into the pieces of a schedule: literal small ones, and what holds for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosplit.memory.events import Held, StageTrace, Step
+from autosplit.memory.pieces import Recompute, StageTraces, TracePieces, split
+from tests.memory.layered import Layer, Stage, trace, traces
+
+X, Y, DY, DX, WEIGHT = range(5)
+
+LINEAR = StageTrace(
+    forward=(Step("", ((X, 10),)), Step("linear", ((Y, 20),))),
+    backward=(
+        Step("", ((DY, 20),)),
+        Step("linear", ((DX, 10), (WEIGHT, 300), (DY, -20))),
+        Step("", ((DX, -10), (Y, -20), (X, -10))),
+    ),
+    backward_later=(
+        Step("", ((DY, 20),)),
+        Step("linear", ((DX, 10), (WEIGHT, 300), (WEIGHT, -300), (DY, -20))),
+        Step("", ((DX, -10), (Y, -20), (X, -10))),
+    ),
+    gradients={WEIGHT: "weight"},
+    split={"linear": Held(saved=(X,), cotangent_bytes=20, gradients=(WEIGHT,))},
+)
+
+
+def test_a_linear_in_four_pieces() -> None:
+    pieces = TracePieces(LINEAR)
+    forward = pieces.piece("F", first=True, fresh=True)
+    assert (forward.peak_bytes, forward.peak_node, forward.left) == (30, "linear", {"activations": 30})
+    backward = pieces.piece("B", first=True, fresh=True)
+    assert (backward.peak_bytes, backward.peak_node) == (330, "linear")
+    assert backward.at_peak == {"transient": 30, "gradients": 300}
+    assert backward.left == {"activations": -30, "gradients": 300}
+    later = pieces.piece("B", first=False, fresh=False)
+    assert (later.peak_bytes, later.at_peak, later.left) == (330, {"transient": 330}, {"activations": -30})
+    assert (backward.arriving, backward.leaving) == (((DY, 20),), ((DX, -10),))
+
+
+def test_i_keeps_the_input_and_the_output_gradient_for_w() -> None:
+    halves = split(LINEAR)
+    assert halves.input == (
+        Step("", ((DY, 20),)),
+        Step("linear", ((DX, 10),)),
+        Step("", ((DX, -10), (Y, -20))),
+    )
+    assert halves.weight == (Step("linear", ((WEIGHT, 300), (DY, -20), (X, -10))),)
+    pieces = TracePieces(LINEAR)
+    assert pieces.piece("I", first=True, fresh=True).peak_bytes == 30
+    assert pieces.piece("W", first=True, fresh=True).left == {"gradients": 300, "activations": -30}
+    later = pieces.piece("W", first=False, fresh=False)
+    assert later.steps == (Step("linear", ((WEIGHT, 300), (WEIGHT, -300), (DY, -20), (X, -10))),)
+    assert (later.peak_bytes, later.at_peak) == (300, {"transient": 300})
+
+
+def test_an_output_gradient_that_lives_on_elsewhere_is_held_beside_it() -> None:
+    """Along a residual the gradient is not freed in the linear's step: W holds as many bytes from then on."""
+    backward = (
+        Step("", ((DY, 20),)),
+        Step("linear", ((WEIGHT, 300),)),
+        Step("add", ((DY, -20),)),
+        Step("", ((X, -10),)),
+    )
+    own = StageTrace((Step("", ((X, 10),)),), backward, (), {WEIGHT: "weight"}, {}, LINEAR.split)
+    halves = split(own)
+    copy = halves.input[1].changes[0]
+    assert copy[1] == 20
+    assert copy[0] not in (X, Y, DY, DX, WEIGHT)
+    assert halves.input[2] == Step("add", ((DY, -20),))
+    assert halves.weight == (Step("linear", ((WEIGHT, 300), (copy[0], -20), (X, -10))),)
+
+
+def test_a_storage_that_two_nodes_saved_waits_for_the_later_one() -> None:
+    backward = (Step("b", ((X, -10),)), Step("a", ()), Step("", ()))
+    held = {"a": Held((X,), 0, ()), "b": Held((X,), 0, ())}
+    halves = split(StageTrace((Step("", ((X, 10),)),), backward, (), {}, {}, held))
+    assert halves.weight == (Step("b", ()), Step("a", ((X, -10),)))
+
+
+def test_gradients_that_w_does_not_make_come_with_i() -> None:
+    own = StageTrace(LINEAR.forward, LINEAR.backward, LINEAR.backward_later, LINEAR.gradients)
+    pieces = TracePieces(own)
+    assert pieces.piece("I", first=True, fresh=True).left == {"gradients": 300, "activations": -30}
+    assert pieces.piece("I", first=False, fresh=False).left == {"activations": -30}
+    assert pieces.piece("W", first=True, fresh=True).steps == ()
+
+
+def test_new_sums_take_the_place_of_the_old_ones() -> None:
+    """`torch.autograd.grad` returns new tensors: a later backward frees the gradients of the one before it."""
+    later = (Step("linear", ((9, 300),)), Step("", ((WEIGHT, -300), (Y, -20), (X, -10))))
+    own = StageTrace(LINEAR.forward, LINEAR.backward, later, LINEAR.gradients)
+    piece = TracePieces(own).piece("B", first=False, fresh=False)
+    assert (piece.peak_bytes, piece.at_peak, piece.left) == (300, {"gradients": 300}, {"activations": -30})
+
+
+def test_casts_are_made_by_the_first_microbatch() -> None:
+    pieces = TracePieces(trace(Stage((Layer(stream=8, hidden=32, weight=100, cast=50),))))
+    first, later = (pieces.piece("F", first=first, fresh=first) for first in (True, False))
+    assert first.left["casts"] == 100
+    assert "casts" not in later.left
+    assert first.left["activations"] == later.left["activations"]
+
+
+def test_without_a_backward_the_forward_keeps_nothing() -> None:
+    piece = TracePieces(LINEAR).piece("F", first=True, fresh=True, keeps=False)
+    assert (piece.peak_bytes, piece.at_peak, piece.left) == (30, {"transient": 30}, {})
+
+
+@pytest.mark.parametrize("recompute", ["block", "always", "except_last"])
+def test_traces_that_recompute_needs(recompute: Recompute) -> None:
+    with pytest.raises(ValueError, match=f"a stage with recompute='{recompute}' lacks the trace"):
+        StageTraces(recompute, never=LINEAR)
+
+
+BYTES = st.integers(1, 1000)
+LAYERS = st.lists(st.builds(Layer, stream=st.just(64), hidden=BYTES, weight=BYTES, cast=st.sampled_from([0, 7])))
+STAGES = st.builds(lambda layers, logits: Stage(tuple(layers), logits), LAYERS.filter(bool), st.sampled_from([0, 90]))
+
+
+@settings(max_examples=80, deadline=None)
+@given(stage=STAGES, recompute=st.sampled_from(["never", "block", "always"]))
+def test_i_and_w_do_what_b_does(stage: Stage, recompute: Recompute) -> None:
+    own = traces(stage, recompute)
+    pieces = own.pieces[own.variant(last=False)]
+    for first in (True, False):
+        whole, inputs, weights = (pieces.piece(kind, first=first, fresh=first) for kind in ("B", "I", "W"))
+        together = Counter(inputs.left)
+        together.update(weights.left)
+        assert {kind: count for kind, count in together.items() if count} == whole.left
+        freed = [c[0] for half in (inputs, weights) for step in half.steps for c in step.changes if c[1] < 0]
+        assert len(freed) == len(set(freed))
+        held = inputs.left.get("activations", 0) - whole.left["activations"]
+        assert inputs.peak_bytes <= whole.peak_bytes + held
+
+
+@settings(max_examples=80, deadline=None)
+@given(stage=STAGES, recompute=st.sampled_from(["never", "block", "always"]))
+def test_a_microbatch_leaves_gradients_and_casts(stage: Stage, recompute: Recompute) -> None:
+    own = traces(stage, recompute)
+    pieces = own.pieces[own.variant(last=False)]
+    total = Counter(pieces.piece("F", first=True, fresh=True).left)
+    total.update(pieces.piece("B", first=True, fresh=True).left)
+    assert total["activations"] == total["transient"] == 0
+    assert total["gradients"] == sum(own.gradients) == sum(2 * layer.weight for layer in stage.layers)
