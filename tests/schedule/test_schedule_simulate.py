@@ -128,11 +128,11 @@ def test_zb_v_never_waits_when_its_parts_are_equal(devices: int) -> None:
     [("1f1b", 1, 0.2431, 5e-5), ("zb_h1", 1, 0.1585, 5e-5), ("interleaved", 3, 0.1055, 4e-3)],
 )
 def test_published_bubbles(name: str, virtual: int, published: float, within: float) -> None:
-    """Qi et al. 2023 (arXiv 2401.10241, read in a transcription): the times of table 9 (ms) and bubble rates of table 5.
+    """Qi et al. 2023 (arXiv 2401.10241): the times of table 9 (ms) give the bubble rates of table 5.
 
-    1.5B parameters, 8 devices, 24 microbatches; the rate is 1 - m (F + I + W) / cost. 1F1B and ZB-H1 agree to all the
-    digits that are printed. Interleaved is 0.0034 off: the table gives neither how many stages a device held (3 here:
-    24 layers over 8 devices) nor the transfer's time in that run, which is taken as the same.
+    Both from a transcription, not from the paper. 1.5B parameters, 8 devices, 24 microbatches; the rate is
+    1 - m (F + I + W) / cost. 1F1B and ZB-H1 agree to all the digits that are printed. Interleaved is 0.0034 off and not
+    explained: the transcription gives neither how many stages a device held (3 is a guess) nor how they were sent.
     """
     f, i, w, comm = 18.522, 18.086, 9.337, 0.601
     schedule = build(name, stages=8 * virtual, microbatches=24, virtual_stages=virtual)
