@@ -38,7 +38,7 @@ def test_every_device_and_machine_is_listed(run: Run) -> None:
 def test_a_row_says_memory_rates_links_and_trust(run: Run) -> None:
     rates = ["1979", "989", "989", "495", "67", "67"]
     assert row(run().stdout, "H100-SXM5-80GB") == (
-        ["H100-SXM5-80GB", "78.7", "GiB", "3.35", *rates, "450", "64", "1", "7", "5", "5"]
+        ["H100-SXM5-80GB", "78.7", "GiB", "3.35", *rates, "450", "64", "1", "12", "0", "5"]
     )
 
 
