@@ -10,6 +10,7 @@ from typing import Annotated
 
 import torch
 import typer
+from torch import nn
 
 import cost_models
 from autosplit.api import own_sample
@@ -27,16 +28,18 @@ from autosplit.cli_common import (
     no_inputs,
     page_width,
 )
-from autosplit.errors import DeviceError, InputError
+from autosplit.errors import DeviceError, InputError, TraceError
 from autosplit.options import Sample, resolve_devices
 from autosplit.profile.cache import ProfileCache
 from autosplit.profile.calibrate import calibrate, default_path
 from autosplit.profile.combine import profile
 from autosplit.profile.identity import device_text
+from autosplit.profile.module_costs import module_costs
 from autosplit.report.cost_table import render_costs
 from autosplit.report.costs import CostReport, cost_report
+from autosplit.report.tree_costs import tree_report
 from autosplit.runtime.ops import sizes_of
-from autosplit.trace.inputs import batch_rows
+from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.probe import probe_rows
 
@@ -136,7 +139,16 @@ def _profiled(
     if place is not None:
         model = model if on_meta else model.to(place)
         own = _moved(Sample.of(own), place)
-    found = trace(model, Sample.of(own))
+    try:
+        found = trace(model, Sample.of(own))
+    except TraceError as refusal:
+        if on_meta:
+            raise
+        return _tree(model, Sample.of(own), choices, measured=measured, device=_cost_model(choices, where), why=refusal)
+    return _recorded(model, found, choices, measured=measured, device=_cost_model(choices, where))
+
+
+def _recorded(model: nn.Module, found: Trace, choices: _Choices, *, measured: bool, device: str) -> CostReport:
     sizes = _sizes(found, choices)
     cache = ProfileCache(choices.cache_dir) if choices.cache and measured else None
     costs = profile(
@@ -145,7 +157,7 @@ def _profiled(
         batch_rows=sum(sizes),
         inputs=_rows_of(found, sizes[0]),
         measure=measured,
-        device=_cost_model(choices, where),
+        device=device,
         cache=cache,
     )
     hardware = device_text(torch.device(costs.device)) if costs.measured else ""
@@ -157,6 +169,28 @@ def _profiled(
         sizes=sizes,
         hardware=hardware,
         cached=cache is not None and cache.hits > 0,
+    )
+
+
+def _tree(
+    model: nn.Module, sample: Sample, choices: _Choices, *, measured: bool, device: str, why: TraceError
+) -> CostReport:
+    """Return the costs of a model that no graph can follow: its modules, for the whole batch."""
+    if choices.rows is not None or choices.chunks > 1:
+        raise InputError(
+            "--rows and --chunks are for models that a graph can follow; give an --input of a microbatch's rows "
+            f"instead, because: {why}"
+        )
+    costs = module_costs(model, sample, measure=measured, device=device, threads=1)
+    place = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    return tree_report(
+        model,
+        costs,
+        torch=str(torch.__version__),
+        rows=batch_rows(flatten(model, sample)),
+        device=str(place) if costs.measured else device,
+        hardware=device_text(place) if costs.measured else "",
+        reason=str(why),
     )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.options import Sample
+from autosplit.profile.cost_model import cost_model_of
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.times import NodeTimes
 from autosplit.profile.work import work_of
@@ -26,8 +27,6 @@ from autosplit.trace import state
 from autosplit.trace.module_tree import Doors, ModuleCost
 from autosplit.trace.structure import flatten_output, tensors_in
 from autosplit.trace.tree_watch import own_gradients, written_back
-from cost_models.registry import device as device_spec
-from cost_models.roofline import Roofline
 
 _BACKWARD = 2.0
 """Backward over forward time where the backward cannot be measured: a matrix product has two in its backward."""
@@ -75,7 +74,7 @@ def module_costs(model: nn.Module, sample: Sample, *, measure: bool, device: str
     """Return what every module costs in a call of ``sample``; raises what the model's forward raises.
 
     The model runs in the caller's modes; where there are no gradients the backward's times are estimates.
-    ``measure=False`` takes the times of ``device`` in ``cost_models``. ``threads`` is the number of intra-op threads of
+    ``measure=False`` takes the times of ``device`` by its cost model. ``threads`` is the number of intra-op threads of
     the measurement, None for as many as there are.
     """
     meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -133,7 +132,7 @@ class _FirstRun:
         self.seen: dict[str, Seen] = {}
         self.inside: list[str] = [""]
         self.ledger = Ledger()
-        self.roofline = Roofline(device_spec(device))
+        self.cost_model = cost_model_of(device)
         self.storages: set[int] = set()
         for tensor in (*model.parameters(), *model.buffers()):
             self._is_new(tensor)
@@ -163,7 +162,7 @@ class _FirstRun:
             self.inside.pop()
         operations = self.ledger.operations[begin:]
         seen.flops += sum(operation.flops for operation in operations)
-        forward_s = sum(self.roofline.seconds(work_of(operation)) for operation in operations)
+        forward_s = sum(self.cost_model.seconds(work_of(operation)) for operation in operations)
         seen.forward_s += forward_s
         seen.backward_s += _BACKWARD * forward_s
         seen.output_bytes = sum(t.numel() * t.element_size() for t in _tensors(result))

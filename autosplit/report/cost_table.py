@@ -61,6 +61,8 @@ def _times(report: CostReport) -> str:
     if report.basis == "modelled":
         return "modelled (nothing was measured)"
     counts = [node.samples for node in report.nodes if node.samples is not None]
+    if not counts:
+        return "measured now: the least of a few runs of the whole model"
     spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     modelled = sum(node.basis == "modelled" for node in report.nodes)
     return f"measured {'in an earlier run' if report.cached else 'now'}: medians of {spread} samples" + (
@@ -99,7 +101,7 @@ def _cells(row: Row) -> list[str]:
         format_flops(row.forward_flops),
         format_flops(row.backward_flops),
         format_bytes(row.saved_bytes),
-        format_bytes(row.transient_bytes),
+        "-" if row.transient_bytes is None else format_bytes(row.transient_bytes),
         format_bytes(row.output_bytes),
     ]
 
@@ -121,7 +123,7 @@ def _totals(report: CostReport) -> list[str]:
     totals = report.totals
     ranges = [(node.forward_range_s, node.backward_range_s) for node in report.nodes]
     spread = ""
-    if all(forward is not None and backward is not None for forward, backward in ranges):
+    if all(forward is not None for forward, _ in ranges):
         low, high = (sum(f[end] + b[end] for f, b in ranges if f and b) for end in (0, 1))
         spread = f" (quartiles {format_seconds(low)} to {format_seconds(high)})"
     several = f" of {report.microbatches} microbatches" if report.microbatches > 1 else ""

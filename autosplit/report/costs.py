@@ -38,6 +38,7 @@ class NodeCost(_Record):
         estimated: why its FLOPs and bytes are estimates, or "".
         forward_range_s, backward_range_s: quartiles of the samples; None where nothing was measured.
         saved: bytes by storage; equal numbers in two nodes are one storage.
+        forward_transient_bytes, backward_transient_bytes: None where they are not known.
         users: nodes that read its result; "" stands for the model's caller.
     """
 
@@ -58,8 +59,8 @@ class NodeCost(_Record):
     forward_flops: int
     backward_flops: int
     saved: dict[int, int]
-    forward_transient_bytes: int
-    backward_transient_bytes: int
+    forward_transient_bytes: int | None
+    backward_transient_bytes: int | None
     output_bytes: int
     users: tuple[str, ...]
 
@@ -106,7 +107,7 @@ class CostReport(_Record):
 
 @dataclass(frozen=True)
 class Row:
-    """Some nodes taken together; ``transient_bytes`` is the largest of theirs."""
+    """Some nodes taken together; ``transient_bytes`` is the largest of theirs, None where none is known."""
 
     name: str
     classes: tuple[str, ...]
@@ -117,7 +118,7 @@ class Row:
     forward_flops: int
     backward_flops: int
     saved_bytes: int
-    transient_bytes: int
+    transient_bytes: int | None
     output_bytes: int
     modelled: bool
     estimated: bool
@@ -178,6 +179,7 @@ def readable_depth(report: CostReport, *, most: int) -> int:
 def _row(name: str, nodes: Sequence[NodeCost]) -> Row:
     inside = {node.name for node in nodes}
     saved = {storage: size for node in nodes for storage, size in node.saved.items()}
+    transients = [size for n in nodes for size in (n.forward_transient_bytes, n.backward_transient_bytes)]
     leaving = [node for node in nodes if not inside.issuperset(node.users)]
     return Row(
         name=name,
@@ -189,7 +191,7 @@ def _row(name: str, nodes: Sequence[NodeCost]) -> Row:
         forward_flops=sum(node.forward_flops for node in nodes),
         backward_flops=sum(node.backward_flops for node in nodes),
         saved_bytes=sum(saved.values()),
-        transient_bytes=max(max(node.forward_transient_bytes, node.backward_transient_bytes) for node in nodes),
+        transient_bytes=max((size for size in transients if size is not None), default=None),
         output_bytes=sum(node.output_bytes for node in leaving),
         modelled=any(node.why for node in nodes),
         estimated=any(node.estimated for node in nodes),

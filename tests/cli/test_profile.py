@@ -1,0 +1,276 @@
+"""``autosplit profile``: what it prints, what it measures and what it asks a cost model, and bad usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from autosplit import cli, cli_profile
+from autosplit.profile import measured
+from autosplit.report.costs import CostReport
+from cost_models import DeviceSpec, OpWork, device
+from cost_models.calibration import Calibrated, Stamp
+
+NETS = str(Path(__file__).parent / "nets.py")
+X = ("--input", "x=float32[8,16]")
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Call ``autosplit profile`` in this process, with a cache of the test's own."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+
+    def call(*arguments: str) -> Any:
+        return CliRunner().invoke(cli.app, ["profile", *arguments])
+
+    return call
+
+
+def report_of(result: Any) -> CostReport:
+    assert result.exit_code == 0, result.output
+    return CostReport.model_validate_json(result.stdout)
+
+
+def error_of(result: Any) -> str:
+    """Return what a failed run said: nothing on stdout, no traceback, exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def cached(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "caches").rglob("*.json"))
+
+
+def test_the_table_is_printed(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *X, "--chunks", "4")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "Profile of Mlp"
+    assert lines[1].startswith("  device     cpu: ")
+    assert lines[2] == "  rows       2 rows per microbatch (a batch of 8 in 4 microbatches)"
+    assert lines[3].startswith("  times      measured now: medians of ")
+    assert lines[6] == "Costs by module, to depth 2"
+    assert [line.split()[:2] for line in lines[9:13]] == [[f"layers.{i}", "micro"] for i in range(4)]
+    assert "  parameters 1,088 in 4.25 KiB" in lines
+    assert result.stderr == "a factory that talks\n"
+
+
+def test_the_second_run_is_served_from_the_cache(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = report_of(run(f"{NETS}:Mlp", *X, "--json"))
+    assert len(cached(tmp_path)) == 1
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a node was run")
+
+    monkeypatch.setattr(measured._Timing, "_once", never)
+    second = report_of(run(f"{NETS}:Mlp", *X, "--json"))
+    assert (first.cached, second.cached) == (False, True)
+    assert second.model_copy(update={"cached": False}) == first
+    assert "measured in an earlier run" in run(f"{NETS}:Mlp", *X).stdout
+    assert run(f"{NETS}:Mlp", *X, "--no-cache").exit_code == 2, "every node runs again"
+
+
+def test_without_the_cache_nothing_is_written(run: Run, tmp_path: Path) -> None:
+    assert not report_of(run(f"{NETS}:Mlp", *X, "--no-cache", "--json")).cached
+    assert cached(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_broken_entry_is_a_warning(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    assert run(f"{NETS}:Mlp", *X, "--cache-dir", str(folder)).exit_code == 0
+    [path] = folder.iterdir()
+    path.write_text("{", encoding="utf-8")
+    result = run(f"{NETS}:Mlp", *X, "--cache-dir", str(folder))
+    assert result.exit_code == 0
+    assert "warning: " in result.stderr
+    assert "is of no use" in result.stderr
+    assert json.loads(path.read_text(encoding="utf-8"))["version"] == 1
+
+
+def test_json_has_every_node_and_every_figure(run: Run) -> None:
+    found = report_of(run(f"{NETS}:Mlp", *X, "--chunks", "4", "--json"))
+    assert [node.name for node in found.nodes] == [f"layers.{i}#0" for i in range(4)]
+    assert (found.basis, found.rows, found.microbatches, found.batch_rows) == ("measured", 2, 4, 8)
+    assert found.torch == torch.__version__
+    node = found.nodes[1]
+    assert (node.module, node.node_class, node.basis, node.users) == ("layers.1", "micro", "measured", ("layers.2#0",))
+    assert (node.forward_flops, node.output_bytes, sum(node.saved.values())) == (2 * 2 * 16 * 16, 128, 128)
+    assert node.forward_range_s[0] <= node.forward_s <= node.forward_range_s[1]
+    assert node.samples > 0
+    assert found.nodes[3].users == ("",)
+    assert sum(node.share for node in found.nodes) == pytest.approx(1)
+    totals = found.totals
+    assert totals.step_s == pytest.approx(4 * (totals.forward_s + totals.backward_s))
+    assert totals.step_flops == 4 * (totals.forward_flops + totals.backward_flops)
+    assert (totals.parameters, totals.parameter_bytes, totals.saved_bytes) == (1088, 4352, 3 * 128)
+
+
+def test_a_device_that_is_not_here_is_asked_by_its_cost_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "measure", None)
+    card = report_of(run(f"{NETS}:Mlp", *X, "--device", "H100-SXM5-80GB", "--json"))
+    lane = report_of(run(f"{NETS}:Mlp", *X, "--no-measure", "--json"))
+    assert (card.device, lane.device) == ("H100-SXM5-80GB", "cpu-lane")
+    assert card.basis == lane.basis == "modelled"
+    assert card.totals.step_s != lane.totals.step_s
+    assert "modelled (nothing was measured)" in run(f"{NETS}:Mlp", *X, "--device", "H100-SXM5-80GB").stdout
+
+
+def test_a_model_without_values_is_planned_for_a_device(run: Run) -> None:
+    found = report_of(run(f"{NETS}:make_on_meta", *X, "--device", "H100-SXM5-80GB", "--json"))
+    assert (found.basis, found.totals.parameters) == ("modelled", 1088)
+    assert "has no values" in error_of(run(f"{NETS}:make_on_meta", *X, "--measure"))
+
+
+def test_rows_and_chunks(run: Run) -> None:
+    found = report_of(run(f"{NETS}:Mlp", *X, "--rows", "12", "--chunks", "3", "--json"))
+    assert (found.rows, found.microbatches, found.batch_rows) == (12, 3, 36)
+    assert found.nodes[0].output_bytes == 12 * 16 * 4
+
+
+def test_one_row_per_node_or_per_module(run: Run) -> None:
+    model = run(f"{NETS}:Mlp", *X, "--depth", "0").stdout
+    assert "\n(Mlp)  micro " in model
+    nodes = run(f"{NETS}:Mlp", *X, "--nodes", "--top", "1").stdout
+    assert sum(line.startswith("layers.") for line in nodes.splitlines()) == 1
+    assert "\nand 3 more with " in nodes
+
+
+@pytest.mark.filterwarnings("default")
+def test_memory_that_runs_out_is_said_and_modelled(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    once = measured._Timing._once
+
+    def short(self: Any, node: Any, *, private: bool) -> Any:
+        if node.target == "layers.2":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return once(self, node, private=private)
+
+    monkeypatch.setattr(measured._Timing, "_once", short)
+    result = run(f"{NETS}:Mlp", *X)
+    assert result.exit_code == 0, result.output
+    assert "warning: layers.2#0: memory ran out on cpu while it was measured (it asked for 20.00 GiB)" in result.stderr
+    assert "2 of 4 nodes modelled" in result.stdout
+    assert "layers.2 ~" in result.stdout
+    assert "layers.1 ~" not in result.stdout
+    notes = " ".join(result.stdout.partition("Notes")[2].split())
+    assert "modelled, not measured: layers.2#0: memory ran out on cpu" in notes
+    assert "modelled, not measured: layers.3#0: it needs 'layers.2#0'" in notes
+    assert cached(tmp_path) == []
+
+
+def test_experts_that_rows_are_routed_to(run: Run) -> None:
+    result = run(f"{NETS}:Routed", *X)
+    assert result.exit_code == 0, result.output
+    assert "no graph can follow this model, its own Python ran" in " ".join(result.stdout.split())
+    assert "for which routing is about balanced" in " ".join(result.stdout.split())
+    found = report_of(run(f"{NETS}:Routed", *X, "--json"))
+    assert {"(Routed)", "router", "experts.0"} <= {node.name for node in found.nodes}
+    experts = [node.forward_flops for node in found.nodes if node.name.startswith("experts.")]
+    assert sum(experts) == 2 * 8 * 16 * 16, "each row met one expert"
+    assert "--rows and --chunks are for models that a graph can follow" in error_of(
+        run(f"{NETS}:Routed", *X, "--rows", "2")
+    )
+
+
+def calibration() -> Calibrated:
+    samples = [(OpWork(kind="matmul", flops=n**3, bytes=n * n, dtype="fp32"), 1e-3 * n) for n in (10, 20, 40, 80, 160)]
+    stamp = Stamp(device="cpu-lane", date="2026-01-01")
+    return Calibrated.fit(samples, device=device("cpu-lane"), stamp=stamp, issue_s=0.5)
+
+
+def test_calibrating_writes_a_file_that_a_profile_takes(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def fake(name: str, *, quick: bool, progress: Callable[[str, float], None]) -> Calibrated:
+        asked.append((name, quick))
+        progress("a kernel", 0.5)
+        return calibration()
+
+    monkeypatch.setattr(cli_profile, "calibrate", fake)
+    path = tmp_path / "here.json"
+    result = run("--calibrate", "--quick", "--save", str(path))
+    assert result.exit_code == 0, result.output
+    assert asked == [("cpu-lane", True)]
+    assert result.stdout == f"wrote {path}; use it by --device {path}\n"
+    assert result.stderr == " 50%  a kernel\n"
+    found = report_of(run(f"{NETS}:Mlp", *X, "--device", str(path), "--json"))
+    assert found.basis == "modelled"
+    assert found.totals.forward_s > 4 * 0.5, "what each operation costs besides its kernel"
+    assert run("--calibrate").exit_code == 0
+    assert [place.name for place in cached(tmp_path)] == ["calibrated-cpu-lane.json"]
+
+
+def test_a_device_file_of_the_users_own(run: Run, tmp_path: Path) -> None:
+    spec = device("H100-SXM5-80GB")
+    slow = spec.model_dump() | {"name": "mine", "launch_s": 1.0}
+    path = tmp_path / "mine.json"
+    path.write_text(DeviceSpec.model_validate(slow).model_dump_json(), encoding="utf-8")
+    assert report_of(run(f"{NETS}:Mlp", *X, "--device", str(path), "--json")).totals.forward_s >= 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot read"),
+        ("{", "mine.json"),
+        ('{"name": "x"}', "is missing"),
+        ('{"curves": 3}', "curves"),
+    ],
+)
+def test_a_malformed_file(run: Run, tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    assert said in error_of(run(f"{NETS}:Mlp", *X, "--device", str(path)))
+
+
+def test_a_figure_out_of_range(run: Run, tmp_path: Path) -> None:
+    wrong = device("T4-16GB").model_dump(mode="json") | {"memory_bandwidth_bytes_per_s": -3}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(wrong), encoding="utf-8")
+    error = error_of(run(f"{NETS}:Mlp", *X, "--device", str(path)))
+    assert "memory_bandwidth_bytes_per_s is -3; allowed: a number from " in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("Mlp", *X, "--device", "H100"), "there is no device 'H100', the nearest: H100-NVL-94GB"),
+        (("Halves", "--input", "x=bfloat16[8,16]", "--device", "P40-24GB"), "node 'layers.0#0': "),
+        (("Mlp", *X, "--device", "T4-16GB", "--measure"), "--device T4-16GB asks a cost model"),
+        (("Mlp", *X, "--device", "cuda:99"), "'cuda:99' does not exist"),
+        (("Mlp",), "no inputs are known for Mlp"),
+        (("Mlp", "--input", "y=float32[8,16]"), "forward has no input of that name"),
+        (("Mlp", *X, "--save", "x.json"), "--save and --quick are for --calibrate"),
+        (("Mlp", *X, "--rows", "0"), "Invalid value for '--rows'"),
+        (("Mlp", *X, "--calibrate"), "--calibrate measures this machine, no model"),
+    ],
+)
+def test_bad_usage_ends_with_two(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    name, *rest = arguments
+    assert said in error_of(run(f"{NETS}:{name}", *rest))
+
+
+def test_neither_a_model_nor_a_calibration(run: Run) -> None:
+    assert "no MODEL is given" in error_of(run())
+    assert "there is no device 'nothing'" in error_of(run("--calibrate", "--device", "nothing"))
+
+
+def test_help_has_examples(run: Run) -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "autosplit profile --calibrate --save here.json" in result.stdout
