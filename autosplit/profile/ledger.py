@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.profile.flops import flop_formulas
+from autosplit.profile.flops import flop_formulas, moved_bytes
 
 _FREE = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operations that are no views and yet do no work: they only make a tensor."""
@@ -98,7 +98,7 @@ class Ledger(TorchDispatchMode):
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
         moved = results + list(_tensors(args))
         if moved and func._opname not in _FREE:
-            size = sum(t.numel() * t.element_size() for t in moved)
+            size = moved_bytes(func, args, results)
             self.operations.append(Operation(func._opname, flops, size, moved[0].dtype))
         return out
 
