@@ -112,7 +112,7 @@ def replay(
     """
     setting = setting or Setting()
     return Replayed(
-        tuple(_device(Lane(schedule, traces, static, setting, device)) for device in range(len(schedule.lanes)))
+        tuple(_device(_Lane(schedule, traces, static, setting, device)) for device in range(len(schedule.lanes)))
     )
 
 
@@ -130,7 +130,7 @@ def device_changes(
     step is to find them.
     """
     player = _Player()
-    lanes = [Lane(schedule, traces, static, setting, device) for setting in settings]
+    lanes = [_Lane(schedule, traces, static, setting, device) for setting in settings]
     yield from player.begin(lanes[0])
     for lane, following in zip(lanes, (*lanes[1:], None), strict=True):
         yield from player.step(lane)
@@ -138,7 +138,7 @@ def device_changes(
             yield from player.zero_gradients()
 
 
-class Lane:
+class _Lane:
     """One device's actions with their pieces."""
 
     def __init__(
@@ -191,7 +191,7 @@ class Lane:
         return 0 <= stage < self._schedule.stages and self._schedule.stage_lane[stage] != self.device
 
 
-def _device(lane: Lane) -> DeviceReplay:
+def _device(lane: _Lane) -> DeviceReplay:
     live: Counter[MemoryKind] = Counter()
     for static in lane.static.values():
         live["parameters"] += sum(static.parameters)
@@ -217,7 +217,7 @@ def _device(lane: Lane) -> DeviceReplay:
     return DeviceReplay(tuple(entries))
 
 
-def _finish(lane: Lane, live: Counter[MemoryKind]) -> ActionBytes:
+def _finish(lane: _Lane, live: Counter[MemoryKind]) -> ActionBytes:
     total = peak = 0
     node = ""
     for step in lane.finish:
@@ -235,7 +235,7 @@ def _sum(live: Mapping[MemoryKind, int], more: Mapping[MemoryKind, int]) -> dict
     return {kind: total for kind in kinds if (total := live.get(kind, 0) + more.get(kind, 0))}
 
 
-def _transfers(lane: Lane) -> list[int]:
+def _transfers(lane: _Lane) -> list[int]:
     """Return, for each action, the bytes of receives posted for later ones and of sends not done from earlier ones.
 
     ```
@@ -270,13 +270,13 @@ class _Player:
         self._posted: deque[int] = deque()
         self._sent: deque[tuple[Change, ...]] = deque()
 
-    def begin(self, lane: Lane) -> Iterator[Change]:
+    def begin(self, lane: _Lane) -> Iterator[Change]:
         for static in lane.static.values():
             yield from map(self._new, (*static.parameters, *static.optimizer))
         self._gradients = [self._new(count) for _, count in lane.held_gradients()]
         yield from self._gradients
 
-    def step(self, lane: Lane) -> Iterator[Change]:
+    def step(self, lane: _Lane) -> Iterator[Change]:
         receivers = iter([index for index, action in enumerate(lane.actions) if lane.receives(action)])
         whole: dict[int, list[Change]] = {}
         for index, action in enumerate(lane.actions):
@@ -301,7 +301,7 @@ class _Player:
         yield from map(_freed, self._gradients)
         self._gradients.clear()
 
-    def _post(self, lane: Lane, index: int, receivers: Iterator[int]) -> Iterator[Change]:
+    def _post(self, lane: _Lane, index: int, receivers: Iterator[int]) -> Iterator[Change]:
         """Allocate what the next receiving actions will be sent, ``posted_receives`` of them."""
         while self._posted and self._posted[0] <= index:
             self._posted.popleft()
@@ -311,7 +311,7 @@ class _Player:
                 yield from [self._allocate(action, storage, count) for storage, count in lane.receives(action)]
                 self._posted.append(at)
 
-    def _act(self, lane: Lane, action: Action) -> Iterator[Change]:
+    def _act(self, lane: _Lane, action: Action) -> Iterator[Change]:
         piece = lane.piece(action)
         here = {storage for storage, _ in piece.arriving if (action.stage, action.microbatch, storage) in self._live}
         held = {storage for storage, _ in lane.sends(action)} if lane.setting.pending_sends else set()

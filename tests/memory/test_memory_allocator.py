@@ -96,6 +96,12 @@ def test_powers_of_two_in_divisions() -> None:
     assert AllocatorOptions(roundup_power2_divisions=1).round(1200) == 1536
 
 
+@pytest.mark.parametrize(("divisions", "requested", "block"), [(4, 84, 96), (8, 84, 88), (2, 400, 512)])
+def test_sizes_of_torchs_own_test(divisions: int, requested: int, block: int) -> None:
+    """`test_allocator_settings` of PyTorch's test_cuda.py asks these of a real device: 21 Mi and 100 Mi floats."""
+    assert AllocatorOptions(roundup_power2_divisions=divisions).round(requested * MIB) == block * MIB
+
+
 def test_oversize_blocks_are_neither_split_nor_lent_to_small_requests() -> None:
     limited = AllocatorOptions(max_split_bytes=64 * MIB)
     free = ((1, 100 * MIB), (1, -100 * MIB))

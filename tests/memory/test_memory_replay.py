@@ -163,6 +163,21 @@ def test_loads_are_what_the_literature_says() -> None:
     assert [most("interleaved", device, "saved", stages=8, virtual=2) for device in range(4)] == [11, 9, 7, 5]
 
 
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 6), (4, 12), (8, 20)])
+def test_zb_h1_holds_what_its_paper_says(stages: int, microbatches: int) -> None:
+    """Stage s holds `stages - s` microbatches whole and `s` waiting for W (arXiv 2401.10241, table 2), at each I."""
+    schedule = build("zb_h1", stages=stages, microbatches=microbatches)
+    for stage in range(stages):
+        loads = lane_loads(schedule, device=stage, recompute={stage: "never"})
+        counts = [
+            (load.counts[Part(stage, "never", "saved")], load.counts[Part(stage, "never", "waiting")])
+            for load in loads
+            if load.kind == "I" and not load.first
+        ]
+        assert (stages - stage, stage) in counts
+        assert max(saved + waiting for saved, waiting in counts) == stages
+
+
 def test_gpipe_has_a_handful_of_loads() -> None:
     schedule = build("gpipe", stages=2, microbatches=5)
     loads = lane_loads(schedule, device=1, recompute={1: "never"})
