@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +25,12 @@ _FORMS = 'a text such as "8xH100-SXM5-80GB", "2x8xH100-SXM5-80GB" (two hosts) or
 
 def names() -> list[str]:
     """Return the names of the devices that come with the package, sorted."""
-    return _shipped("devices")
+    return list(_shipped("devices"))
 
 
 def machine_names() -> list[str]:
     """Return the names of the machines that come with the package, sorted."""
-    return _shipped("machines")
+    return list(_shipped("machines"))
 
 
 def device(name: str | Path) -> DeviceSpec:
@@ -250,10 +251,12 @@ def _meant(name: str, known: Iterable[str]) -> str:
     return f", the nearest: {', '.join(found)}" if found else ""
 
 
-def _shipped(kind: str) -> list[str]:
+@cache
+def _shipped(kind: str) -> tuple[str, ...]:
     entries = (files("cost_models") / kind).iterdir()
-    return sorted(entry.name.removesuffix(_SUFFIX) for entry in entries if entry.name.endswith(_SUFFIX))
+    return tuple(sorted(entry.name.removesuffix(_SUFFIX) for entry in entries if entry.name.endswith(_SUFFIX)))
 
 
+@cache
 def _read_shipped(kind: str, name: str) -> bytes:
     return (files("cost_models") / kind / f"{name}{_SUFFIX}").read_bytes()
