@@ -71,6 +71,7 @@ class _Choices:
     chunks: int
     device: str | None
     measure: bool | None
+    count_bytes: bool
     cache: bool
     cache_dir: Path | None
 
@@ -86,6 +87,9 @@ def profile_command(
     measure: Annotated[
         bool | None, typer.Option("--measure/--no-measure", help="Measure times, or ask a cost model.")
     ] = None,
+    count_bytes: Annotated[
+        bool, typer.Option("--bytes", help="Also count what a CPU's allocator gives out (CUDA's always is).")
+    ] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Keep measured times on disk.")] = True,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of the cache (default: the user's cache).")] = None,
     train: Annotated[bool | None, typer.Option("--train/--eval", help="Mode of the model (default: as made).")] = None,
@@ -109,7 +113,7 @@ def profile_command(
             raise InputError("--save and --quick are for --calibrate; a profile is written by --json > FILE")
         if model is None:
             raise InputError("no MODEL is given; name one, or measure this machine: autosplit profile --calibrate")
-        choices = _Choices(rows, chunks, device, measure, cache, cache_dir)
+        choices = _Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
         with beside_stdout():
             specs = [InputSpec.parse(text) for text in inputs or ()]
             found = _profiled(model, specs, choices, seed=seed, train=train)
@@ -159,6 +163,7 @@ def _recorded(model: nn.Module, found: Trace, choices: _Choices, *, measured: bo
         measure=measured,
         device=device,
         cache=cache,
+        count_bytes=choices.count_bytes,
     )
     hardware = device_text(torch.device(costs.device)) if costs.measured else ""
     return cost_report(

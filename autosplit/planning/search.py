@@ -231,6 +231,9 @@ class _Writer:
         if self.costs.estimated:
             name, why = next(iter(self.costs.estimated.items()))
             yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"
+        if self.costs.out_of_memory:
+            name, why = next(iter(self.costs.out_of_memory.items()))
+            yield f"times of {len(self.costs.out_of_memory)} operations are modelled (first: {name}: {why})"
 
 
 def _count(number: int, noun: str) -> str:

@@ -29,6 +29,7 @@ def profile(
     measure: bool = True,
     device: str = "cpu-lane",
     cache: ProfileCache | None = None,
+    count_bytes: bool = False,
 ) -> Profile:
     """Return what every node, parameter and buffer costs in training, for a microbatch of ``rows`` batch rows.
 
@@ -36,14 +37,15 @@ def profile(
     placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
     model is not on "meta"; else they are those of ``device`` by its cost model, see `cost_model_of`. ``full`` nodes are
     not measured: the cost model gives their times, scaled as the measured nodes came out against it. So it does for
-    nodes that memory runs out for, with a warning. A ``cache`` keeps measured times on disk.
+    nodes that memory runs out for, with a warning. A ``cache`` keeps measured times on disk;
+    ``count_bytes`` also counts what a CPU's allocator gives out, see `measure`.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
     costs = fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads)
     times = modelled_times(costs, model=cost_model_of(device))
     found = MeasuredTimes({}, device)
     if measure and inputs is not None and not _on_meta(traced, inputs):
-        found = _measured(traced, inputs, rows, cache)
+        found = _measured(traced, inputs, rows, cache, count_bytes=count_bytes)
         _warn_of_memory(found)
         times = _completed(costs, found.nodes, times)
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
@@ -55,7 +57,7 @@ def profile(
         device=found.device if found.nodes else device,
         measured=bool(found.nodes),
         estimated=costs.estimated,
-        modelled=_modelled(costs, found) if found.nodes else {},
+        out_of_memory=found.out_of_memory,
         samples=found.nodes,
     )
 
@@ -79,12 +81,14 @@ def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes
 
 
 def _measured(
-    traced: TracedGraph, inputs: Sequence[torch.Tensor], rows: int, cache: ProfileCache | None
+    traced: TracedGraph, inputs: Sequence[torch.Tensor], rows: int, cache: ProfileCache | None, *, count_bytes: bool
 ) -> MeasuredTimes:
+    def run() -> MeasuredTimes:
+        return measure_nodes(traced, inputs=inputs, rows=rows, count_bytes=count_bytes)
+
     if cache is None:
-        return measure_nodes(traced, inputs=inputs, rows=rows)
-    key = profile_key(traced, inputs=inputs, rows=rows)
-    return cache.times(key, lambda: measure_nodes(traced, inputs=inputs, rows=rows))
+        return run()
+    return cache.times(profile_key(traced, inputs=inputs, rows=rows, count_bytes=count_bytes), run)
 
 
 def _warn_of_memory(found: MeasuredTimes) -> None:
@@ -99,12 +103,6 @@ def _warn_of_memory(found: MeasuredTimes) -> None:
             UserWarning,
             stacklevel=3,
         )
-
-
-def _modelled(costs: FakeCosts, found: MeasuredTimes) -> dict[str, str]:
-    """Return the nodes that were not measured, and why."""
-    mixing = "it runs once per step, on the whole batch, or needs what does"
-    return {name: found.out_of_memory.get(name, mixing) for name in costs.nodes if name not in found.nodes}
 
 
 def _completed(

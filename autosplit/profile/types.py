@@ -53,7 +53,7 @@ class Profile:
         device: the device on which the times were measured, as text.
         measured: False when the times come from a cost model.
         estimated: nodes whose FLOPs and bytes are estimates because they could not run on fake tensors, and why.
-        modelled: nodes of a measured profile whose times are a cost model's in the measured scale, and why.
+        out_of_memory: nodes that could not be measured because memory ran out, and why.
         samples: what was measured, by stable node name: medians, ranges, and the device's own peak bytes.
     """
 
@@ -64,5 +64,13 @@ class Profile:
     device: str
     measured: bool
     estimated: Mapping[str, str] = field(default_factory=dict)
-    modelled: Mapping[str, str] = field(default_factory=dict)
+    out_of_memory: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, MeasuredNode] = field(default_factory=dict)
+
+    @property
+    def modelled(self) -> dict[str, str]:
+        """The nodes of a measured profile whose times are a cost model's in the measured scale, and why."""
+        if not self.measured:
+            return {}
+        mixing = "it runs once per step, on the whole batch, or needs what does"
+        return {name: self.out_of_memory.get(name, mixing) for name in self.nodes if name not in self.samples}

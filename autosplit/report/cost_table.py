@@ -13,10 +13,8 @@ from autosplit.units import format_bytes, format_seconds
 DEFAULT_WIDTH = 120
 READABLE_ROWS = 40
 _NARROWEST_NAME = 16
-_TITLES = (
-    *("class", "forward", "backward", "share"),
-    *("fwd FLOPs", "bwd FLOPs", "saved", "transient", "output"),
-)
+_TITLES = "class,forward,backward,share,fwd FLOPs,bwd FLOPs,saved,transient,output".split(",")
+_PEAK = "peak"
 
 
 def render_costs(
@@ -75,12 +73,15 @@ def _table(rows: Sequence[Row], *, top: int | None, width: int) -> list[str]:
     largest = sorted(range(len(rows)), key=lambda index: rows[index].share, reverse=True)[:count]
     shown = [row for index, row in enumerate(rows) if index in set(largest)]
     hidden = [row for index, row in enumerate(rows) if index not in set(largest)]
-    cells = [_cells(row) for row in shown]
-    room = width - sum(2 + max(map(len, column)) for column in zip(_TITLES, *cells, strict=True))
+    titles, cells = list(_TITLES), [_cells(row) for row in shown]
+    if any(row.peak_bytes is not None for row in shown):
+        titles.append(_PEAK)
+        cells = [[*line, _size(row.peak_bytes)] for line, row in zip(cells, shown, strict=True)]
+    room = width - sum(2 + max(map(len, column)) for column in zip(titles, *cells, strict=True))
     names = [_shorten(_marked(row), width=max(room, _NARROWEST_NAME)) for row in shown]
-    header = ["name", *_TITLES]
+    header = ["name", *titles]
     lines = [header, ["-" * max(map(len, column)) for column in zip(header, *_joined(names, cells), strict=True)]]
-    align = ("left", "left", *("right",) * (len(_TITLES) - 1))
+    align = ("left", "left", *("right",) * (len(titles) - 1))
     text = tabulate([*lines, *_joined(names, cells)], tablefmt="plain", colalign=align, disable_numparse=True)
     found = [line.rstrip() for line in text.splitlines()]
     if hidden:
@@ -101,9 +102,13 @@ def _cells(row: Row) -> list[str]:
         format_flops(row.forward_flops),
         format_flops(row.backward_flops),
         format_bytes(row.saved_bytes),
-        "-" if row.transient_bytes is None else format_bytes(row.transient_bytes),
+        _size(row.transient_bytes),
         format_bytes(row.output_bytes),
     ]
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
 
 
 def _marked(row: Row) -> str:
@@ -112,6 +117,8 @@ def _marked(row: Row) -> str:
 
 def _legend(rows: Sequence[Row]) -> list[str]:
     lines = ["share: of a step, forward and backward; saved: storages, once per row; transient: the largest of a row"]
+    if any(row.peak_bytes is not None for row in rows):
+        lines.append("peak: the most that the device held for one operation, its results and gradients included")
     if any(row.modelled for row in rows):
         lines.append("~ times of some of it were not measured: a cost model's, in the measured scale")
     if any(row.estimated for row in rows):

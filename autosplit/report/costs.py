@@ -107,7 +107,7 @@ class CostReport(_Record):
 
 @dataclass(frozen=True)
 class Row:
-    """Some nodes taken together; ``transient_bytes`` is the largest of theirs, None where none is known."""
+    """Some nodes taken together; transients and the device's own peaks are the largest of theirs, None: unknown."""
 
     name: str
     classes: tuple[str, ...]
@@ -119,6 +119,7 @@ class Row:
     backward_flops: int
     saved_bytes: int
     transient_bytes: int | None
+    peak_bytes: int | None
     output_bytes: int
     modelled: bool
     estimated: bool
@@ -180,6 +181,7 @@ def _row(name: str, nodes: Sequence[NodeCost]) -> Row:
     inside = {node.name for node in nodes}
     saved = {storage: size for node in nodes for storage, size in node.saved.items()}
     transients = [size for n in nodes for size in (n.forward_transient_bytes, n.backward_transient_bytes)]
+    peaks = [size for node in nodes for size in (node.forward_peak_bytes, node.backward_peak_bytes)]
     leaving = [node for node in nodes if not inside.issuperset(node.users)]
     return Row(
         name=name,
@@ -192,6 +194,7 @@ def _row(name: str, nodes: Sequence[NodeCost]) -> Row:
         backward_flops=sum(node.backward_flops for node in nodes),
         saved_bytes=sum(saved.values()),
         transient_bytes=max((size for size in transients if size is not None), default=None),
+        peak_bytes=max((size for size in peaks if size is not None), default=None),
         output_bytes=sum(node.output_bytes for node in leaving),
         modelled=any(node.why for node in nodes),
         estimated=any(node.estimated for node in nodes),
