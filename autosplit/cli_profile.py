@@ -88,7 +88,7 @@ def profile_command(
         bool | None, typer.Option("--measure/--no-measure", help="Measure times, or ask a cost model.")
     ] = None,
     count_bytes: Annotated[
-        bool, typer.Option("--bytes", help="Also count what a CPU's allocator gives out (CUDA's always is).")
+        bool, typer.Option("--bytes", help="Count a CPU's bytes too; torch's profiler then writes to stderr.")
     ] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Keep measured times on disk.")] = True,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of the cache (default: the user's cache).")] = None,
