@@ -108,7 +108,8 @@ def replay(
     """Return what each device holds over one step; ``traces`` and ``static`` are by stage.
 
     Autocast's casts are made by a stage's first microbatch and shared by the others, until the device's last action
-    ends (one autocast context around the step). Raises ValueError where a stage has no trace.
+    ends (one autocast context around the step). A value between two stages of one device counts as the output of one
+    and as the input of the other. Raises ValueError where a stage has no trace.
     """
     setting = setting or Setting()
     return Replayed(

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autosplit.memory.allocator import AllocatorOptions, simulate_allocator
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.memory.replay import Setting, StaticBytes, device_changes, replay
@@ -130,6 +131,23 @@ def test_the_stream_of_changes_peaks_where_the_replay_does(
             assert formula.peak_bytes == replayed.peak_bytes[device]
         else:
             assert formula.peak_bytes <= replayed.peak_bytes[device]
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+def test_the_allocator_plays_the_same_step(name: str, *, expandable: bool) -> None:
+    schedule = build(name, stages=4, microbatches=6)
+    how = {index: traces(stage) for index, stage in enumerate(model(4))}
+    static = [StaticBytes(parameters=(3 << 20, 5 << 20))] * 4
+    replayed = replay(schedule, how, static).peak_bytes
+    options = AllocatorOptions(expandable_segments=expandable)
+    for device in range(4):
+        changes = device_changes(schedule, how, static, device=device, settings=[Setting(), Setting()])
+        reserved = simulate_allocator(changes, options=options)
+        assert reserved.requested_peak_bytes == replayed[device]
+        assert reserved.requested_bytes == reserved.allocated_bytes == 8 << 20
+        assert reserved.reserved_bytes == reserved.reserved_peak_bytes == 22 << 20
+        assert reserved.out_of_memory is None
 
 
 def test_steps_follow_each_other() -> None:
