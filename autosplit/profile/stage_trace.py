@@ -5,8 +5,8 @@
         ▼            ▼                       ▼
       forward     backward             backward_later      of the StageTrace
 
-Nothing is allocated and no value is computed. Autograd's engine decides what is saved and when it is freed; what runs in
-the backward belongs to the node in whose range of sequence numbers its autograd node's number lies.
+Nothing is allocated and no value is computed. Autograd's engine decides what is saved and when it is freed; what it
+runs belongs to the node in whose range of sequence numbers its autograd node's number lies.
 
 Private torch API, used in this file only, tried on torch 2.13: ``torch._C._autograd._get_sequence_nr`` and
 ``torch._C._current_autograd_node``, for which torch has no public names.
@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from autosplit.errors import ProfileError
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import alias, tensors_of
 from autosplit.profile.fake import empty_value, fake
@@ -131,12 +132,15 @@ class _Run:
     def traced(self) -> StageTrace:
         self.ledger.notify(self._note)
         forward, backward = self._microbatch()
-        gradients = self._gradients()
-        _, later = self._microbatch()
+        gradients, split = self._gradients(), dict(self.saved)
+        again, later = self._microbatch()
         alive = {s for step in (*forward, *backward) for s, _ in step.changes}
         freed = {s for step in (*forward, *backward) for s, count in step.changes if count < 0}
         kept = {storage: f"kept{number}" for number, storage in enumerate(sorted(alive - freed - gradients.keys()))}
-        return StageTrace(forward, backward, later, gradients, kept, self._split(gradients))
+        sums = {name: storage for storage, name in self._gradients().items()}
+        renewed = {storage: sums[name] for storage, name in gradients.items()}
+        later = _renamed(later, renewed | _as_first(again, forward, kept))
+        return StageTrace(forward, backward, later, gradients, kept, self._split(gradients, split))
 
     def _note(self, change: Change) -> None:
         name = self.labels.current()
@@ -177,6 +181,7 @@ class _Run:
             outputs, cotangents = outputs + held, cotangents + [self.totals[id(leaf)] for leaf in held]
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
             found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            self.labels.last = ""
             pairs = zip(self.leaves, found[len(inputs) :], strict=True)
             self.totals = {id(leaf): total for leaf, total in pairs if total is not None}
         else:
@@ -203,14 +208,14 @@ class _Run:
                 found[storage.id] = self.parameters[id(leaf)]
         return found
 
-    def _split(self, gradients: Mapping[int, str]) -> dict[str, Held]:
+    def _split(self, gradients: Mapping[int, str], saved: Mapping[str, Mapping[int, None]]) -> dict[str, Held]:
         made = {name: storage for storage, name in gradients.items()}
         found = {}
         for _, info in self.stage.computing():
             own = tuple(made[name] for name in info.reads if name in made)
             if own:
                 size = sum(tensor.bytes_at(self.how.rows) for tensor in info.tensors)
-                found[info.name] = Held(tuple(self.saved.get(info.name, ())), size, own)
+                found[info.name] = Held(tuple(saved.get(info.name, ())), size, own)
         return found
 
     # -- nodes ---------------------------------------------------------------------------------------------------
@@ -231,6 +236,22 @@ class _Run:
             return run(node.target, args, kwargs)
         with self.labels.forward(node.meta[INFO].name):
             return run(node.target, args, kwargs)
+
+
+def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[int]) -> dict[int, int]:
+    """Map the storages of a second forward to those of the first, of which it is a repetition."""
+    one = [(s, count) for step in forward for s, count in step.changes if count > 0 and s not in kept]
+    two = [(s, count) for step in again for s, count in step.changes if count > 0]
+    if [count for _, count in one] != [count for _, count in two]:
+        raise ProfileError(
+            f"a second microbatch allocates {sum(c for _, c in two)} bytes in {len(two)} storages, the first "
+            f"{sum(c for _, c in one)} in {len(one)}: the forward does not repeat itself"
+        )
+    return {second: first for (first, _), (second, _) in zip(one, two, strict=True)}
+
+
+def _renamed(steps: Sequence[Step], names: Mapping[int, int]) -> tuple[Step, ...]:
+    return tuple(Step(step.node, tuple((names.get(s, s), count) for s, count in step.changes)) for step in steps)
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
