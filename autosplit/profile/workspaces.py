@@ -1,0 +1,63 @@
+"""What a kernel holds beside its results, and an account to work it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Source = Literal["formula", "measured", "unknown"]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of one kernel: bytes that live only while it runs, beside its results.
+
+    ``source``: "formula" follows from what the library does and was exact in every probe; "measured" was fitted or
+    interpolated; "unknown" is a guess for a kernel that surely needs some, and widens what is printed.
+    """
+
+    bytes: int
+    source: Source
+
+
+class Flow:
+    """Bytes alive inside one kernel, step by step."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+        self.estimated = False
+        """Whether the peak rests on an estimate."""
+
+    def take(self, count: int) -> None:
+        """Allocate ``count`` bytes; release when negative."""
+        self.live += count
+        if self.live > self.peak:
+            self.peak, self.estimated = self.live, False
+
+    def spike(self, count: int) -> None:
+        """Allocate and release."""
+        self.take(count)
+        self.live -= count
+
+    def estimate(self, count: int) -> None:
+        """Allocate and release what was fitted to measurements."""
+        before = self.peak
+        self.spike(count)
+        self.estimated |= self.peak > before
+
+    @contextmanager
+    def during(self, *counts: int) -> Iterator[None]:
+        """Hold some bytes while the block runs."""
+        self.take(sum(counts))
+        yield
+        self.live -= sum(counts)
+
+
+def nbytes(tensor: Any) -> int:
+    """Return the bytes of a tensor's elements, were it contiguous; 0 for None."""
+    return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
