@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from autosplit.profile.assumptions import parameters_met, why_estimated
 from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes, tensors_of
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.shadow import Shadow, shadow
@@ -179,7 +180,8 @@ class _FakePass(BorderInterpreter):
     def _estimate(self, node: fx.Node, call: Invocation, error: Exception) -> Any:
         """Return values of the recorded shapes for a node that cannot run on fake tensors, with guessed costs.
 
-        Every parameter is taken to meet every output position once, the backward to cost twice as much.
+        Every parameter is taken to meet every output position once, those of experts their share of the positions; the
+        backward to cost twice as much.
         """
         info: TracedNode = node.meta[INFO]
         values = _empty(info, self._rows)
@@ -188,7 +190,9 @@ class _FakePass(BorderInterpreter):
             value.requires_grad_(needs_grad and value.dtype.is_floating_point)
         if node in self._profiled:
             inputs = [t for t in call.leaves if not isinstance(t, nn.Parameter)]
-            weights = sum(t.numel() for t in call.leaves if isinstance(t, nn.Parameter))
+            module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+            parameters = [t.numel() for t in call.leaves if isinstance(t, nn.Parameter)]
+            weights = sum(parameters) if module is None else parameters_met(module)
             positions = values[0].numel() // max(1, values[0].shape[-1] if values[0].dim() else 1)
             flops, moved = 2 * weights * positions, _bytes(values) + _bytes(inputs)
             work = Operation("unknown", flops, moved, values[0].dtype)
@@ -203,7 +207,7 @@ class _FakePass(BorderInterpreter):
                 backward_transient_bytes=(moved + _bytes(call.leaves)) * needs_grad,
                 forward_operations=(work,),
                 backward_operations=(work, work) if needs_grad else (),
-                estimated=f"it did not run on fake tensors: {_text(error)}",
+                estimated=why_estimated(error, module=module),
             )
         self._number(info, values)
         return _as_recorded(node, values, self._rows)

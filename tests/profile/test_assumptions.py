@@ -1,0 +1,99 @@
+"""Balanced routing: what experts are taken to do where no run says it, and that it is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.options import Sample
+from autosplit.profile.assumptions import BALANCED, EVERY_ROW, parameters_met, why_estimated
+from autosplit.profile.combine import profile
+from autosplit.trace.ladder import trace
+
+WIDTH, EXPERTS, CHOSEN = 8, 4, 2
+ROUTER, EXPERT = WIDTH * EXPERTS + EXPERTS, WIDTH * WIDTH + WIDTH
+
+
+class Routed(nn.Module):
+    """Experts in a list; ``top_k`` of them see a row."""
+
+    def __init__(self, *, said: bool = True) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        if said:
+            self.top_k = CHOSEN
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).topk(CHOSEN, -1).indices
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, _ = torch.where(chosen == number)
+            y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
+class Stacked(nn.Module):
+    """Experts in one tensor, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.num_experts_per_tok = EXPERTS, 1
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.zeros(EXPERTS, WIDTH, 3 * WIDTH))
+        self.table = nn.Parameter(torch.zeros(EXPERTS, WIDTH))
+
+
+class Net(nn.Module):
+    """Routed experts between layers that hold most of the parameters."""
+
+    def __init__(self, *, said: bool = True) -> None:
+        super().__init__()
+        self.up, self.routed, self.down = nn.Linear(64, WIDTH), Routed(said=said), nn.Linear(WIDTH, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.routed(self.up(x)))
+
+
+class Unalike(nn.Module):
+    """A list of layers, no two of them alike: no experts."""
+
+    top_k = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4)])
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Routed(), ROUTER + EXPERTS * EXPERT * CHOSEN // EXPERTS),
+        (Routed(said=False), ROUTER + EXPERTS * EXPERT),
+        (Stacked(), WIDTH * EXPERTS + WIDTH * 3 * WIDTH + EXPERTS * WIDTH),
+        (Net(), 64 * WIDTH + WIDTH + ROUTER + CHOSEN * EXPERT + WIDTH * 64 + 64),
+        (Unalike(), 32 + 8 + 32 + 4),
+        (nn.Linear(4, 4), 20),
+        (nn.ReLU(), 0),
+    ],
+    ids="list unsaid stacked inside unalike layer nothing".split(),
+)
+def test_the_parameters_that_a_row_meets(module: nn.Module, expected: int) -> None:
+    assert parameters_met(module) == expected
+
+
+@pytest.mark.parametrize(("said", "met"), [(True, ROUTER + CHOSEN * EXPERT), (False, ROUTER + EXPERTS * EXPERT)])
+def test_experts_inside_a_recording(said: bool, met: int) -> None:
+    x = torch.randn(6, 64)
+    found = profile(trace(Net(said=said), Sample(x)).graph, rows=6, batch_rows=6)
+    [(name, why)] = found.estimated.items()
+    assert name == "routed#0"
+    assert why.startswith("it did not run on fake tensors: DynamicOutputShapeException: aten.nonzero.default; ")
+    assert why.endswith(BALANCED if said else EVERY_ROW)
+    assert found.nodes[name].forward_flops == 2 * met * 6
+
+
+def test_other_errors_assume_nothing() -> None:
+    assert why_estimated(RuntimeError("no\nmore")) == "it did not run on fake tensors: RuntimeError: no"
+    assert why_estimated(ValueError(), module=Routed()) == "it did not run on fake tensors: ValueError"
