@@ -1,7 +1,7 @@
 """What is alive over a microbatch, as changes: the common language of the fake pass, the replay and the allocator.
 
-    forward    +x +a +b -a                what a node allocates and frees, in order
-    backward        +db -b +da … -x       the same ids: a storage that the forward left is freed by the backward
+forward    +x +a +b -a                what a node allocates and frees, in order
+backward        +db -b +da … -x       the same ids: a storage that the forward left is freed by the backward
 """
 
 from __future__ import annotations
