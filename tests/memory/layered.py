@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from autosplit.memory.events import Change, Held, StageTrace, Step
@@ -12,12 +12,16 @@ from autosplit.memory.pieces import Recompute, StageTraces
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one block: residual stream, hidden activation, and weight; ``cast``: of the weight under autocast."""
+    """Bytes of one block: residual stream, hidden activation, and weight.
+
+    ``cast``: of the weight under autocast; ``scratch``: what the activation's forward needs while it runs.
+    """
 
     stream: int
     hidden: int
     weight: int
     cast: int = 0
+    scratch: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class _Writer:
             change = self.new(size)
             made[name] = change[0]
             node(name, *(self.cast(f"{index}.{name}", layer, first=first) if cast else ()), change)
+            if name == "act" and layer.scratch:
+                scratch = self.new(layer.scratch)
+                node(name, scratch, self.drop(scratch[0]))
         out = self.new(layer.stream)
         made["out"] = out[0]
         node("add", out, self.drop(made.pop("down")))
@@ -175,11 +182,12 @@ def traces(stage: Stage, recompute: Recompute = "never") -> StageTraces:
     )
 
 
-def model(stages: int, *, cast: bool = False) -> tuple[Stage, ...]:
-    """Return stages of unequal width and depth; the last has logits."""
+def model(stages: int, *, cast: bool = False, scratch: int = 0) -> tuple[Stage, ...]:
+    """Return stages of unequal width and depth; the last has logits, those with an odd number scratch."""
     built = []
     for index in range(stages):
         width = 64 + 8 * (index % 3)
         layer = Layer(stream=width, hidden=4 * width, weight=900 + 50 * index, cast=450 if cast else 0)
+        layer = replace(layer, scratch=scratch if index % 2 else 0)
         built.append(Stage((layer,) * (2 + index % 2), logits=1000 if index == stages - 1 else 0))
     return tuple(built)

@@ -63,13 +63,16 @@ def exact(schedule: Schedule, how: dict[int, object], *, device: int, held: bool
 
 
 @pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("scratch", [0, 5000])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(("name", "stages", "microbatches", "virtual"), [*PLAIN, *LOOPED, *SPLIT])
 def test_formula_replay_and_count_agree(
-    name: str, stages: int, microbatches: int, virtual: int, recompute: Recompute, *, held: bool
+    name: str, stages: int, microbatches: int, virtual: int, recompute: Recompute, *, scratch: int, held: bool
 ) -> None:
     schedule = build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual)
-    how = {index: traces(stage, recompute) for index, stage in enumerate(model(stages, cast=stages != 4))}
+    how = {
+        index: traces(stage, recompute) for index, stage in enumerate(model(stages, cast=stages != 4, scratch=scratch))
+    }
     replayed = replay(schedule, how, [StaticBytes()] * stages, setting=Setting(gradients_held=held)).peak_bytes
     for device in range(len(schedule.lanes)):
         counted = exact(schedule, how, device=device, held=held)
@@ -81,13 +84,14 @@ def test_formula_replay_and_count_agree(
 
 
 @pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("scratch", [0, 5000])
 @pytest.mark.parametrize("recompute", RECOMPUTE[:3])
 @pytest.mark.parametrize(("name", "stages", "microbatches", "virtual"), PLAIN)
 def test_the_closed_form_of_gpipe_and_1f1b_is_exact(
-    name: str, stages: int, microbatches: int, virtual: int, recompute: Recompute, *, held: bool
+    name: str, stages: int, microbatches: int, virtual: int, recompute: Recompute, *, scratch: int, held: bool
 ) -> None:
     schedule = build(name, stages=stages, microbatches=microbatches)
-    how = {index: traces(stage, recompute) for index, stage in enumerate(model(stages, cast=True))}
+    how = {index: traces(stage, recompute) for index, stage in enumerate(model(stages, cast=True, scratch=scratch))}
     for stage in range(stages):
         count = in_flight(name, stage=stage, stages=stages, microbatches=microbatches)
         static = sum(how[stage].gradients) if held else 0

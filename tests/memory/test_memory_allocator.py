@@ -73,6 +73,16 @@ def test_the_smallest_block_that_fits_is_taken_and_the_lowest_among_equals() -> 
     assert allocator.block(10).address == blocks[0].address
 
 
+def test_a_small_block_is_split_down_to_512_bytes() -> None:
+    allocator = Allocator(AllocatorOptions())
+    assert allocator.allocate(1, 1024)
+    assert allocator.allocate(2, 512)
+    allocator.free(1)
+    assert allocator.allocate(3, 512)
+    assert allocator.allocate(4, 512)
+    assert [allocator.block(storage).address for storage in (3, 4, 2)] == [0, 512, 1024]
+
+
 def test_freed_neighbours_join() -> None:
     sizes = ((1, 4 * MIB), (2, 4 * MIB), (3, 4 * MIB), (4, 8 * MIB))
     assert run(*sizes, (1, -4 * MIB), (3, -4 * MIB), (5, 8 * MIB)).reserved_bytes == 40 * MIB
@@ -107,6 +117,8 @@ def test_oversize_blocks_are_neither_split_nor_lent_to_small_requests() -> None:
     free = ((1, 100 * MIB), (1, -100 * MIB))
     assert run(*free, (2, 30 * MIB), options=limited).reserved_bytes == 130 * MIB
     assert run(*free, (2, 30 * MIB)).reserved_bytes == 100 * MIB
+    exact = ((1, 64 * MIB), (1, -64 * MIB))
+    assert run(*exact, (2, 30 * MIB), options=limited).reserved_bytes == 94 * MIB
     near = run(*free, (2, 81 * MIB), options=limited)
     assert (near.reserved_bytes, near.allocated_bytes) == (100 * MIB, 100 * MIB)
     assert run(*free, (2, 80 * MIB), options=limited).reserved_bytes == 180 * MIB

@@ -68,6 +68,16 @@ def test_the_optimizer_comes_last_and_its_state_stays() -> None:
     assert last.left == {"parameters": 100, "gradients": 100, "optimizer": 200}
 
 
+def test_casts_are_gone_when_the_optimizer_runs() -> None:
+    own = traces(Stage((Layer(stream=1, hidden=4, weight=100, cast=50),)))
+    finish = {0: (Step("optimizer", ((0, 7), (0, -7))),)}
+    (device,) = replay(
+        build("gpipe", stages=1, microbatches=2), {0: own}, [StaticBytes()], setting=Setting(finish=finish)
+    ).devices
+    assert device.actions[-2].left == {"casts": 100, "gradients": 200}
+    assert device.actions[-1].peak.bytes == {"gradients": 200, "transient": 7}
+
+
 def test_values_of_the_whole_batch_stay_until_the_last_microbatch() -> None:
     static = StaticBytes(whole_batch=(1000,))
     (device,) = replay(build("gpipe", stages=1, microbatches=2), {0: SMALL}, [static]).devices
