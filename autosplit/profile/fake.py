@@ -74,7 +74,7 @@ def fake_costs(
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
-    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels="cpu")
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode))
         with mode, ledger:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.profile.flops import flop_formulas, moved_bytes
+from autosplit.profile.opaque import true_results, workspace
+from autosplit.profile.workspaces import Workspace
 
 _FREE = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operations that are no views and yet do no work: they only make a tensor."""
@@ -38,11 +40,16 @@ class Ledger(TorchDispatchMode):
     """Count storages from the operation that makes them to their release, and list the operations.
 
     ``TorchDispatchMode`` lives in a private module (torch has no public name for it; used in this file only, on torch
-    2.11 to 2.15); it works the same on real and on fake tensors. Scratch that a kernel allocates inside is not seen.
+    2.11 to 2.15); it works the same on real and on fake tensors. Scratch that a kernel allocates inside is
+    not seen, but on fake tensors it is known for many: see :mod:`autosplit.profile.opaque`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kernels: Literal["cpu", "cuda"] | None = None) -> None:
+        """Count; on fake tensors add what the ``kernels`` of a device would hold beside their results."""
         super().__init__()
+        self._kernels = kernels
+        self.guessed: dict[str, int] = {}
+        """Most bytes of scratch, by operation, that nobody measured."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.operations: list[Operation] = []
@@ -79,6 +86,19 @@ class Ledger(TorchDispatchMode):
                 self._notify((known.id, known.bytes))
         return known
 
+    def _scratch(self, name: str, found: Workspace | None) -> None:
+        """Enter what a kernel held and released before it returned."""
+        if found is None:
+            return
+        if found.source == "unknown":
+            self.guessed[name] = max(found.bytes, self.guessed.get(name, 0))
+        if found.bytes > 0:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + found.bytes)
+            if self._notify is not None:
+                self._notify((self._count, found.bytes))
+                self._notify((self._count, -found.bytes))
+            self._count += 1
+
     def _release(self, key: int) -> None:
         del self._watches[key]
         storage = self._storages.pop(key)
@@ -91,9 +111,13 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim" or func.is_view:
             return out
+        if self._kernels is not None:
+            out = true_results(func, args, kwargs or {}, out, target=self._kernels)
         results = list(_tensors(out))
         for tensor in results:
             self.storage(tensor)
+        if self._kernels is not None:
+            self._scratch(func._opname, workspace(func, args, kwargs or {}, out, target=self._kernels))
         formula = self._formulas.get(func._overloadpacket)
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
         moved = results + list(_tensors(args))

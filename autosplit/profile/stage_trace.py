@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -51,7 +51,7 @@ class How:
         whole: the whole stage is recomputed, as one.
         apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made;
             else each is added in place as soon as it is made.
-        context: entered around every pass, for kernels of another device.
+        kernels: whose kernels' scratch is counted.
     """
 
     rows: int
@@ -59,15 +59,15 @@ class How:
     units: Collection[str] = ()
     whole: bool = False
     apart: bool = False
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    kernels: Literal["cpu", "cuda"] = "cpu"
 
 
 def trace_stage(stage: StageGraph, how: How) -> StageTrace:
     """Return what a stage allocates and frees in the forward and the backward of one microbatch."""
-    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=how.kernels)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode))
-        with mode, ledger, how.context(), _one_autocast():
+        with mode, ledger, _one_autocast():
             run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
                 ledger.storage(tensor)
@@ -186,6 +186,7 @@ class _Run:
             self.totals = {id(leaf): total for leaf, total in pairs if total is not None}
         else:
             torch.autograd.backward(outputs, cotangents)
+            self.labels.last = ""
             for tensor in inputs:
                 tensor.grad = None
 
@@ -211,9 +212,10 @@ class _Run:
     def _split(self, gradients: Mapping[int, str], saved: Mapping[str, Mapping[int, None]]) -> dict[str, Held]:
         made = {name: storage for storage, name in gradients.items()}
         found = {}
+        matrices = {name for name, p in self.root.named_parameters() if p.dim() > 1}
         for _, info in self.stage.computing():
             own = tuple(made[name] for name in info.reads if name in made)
-            if own:
+            if not matrices.isdisjoint(info.reads) and own:
                 size = sum(tensor.bytes_at(self.how.rows) for tensor in info.tensors)
                 found[info.name] = Held(tuple(saved.get(info.name, ())), size, own)
         return found
