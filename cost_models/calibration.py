@@ -14,8 +14,8 @@ from cost_models.roofline import Roofline
 from cost_models.specs import DeviceSpec
 from cost_models.work import MATRIX_KINDS, DType, OpWork
 
-_KNOTS_BYTES = (1 << 20, 1 << 23, 1 << 26)
-"""Sizes from which a further byte may cost more: past a core's cache, past the shared cache, past the allocator's."""
+_KNOTS_BYTES = (1 << 20, 1 << 23, 1 << 25, 1 << 26)
+"""Sizes from which a further byte may cost more: past a core's cache, the shared one, what an allocator keeps."""
 
 _NOISE_S = 5e-6
 """What a clock's reading may be off by: shorter operations count for less in the fit."""
@@ -170,8 +170,9 @@ def _amounts(work: OpWork, knots_bytes: Sequence[int]) -> tuple[float, ...]:
 
 def _fitted(key: tuple[str, DType], samples: Sequence[tuple[OpWork, float]]) -> Curve:
     kind, dtype = key
+    moves = all(work.flops == 0 for work, _ in samples)
     largest = max(work.bytes for work, _ in samples)
-    knots = tuple(knot for knot in _KNOTS_BYTES if 2 * knot < largest)
+    knots = tuple(knot for knot in _KNOTS_BYTES if moves and 4 * knot < 3 * largest)
     rows = [_amounts(work, knots) for work, _ in samples]
     times = [seconds for _, seconds in samples]
     costs = robust_costs(rows, times)

@@ -38,13 +38,13 @@ _LONG_S = 0.25
 
 _MOST, _MOST_QUICK = 9, 3
 
-_SMALL_S = 2e-5
+_SHORT_S = 1e-4
 """Kernels shorter than this tell what the framework adds to each."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One operation of a case: its work and the median of its kernel's seconds."""
+    """The operations of a case that do the same work, and the median of their kernels' seconds."""
 
     work: OpWork
     seconds: float
@@ -52,11 +52,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Timing:
-    """One case: its operations, and the median seconds of a whole run without the modes."""
+    """One case: its operations, the seconds of the longest, and what each took besides its kernel."""
 
     name: str
     samples: tuple[Sample, ...]
-    whole_s: float
+    longest_s: float
+    extra_s: float
 
 
 def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progress | None = None) -> Calibrated:
@@ -97,11 +98,7 @@ def time_cases(chosen: Sequence[Case], *, quick: bool = False, progress: Progres
 
 def issue_s(timings: Sequence[Timing]) -> float:
     """Return what an operation costs besides its kernel: the median over the cases with short kernels."""
-    extra = [
-        (timing.whole_s - sum(sample.seconds for sample in timing.samples)) / len(timing.samples)
-        for timing in timings
-        if max(sample.seconds for sample in timing.samples) < _SMALL_S
-    ]
+    extra = [timing.extra_s for timing in timings if timing.longest_s < _SHORT_S]
     return max(0.0, statistics.median(extra)) if extra else 0.0
 
 
@@ -154,9 +151,13 @@ def _timed(case: Case, *, most: int, low: bool) -> Timing:
             start_s = time.thread_time()
             _run(program, leaves)
             whole.append(time.thread_time() - start_s)
-    medians = [statistics.median(times) for times in zip(*runs, strict=True)]
-    samples = [Sample(work_of(op), seconds) for op, seconds in zip(operations, medians, strict=True) if seconds > 0]
-    return Timing(f"{case.name}, bf16" if low else case.name, tuple(samples), statistics.median(whole))
+    readings: dict[OpWork, list[float]] = {}
+    for operation, *times in zip(operations, *runs, strict=True):
+        readings.setdefault(work_of(operation), []).append(statistics.median(times))
+    samples = [Sample(work, statistics.median(times)) for work, times in readings.items() if any(times)]
+    extra_s = (min(whole) - min(map(sum, runs))) / len(operations)
+    longest_s = max(sample.seconds for sample in samples)
+    return Timing(f"{case.name}, bf16" if low else case.name, tuple(samples), longest_s, extra_s)
 
 
 def _run(program: Program, leaves: Sequence[torch.Tensor]) -> None:

@@ -39,6 +39,7 @@ def cases() -> Iterator[Case]:
     yield from _elementwise_cases()
     yield from _row_cases()
     yield from _lookup_cases()
+    yield from _stack_cases()
 
 
 def _leaf(*shape: int) -> Tensor:
@@ -92,7 +93,16 @@ def _dense_cases() -> Iterator[Case]:
 
 
 def _attention_cases() -> Iterator[Case]:
-    for rows, heads, length, width in ((2, 4, 96, 48), (3, 6, 200, 40), (1, 10, 320, 64), (2, 12, 448, 64)):
+    for rows, heads, length, width in (
+        (2, 4, 96, 48),
+        (6, 5, 96, 80),
+        (3, 6, 200, 40),
+        (4, 8, 160, 64),
+        (1, 10, 320, 64),
+        (5, 4, 300, 56),
+        (2, 12, 448, 64),
+        (1, 6, 640, 96),
+    ):
 
         def attention(
             rows: int = rows, heads: int = heads, length: int = length, width: int = width
@@ -107,7 +117,7 @@ def _attention_cases() -> Iterator[Case]:
 
             return mix, entries
 
-        yield Case(f"attention {rows}x{heads}x{length}x{width}", attention, low=length == 96, quick=length < 320)
+        yield Case(f"attention {rows}x{heads}x{length}x{width}", attention, low=length == 96, quick=length <= 200)
 
 
 def _convolution_cases() -> Iterator[Case]:
@@ -204,7 +214,7 @@ def _elementwise_cases() -> Iterator[Case]:
 
         def dropped(length: int = length) -> tuple[Program, Sequence[Tensor]]:
             x = _leaf(length)
-            return lambda: F.dropout(F.dropout(x, 0.1), 0.1), [x]
+            return lambda: F.dropout(F.dropout(x, 0.1), 0.25), [x]
 
         def moved(length: int = length) -> tuple[Program, Sequence[Tensor]]:
             x = _leaf(length // 64, 8, 8)
@@ -269,3 +279,60 @@ def _lookup_cases() -> Iterator[Case]:
 
         yield Case(f"embedding {words}x{width}x{count}", embedded, quick=words < 20000)
         yield Case(f"places {count}x{width}", sorted_, quick=words < 20000)
+
+
+class _Dense(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.05)
+
+
+class _Gated(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        gate, up = self.gate(scaled).chunk(2, dim=-1)
+        return x + self.down(gate.sigmoid() * up)
+
+
+class _Image(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.squeeze, self.mix = nn.Conv2d(width, inner, 1, bias=False), nn.Conv2d(inner, width, 3, padding=1)
+        self.first, self.second = nn.BatchNorm2d(inner), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.second(self.mix(F.relu(self.first(self.squeeze(x))))))
+
+
+def _stack_cases() -> Iterator[Case]:
+    """Yield a few layers in a row, so that operands are as cold as they are in a model's backward."""
+    for layer, rows, width, inner, depth in (
+        (_Dense, 160, 224, 448, 6),
+        (_Dense, 600, 288, 864, 6),
+        (_Dense, 900, 448, 1344, 4),
+        (_Gated, 240, 224, 352, 6),
+        (_Gated, 700, 352, 800, 5),
+    ):
+
+        def stack(
+            layer: type[nn.Module] = layer, rows: int = rows, width: int = width, inner: int = inner, depth: int = depth
+        ) -> tuple[Program, Sequence[Tensor]]:
+            return _with(nn.Sequential(*[layer(width, inner) for _ in range(depth)]), _leaf(rows, width))
+
+        yield Case(f"stack {layer.__name__[1:].lower()} {rows}x{width}x{inner}", stack, quick=rows in (240, 600))
+    for rows, width, inner, size in ((3, 72, 40, 36), (2, 40, 40, 72), (3, 224, 112, 12), (2, 448, 144, 6)):
+
+        def images(
+            rows: int = rows, width: int = width, inner: int = inner, size: int = size
+        ) -> tuple[Program, Sequence[Tensor]]:
+            layers = nn.Sequential(*[_Image(width, inner) for _ in range(4)])
+            return _with(layers, _leaf(rows, width, size, size))
+
+        yield Case(f"stack image {rows}x{width}x{inner}x{size}", images, quick=size in (12, 36))

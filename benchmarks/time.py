@@ -1,0 +1,231 @@
+"""Predicted against measured time of forward and backward, by stage: eight families, four stages each.
+
+    python -m benchmarks.time [--families gpt2 unet] [--precision fp32] [--rounds 5] [--calibration FILE] [--json FILE]
+
+The prediction knows micro-benchmarks only (``autosplit profile --calibrate``; no family is among them): the operations
+of a stage come from one run on fake tensors, their times from the calibrated roofline. Every stage is measured alone on
+real tensors, one thread, in CPU seconds of that thread, so that other programs disturb little; the stages of all
+families take turns, and the median counts. A calibration that is made here is made in two halves, before and after the
+measurements, so that a machine whose speed drifts is met twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autosplit.profile.calibrate import calibrate
+from autosplit.profile.ledger import Ledger
+from autosplit.profile.work import work_of
+from benchmarks import pairs
+from benchmarks.families import Family, families
+from cost_models import OpWork
+from cost_models.calibration import Calibrated
+
+STAGES = 4
+MEDIAN_ASKED, WORST_ASKED = 0.12, 0.30
+
+
+class Stage(nn.Module):
+    """Some parts of a family's chain in a row; the last stage ends with the loss."""
+
+    def __init__(self, parts: Sequence[nn.Module], loss: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.parts, self.loss = nn.ModuleList(parts), loss
+
+    def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
+        for part in self.parts:
+            result = part(*state)
+            state = result if isinstance(result, tuple) else (result,)
+        return state if self.loss is None else (self.loss(state[0]),)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One stage, what enters it, and the precision that it runs in."""
+
+    family: str
+    number: int
+    module: Stage
+    inputs: tuple[Tensor, ...]
+    precision: str
+
+    def run(self) -> tuple[float, float]:
+        """Run forward and backward; return the CPU seconds of each."""
+        inputs = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in self.inputs]
+        start_s = time.thread_time()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+            results = self.module(*inputs)
+        middle_s = time.thread_time()
+        targets = [result for result in results if result.requires_grad]
+        torch.autograd.backward(targets, [torch.ones_like(target) for target in targets])
+        end_s = time.thread_time()
+        self.module.zero_grad(set_to_none=True)
+        return middle_s - start_s, end_s - middle_s
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was predicted and measured for one stage."""
+
+    family: str
+    precision: str
+    stage: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def works_of(stage: Alone) -> list[OpWork]:
+    """Return the operations of a stage's forward and backward, from a run on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        module = _faked(stage.module, mode)
+        inputs = tuple(mode.from_tensor(tensor) for tensor in stage.inputs)
+    twin = Alone(stage.family, stage.number, module, inputs, stage.precision)
+    with mode, Ledger() as ledger:
+        twin.run()
+    return [work_of(operation) for operation in ledger.operations]
+
+
+def _faked(module: Stage, mode: FakeTensorMode) -> Stage:
+    from autosplit.profile.shadow import shadow
+
+    twin = shadow(module, replace=lambda tensor: mode.from_tensor(tensor)).module
+    assert isinstance(twin, Stage)
+    return twin
+
+
+def stages_of(family: Family, *, precision: str) -> list[Alone]:
+    """Return the stages of a family with what enters each: a cut that balances their parts' FLOPs and bytes roughly."""
+    torch.manual_seed(0)
+    parts = family.parts(family.make())
+    target = family.target(family.rows)
+    state, alone = family.batch(family.rows), []
+    weights = []
+    for part in parts:
+        single = Alone(family.name, 0, Stage([part], None), state, precision)
+        weights.append(sum(work.flops / 50e9 + work.bytes / 10e9 for work in works_of(single)))
+        state = _after(single)
+    state = family.batch(family.rows)
+    bounds = [0, *_balanced(weights, STAGES), len(parts)]
+    for number, (first, last) in enumerate(itertools.pairwise(bounds)):
+        loss = (lambda logits: family.loss(logits, target)) if last == len(parts) else None
+        stage = Alone(family.name, number, Stage(parts[first:last], loss), state, precision)
+        alone.append(stage)
+        state = _after(stage)
+    return alone
+
+
+def _after(stage: Alone) -> tuple[Tensor, ...]:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=stage.precision == "bf16"):
+        return tuple(tensor.detach() for tensor in stage.module(*stage.inputs))
+
+
+def _balanced(weights: Sequence[float], stages: int) -> list[int]:
+    """Return the cuts of a chain whose heaviest stage is lightest."""
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
+    for used in range(1, stages + 1):
+        for end in range(used, len(weights) + 1):
+            options = [
+                (max(best[used - 1, start][0], sum(weights[start:end])), [*best[used - 1, start][1], start])
+                for start in range(used - 1, end)
+                if (used - 1, start) in best
+            ]
+            best[used, end] = min(options)
+    return best[stages, len(weights)][1][1:]
+
+
+def measured(stages: Sequence[Alone], *, rounds: int) -> list[float]:
+    """Return the median CPU seconds of every stage; they take turns, after a warm-up of each."""
+    readings: list[list[float]] = [[] for _ in stages]
+    for turn in range(rounds + 1):
+        for place, stage in enumerate(stages):
+            seconds = sum(stage.run())
+            if turn:
+                readings[place].append(seconds)
+    return [statistics.median(times) for times in readings]
+
+
+def by_kind(works: Sequence[OpWork], model: Calibrated) -> dict[str, float]:
+    """Return the predicted seconds of each kind of work."""
+    found: dict[str, float] = defaultdict(float)
+    for work in works:
+        found[work.kind] += model.seconds(work)
+    return dict(found)
+
+
+def checks(lines: Sequence[Line]) -> list[pairs.Check]:
+    """Return what is asked of all stages together."""
+    errors = [abs(line.error) for line in lines]
+    return [
+        pairs.at_most("median error over all stages", MEDIAN_ASKED, statistics.median(errors)),
+        pairs.at_most("worst error over all stages", WORST_ASKED, max(errors)),
+    ]
+
+
+def _progress(name: str, share: float) -> None:
+    print(f"\r\033[Kcalibrating {share:4.0%} {name}", end="", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a table, and write all figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=list(families()), default=list(families()))
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calibration", type=Path, help="a file of autosplit profile --calibrate; made here without")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    machine = pairs.facts()
+    model = Calibrated.load(arguments.calibration) if arguments.calibration else calibrate(progress=_progress)
+    chosen = [families()[name] for name in arguments.families]
+    stages = [stage for family in chosen for stage in stages_of(family, precision=arguments.precision)]
+    works = [works_of(stage) for stage in stages]
+    times = measured(stages, rounds=arguments.rounds)
+    lines = [
+        Line(stage.family, stage.precision, stage.number, sum(map(model.seconds, found)), seconds)
+        for stage, found, seconds in zip(stages, works, times, strict=True)
+    ]
+    print(f"\n{pairs.facts_text(machine)}\n\n{pairs.table([_row(line) for line in lines])}\n")
+    print(pairs.checks_text(checks(lines)))
+    if arguments.json:
+        settings = {"rounds": arguments.rounds, "precision": arguments.precision, "stages": STAGES}
+        pairs.write(
+            arguments.json,
+            benchmark="time",
+            settings=settings,
+            machine=machine,
+            figures=[{**_row(line), "by_kind_s": by_kind(w, model)} for line, w in zip(lines, works, strict=True)],
+            checks=checks(lines),
+        )
+
+
+def _row(line: Line) -> dict[str, Any]:
+    return {
+        "family": line.family,
+        "precision": line.precision,
+        "stage": line.stage,
+        "predicted_ms": f"{line.predicted_s * 1e3:.1f}",
+        "measured_ms": f"{line.measured_s * 1e3:.1f}",
+        "error": f"{line.error:+.1%}",
+    }
+
+
+if __name__ == "__main__":
+    main()
