@@ -98,7 +98,8 @@ class Piece:
         """What this action made and sends away: freed after its last node."""
         if not self._framed(-1):
             return ()
-        made = {storage for storage, count in _changes(self.steps) if count > 0}
+        arrived = {storage for storage, _ in self.arriving}
+        made = {storage for storage, count in _changes(self.steps) if count > 0 and storage not in arrived}
         return tuple(change for change in self.steps[-1].changes if change[1] < 0 and change[0] in made)
 
     def _framed(self, index: int) -> bool:

@@ -44,6 +44,12 @@ def test_a_linear_in_four_pieces() -> None:
     assert (backward.arriving, backward.leaving) == (((DY, 20),), ((DX, -10),))
 
 
+def test_what_arrives_does_not_leave() -> None:
+    """A cotangent that is held to the end is not sent back."""
+    backward = (Step("", ((DY, 20),)), Step("linear", ((DX, 10),)), Step("", ((DY, -20), (DX, -10))))
+    assert TracePieces(StageTrace((), backward, ())).piece("B", first=True, fresh=True).leaving == ((DX, -10),)
+
+
 def test_i_keeps_the_input_and_the_output_gradient_for_w() -> None:
     halves = split(LINEAR)
     assert halves.input == (
