@@ -71,33 +71,3 @@ def make_wide(width: int) -> nn.Module:
 
 def make_broken() -> nn.Module:
     raise RuntimeError("the weights are gone")
-
-
-class Halves(Mlp):
-    """The four layers in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to(torch.bfloat16)
-
-
-class Routed(nn.Module):
-    """Experts that rows are routed to by their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 4)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = self.router(x).argmax(-1)
-        y = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            (rows,) = torch.where(chosen == number)
-            y = y.index_add(0, rows, expert(x[rows]))
-        return y
-
-
-def make_on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return Mlp()

@@ -18,7 +18,7 @@ from autosplit.report.costs import CostReport
 from cost_models import DeviceSpec, OpWork, device
 from cost_models.calibration import Calibrated, Stamp
 
-NETS = str(Path(__file__).parent / "nets.py")
+NETS = str(Path(__file__).parent / "nets_to_profile.py")
 X = ("--input", "x=float32[8,16]")
 
 Run = Callable[..., Any]

@@ -1,0 +1,70 @@
+"""Clocks: events and the allocator's count on CUDA, and which errors mean that memory ran out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from autosplit.profile.clocks import clock_of, is_out_of_memory
+
+
+def test_on_cuda_events_take_the_time_and_the_allocator_counts(monkeypatch):
+    order: list[str] = []
+    cuda = torch.device("cuda", 1)
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.name = "end" if "made" in order else "start"
+            order.append("made")
+
+        def record(self) -> None:
+            order.append(f"record {self.name}")
+
+        def synchronize(self) -> None:
+            order.append(f"wait {self.name}")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 250.0
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        order.append(f"enter {device}")
+        yield
+        order.append("leave")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: order.append(f"reset {device}"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
+    clock = clock_of(cuda)
+    found = clock.timed(lambda: order.append("run") or "done")
+    assert (found.result, found.seconds, found.peak_bytes) == ("done", 0.25, 70)
+    assert order == [
+        "enter cuda:1",
+        "made",
+        "made",
+        "reset cuda:1",
+        "record start",
+        "run",
+        "record end",
+        "wait end",
+        "leave",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
+    ],
+)
+def test_which_errors_mean_that_memory_ran_out(error, expected):
+    assert is_out_of_memory(error) is expected
