@@ -329,5 +329,10 @@ def _last_uses(pieces: Sequence[_Piece], *, keep: Collection[fx.Node]) -> dict[f
 
 
 def _lent(node: fx.Node, value: Any) -> Any:
-    """Return a value that comes from outside as what the nodes may change in place, where one does."""
-    return alias(value) if node.meta[INFO].mutated and isinstance(value, torch.Tensor) else value
+    """Return a value that comes from outside as the nodes are given it.
+
+    As what they may change in place, where one does; and as no leaf, whose casts autocast would keep.
+    """
+    if not isinstance(value, torch.Tensor) or not (node.meta[INFO].mutated or value.requires_grad):
+        return value
+    return alias(value) if node.meta[INFO].mutated else value[...]

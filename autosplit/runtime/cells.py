@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autosplit.runtime.ambient import has_module_hooks
+from autosplit.runtime.ambient import any_autocast, has_module_hooks
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, Key, enter, leave, take, transfer
@@ -186,8 +186,11 @@ class Cells:
         return border
 
     def _passed(self, bundle: Any) -> Any:
-        """Return what a stage is given: under global hooks no leaves, on which hooks for several gradients fail."""
-        if not (self.detached and bundle and has_module_hooks()):
+        """Return what a stage is given: no leaves where hooks for several gradients would fail on them.
+
+        Nor under autocast, which keeps the casts of leaves, and with them the leaves, until the caller's context ends.
+        """
+        if not (self.detached and bundle and (has_module_hooks() or any_autocast())):
             return bundle
         return [t[...] if t.requires_grad else t for t in bundle]
 
