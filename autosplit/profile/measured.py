@@ -45,14 +45,14 @@ def measure(
     """Time forward and backward of every shared and micro node on ``inputs`` of exactly ``rows`` batch rows.
 
     ``inputs`` are in the order of the placeholders; ``threads`` is the number of intra-op threads of the CPU, 1 as on a
-    CPU lane. A CUDA device's peak bytes are read beside the times; ``count_bytes`` counts those of a CPU, in runs of
-    their own. Parameters, gradients, buffers, attributes, inputs and random states are as before at the end, also
-    after an error: the nodes run on a twin of the model. Where memory runs out, `MeasuredTimes.out_of_memory` says so;
-    raises ProfileError with a node's name when it fails in another way.
+    CPU lane, whose CPU seconds are counted. A CUDA device's peak bytes are read beside the times; ``count_bytes`` counts
+    those of a CPU, in runs of their own. Parameters, gradients, buffers, attributes, inputs and random states are as
+    before at the end, also after an error: the nodes run on a twin of the model. Where memory runs out,
+    `MeasuredTimes.out_of_memory` says so; raises ProfileError with a node's name when it fails in another way.
     """
     tensors = (*inputs, *traced.root.parameters(), *traced.root.buffers())
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
-    clock, short = clock_of(device), ""
+    clock, short = clock_of(device, threads=threads), ""
     try:
         with torch.inference_mode(False):
             own, twin = _own_inputs(traced, inputs, rows=rows), _twin(traced)

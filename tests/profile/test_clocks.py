@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +43,7 @@ def test_on_cuda_events_take_the_time_and_the_allocator_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: order.append(f"reset {device}"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
-    clock = clock_of(cuda)
+    clock = clock_of(cuda, threads=1)
     found = clock.timed(lambda: order.append("run") or "done")
     assert (found.result, found.seconds, found.peak_bytes) == ("done", 0.25, 70)
     assert order == [
@@ -54,6 +57,18 @@ def test_on_cuda_events_take_the_time_and_the_allocator_counts(monkeypatch):
         "wait end",
         "leave",
     ]
+
+
+@pytest.mark.parametrize(("threads", "resolution_s", "seconds"), [(1, 1e-9, 3.0), (1, 0.015, 7.0), (2, 1e-9, 7.0)])
+def test_one_thread_is_timed_by_its_own_seconds_where_they_are_fine(
+    monkeypatch: pytest.MonkeyPatch, threads: int, resolution_s: float, seconds: float
+) -> None:
+    cpu, wall = itertools.count(0.0, 3.0), itertools.count(0.0, 7.0)
+    monkeypatch.setattr(time, "thread_time", lambda: next(cpu))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr(time, "get_clock_info", lambda _: SimpleNamespace(resolution=resolution_s))
+    found = clock_of(torch.device("cpu"), threads=threads).timed(lambda: "done")
+    assert (found.result, found.seconds, found.peak_bytes) == ("done", seconds, None)
 
 
 @pytest.mark.parametrize(

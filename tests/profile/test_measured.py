@@ -161,7 +161,7 @@ class Waiter(Leaf):
 
 
 def test_times_are_right_and_long_nodes_run_less_often(monkeypatch):
-    monkeypatch.setattr(time, "perf_counter", lambda: Clock.now_s)
+    monkeypatch.setattr(time, "thread_time", lambda: Clock.now_s)
     seconds = {"_0": 0.004, "_1": 0.02, "_2": 4.0}
     graph = traced(nn.Sequential(*map(Waiter, seconds.values())), torch.randn(ROWS, 4))
     Clock.runs.clear()
@@ -221,7 +221,7 @@ def test_a_caller_without_gradients_gets_the_times_of_training():
 
 def test_the_spread_of_the_samples_is_kept(monkeypatch):
     ticks = itertools.accumulate(itertools.cycle([0.0, 0.001, 0.0, 0.002, 0.0, 0.004, 0.0, 0.008]))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(time, "thread_time", lambda: next(ticks))
     graph = traced(nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)]), torch.randn(ROWS, 8))
     node = measure(graph, inputs=[torch.randn(ROWS, 8)], rows=ROWS).nodes["_4"]
     assert node.samples == 2 + 8, "two more of the first one, one of each"

@@ -165,7 +165,7 @@ def test_a_device_that_runs_out_gives_its_cache_back(monkeypatch):
             self.released += 1
 
     card = Card()
-    monkeypatch.setattr(measured, "clock_of", lambda device: card)
+    monkeypatch.setattr(measured, "clock_of", lambda device, *, threads: card)
     layers = [nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8)]
     found = measure(traced(nn.Sequential(*layers), torch.randn(ROWS, 8)), inputs=[torch.randn(ROWS, 8)], rows=ROWS)
     assert list(found.nodes) == ["_0"]
