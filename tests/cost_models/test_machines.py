@@ -108,6 +108,13 @@ def test_dgx_h100():
     assert machine(["H100-SXM5-80GB"] * 8) == machine(" 8 x H100-SXM5-80GB ") == dgx
 
 
+def test_a_device_of_ones_own_is_no_part_of_a_known_machine():
+    mine = device("H100-SXM5-80GB").model_copy(update={"memory_bytes": 2**36})
+    box = machine([mine] * 8)
+    assert (box.name, box.devices) == ("8xH100-SXM5-80GB", (mine,) * 8)
+    assert (box.host.memory_bytes, box.notes) == (None, "")
+
+
 def test_devices_behind_pcie_go_through_the_host():
     assert machine("4xL4-24GB").link(0, 3) == device("L4-24GB").host_link
     assert machine("4xT4-16GB").link(1, 2).bandwidth_bytes_per_s == 16e9
@@ -126,7 +133,8 @@ def test_hosts_meet_over_the_network():
     assert (len(two), two.host_devices, two.host_of(7), two.host_of(8)) == (16, (8, 8), 0, 1)
     assert two.link(6, 7).name == two.link(8, 9).name == "NVLink 4"
     assert two.link(7, 8).name == "network"
-    assert two.network == machine("8xH100-SXM5-80GB").network
+    dgx = machine("8xH100-SXM5-80GB")
+    assert (two.network, two.host, two.notes) == (dgx.network, dgx.host, "2 x DGX H100")
     assert machine("2x1xT4-16GB").link(0, 1).name == "PCIe 3.0 x16"
     assert machine("3x2xL40S-48GB").network.source("bandwidth_bytes_per_s").status == "prior"
 
