@@ -81,7 +81,14 @@ def _dense_cases() -> Iterator[Case]:
             return lambda: F.cross_entropy(head(x), target), [x, *head.parameters()]
 
         yield Case(f"cross entropy {rows}x{inner}x{classes}", entropy, quick=classes <= 12000)
-    for batch, rows, inner, outer in ((12, 96, 96, 96), (24, 160, 48, 160), (4, 200, 160, 320), (6, 480, 320, 640)):
+    for batch, rows, inner, outer in (
+        (12, 96, 96, 96),
+        (24, 160, 48, 160),
+        (4, 200, 160, 320),
+        (10, 240, 480, 400),
+        (6, 480, 320, 640),
+        (12, 360, 300, 800),
+    ):
 
         def batched(
             batch: int = batch, rows: int = rows, inner: int = inner, outer: int = outer
@@ -89,7 +96,7 @@ def _dense_cases() -> Iterator[Case]:
             left, right = _leaf(batch, rows, inner), _leaf(batch, inner, outer)
             return lambda: torch.bmm(left, right), [left, right]
 
-        yield Case(f"batched {batch}x{rows}x{inner}x{outer}", batched, low=batch == 12, quick=True)
+        yield Case(f"batched {batch}x{rows}x{inner}x{outer}", batched, low=rows == 96, quick=rows < 480)
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -138,6 +145,9 @@ def _convolution_cases() -> Iterator[Case]:
         (2, 160, 320, 14, 3, 1, 1),
         (3, 320, 320, 14, 3, 2, 1),
         (2, 640, 640, 7, 3, 1, 1),
+        (3, 384, 384, 5, 3, 1, 1),
+        (5, 448, 448, 6, 3, 2, 1),
+        (3, 1536, 384, 4, 1, 1, 1),
         (3, 3, 48, 80, 5, 2, 1),
         (2, 3, 192, 96, 12, 12, 1),
     ):

@@ -2,7 +2,9 @@
 
 ``torch.utils.flop_counter.flop_registry`` is not in that module's ``__all__``; it is used here only, because a
 ``FlopCounterMode`` per node would cost more than the nodes (tried on torch 2.13). It has no entry for the attention and
-recurrent kernels of the CPU, for matrix-vector products and for the fused inference layers: they would count as zero.
+recurrent kernels of the CPU, for matrix-vector products, for bilinear layers, for the fused inference layers, for
+transforms and linear algebra: they would count as zero. And it counts the weight gradient of a grouped convolution once
+for every group. Everything else is counted as torch counts it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from autosplit.profile.flops_algebra import algebra_formulas
 
 aten = torch.ops.aten
 
@@ -29,13 +33,24 @@ def flop_formulas() -> Mapping[Any, Formula]:
         "_native_multi_head_attention": _fused_attention_layer,
         "_addmm_activation": _addmm,
         "_grouped_mm": _grouped_mm,
+        "_scaled_grouped_mm": _grouped_mm,
+        "addbmm": _batched_sum,
+        "_int_mm": _product,
+        "_weight_int8pack_mm": _product_of_rows,
+        "mkldnn_linear": _product_of_rows,
+        "addr": _outer_product,
+        "_trilinear": _trilinear,
+        "_sparse_addmm": _sparse_product,
+        "_cudnn_rnn": _fused_recurrent,
+        "_cudnn_rnn_backward": _fused_recurrent_backward,
         "mv": _vector_product,
         "addmv": _vector_product_added,
         "dot": _dot,
         "vdot": _dot,
     }
+    own |= algebra_formulas()
     found = {getattr(aten, name): formula for name, formula in own.items() if hasattr(aten, name)}
-    return {**found, **flop_registry}
+    return {**found, **flop_registry, aten.convolution_backward: _convolution_backward}
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -90,6 +105,61 @@ def _vector_product_added(_bias: Any, matrix: Any, _vector: Any, **_: Any) -> in
 
 def _dot(left: Any, _right: Any, **_: Any) -> int:
     return 2 * left.numel()
+
+
+def _batched_sum(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * left.numel() * right.shape[2]
+
+
+def _product(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _product_of_rows(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * left.numel() * right.shape[0]
+
+
+def _outer_product(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * left.numel() * right.numel()
+
+
+def _trilinear(
+    first: Any, second: Any, third: Any, expand1: Any, expand2: Any, expand3: Any, *_: Any, **__: Any
+) -> int:
+    """Return two products and a sum for each point of the space that the three operands span."""
+    dims = first.dim() + len(expand1)
+    points = 1
+    for dim in range(dims):
+        sizes = []
+        for tensor, expanded in ((first, expand1), (second, expand2), (third, expand3)):
+            if dim not in expanded:
+                sizes.append(tensor.shape[dim - sum(1 for place in expanded if place < dim)])
+        points *= max(sizes)
+    return 3 * points
+
+
+def _sparse_product(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    sparse, dense = (left, right) if left.layout == torch.sparse_coo else (right, left)
+    return 2 * sparse._nnz() * dense.shape[-1]
+
+
+def _fused_recurrent(steps: Any, weights: Any, *_: Any, **__: Any) -> int:
+    positions = steps.numel() // steps.shape[-1]
+    return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def _fused_recurrent_backward(steps: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * _fused_recurrent(steps, weights)
+
+
+def _convolution_backward(*args: Any, out_val: Any, **named: Any) -> int:
+    """Return torch's count; with groups, what each of the gradients costs, which is what the forward costs."""
+    cotangent, source, weight = args[:3]
+    transposed, groups, mask = args[7], args[9], args[10]
+    if groups == 1:
+        return int(flop_registry[aten.convolution_backward](*args, out_val=out_val, **named))
+    swept = source if transposed else cotangent
+    return int(2 * swept.numel() * (weight.numel() // weight.shape[0]) * (bool(mask[0]) + bool(mask[1])))
 
 
 _LOOKUPS = frozenset(

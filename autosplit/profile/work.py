@@ -40,6 +40,10 @@ _KINDS_OF = {
     "copy": "copy_ clone cat stack _to_copy contiguous repeat constant_pad_nd roll flip tril triu _pin_memory",
     "copy.fill": "fill_ zero_ zeros zeros_like ones ones_like full full_like new_zeros new_ones new_full fill arange "
     "slice_backward select_backward nll_loss_backward nll_loss2d_backward max_pool2d_with_indices_backward",
+    "other.fft": "_fft_r2c _fft_c2r _fft_c2c",
+    "other.algebra": "linalg_cholesky_ex linalg_lu_factor_ex linalg_lu linalg_lu_solve _linalg_solve_ex linalg_inv_ex "
+    "linalg_solve_triangular triangular_solve cholesky_solve linalg_qr _euclidean_dist _cdist_forward _cdist_backward "
+    "_pdist_forward _pdist_backward linalg_matrix_exp _linalg_svd _linalg_eigh",
     "sort": "sort topk cumsum cumprod kthvalue unique unique_dim _unique2 bincount median",
     "optimizer": "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_",
 }

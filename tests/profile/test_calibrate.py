@@ -1,0 +1,162 @@
+"""The calibration's cases, clocks and files; times themselves are not asserted."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.profile import calibrate as calibrating
+from autosplit.profile.calibrate import Sample, Timing, calibrate, default_path, issue_s, time_cases
+from autosplit.profile.calibration_cases import Case, cases
+from autosplit.profile.ledger import Ledger, Operation
+from autosplit.profile.work import kind_of, work_of
+from benchmarks.families import families
+from cost_models.calibration import Calibrated
+from cost_models.work import KINDS, OpWork
+
+
+def small(name: str = "small", *, low: bool = False) -> Case:
+    layer = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    return Case(name, lambda: (lambda: layer(x), [x, *layer.parameters()]), low=low)
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock on which every look costs a second."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
+
+
+def test_a_kernel_is_timed_between_two_looks_at_the_clock(ticking):
+    [timing] = time_cases([small()])
+    assert {sample.seconds for sample in timing.samples} == {1.0}
+    kinds = [sample.work.kind for sample in timing.samples]
+    assert kinds.count("elementwise.special") == 1
+    assert {"matmul", "reduction", "copy.fill"} <= set(kinds)
+    assert len({sample.work for sample in timing.samples}) == len(timing.samples), "equal work is one sample"
+
+
+def test_the_samples_are_the_account_of_the_same_run(ticking):
+    case = small()
+    program, leaves = case.build()
+    with Ledger() as ledger:
+        result = program()
+        torch.autograd.grad(result, leaves, torch.ones_like(result))
+    [timing] = time_cases([case])
+    assert [sample.work for sample in timing.samples] == list(dict.fromkeys(map(work_of, ledger.operations)))
+
+
+def test_a_low_precision_case_runs_twice(ticking):
+    plain, low = time_cases([small(low=True)])
+    assert (plain.name, low.name) == ("small", "small, bf16")
+    assert all(sample.work.dtype == "fp32" for sample in plain.samples)
+    assert any(sample.work.dtype == "bf16" and sample.work.kind == "matmul" for sample in low.samples)
+
+
+def test_the_machine_is_left_as_it_was(ticking):
+    x = torch.randn(4, requires_grad=True)
+    case = Case("drawing", lambda: (lambda: x * torch.rand(4), [x]))
+    before, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(2)
+    try:
+        time_cases([case])
+        assert torch.get_num_threads() == 2
+        assert torch.equal(torch.get_rng_state(), state)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_progress_names_what_comes_and_the_share_that_is_done(ticking):
+    seen: list[tuple[str, float]] = []
+    time_cases([small("a"), small("b")], progress=lambda name, share: seen.append((name, share)))
+    assert seen == [("a", 0.0), ("b", 0.5)]
+
+
+def test_what_an_operation_costs_besides_its_kernel_comes_from_short_kernels():
+    def timing(longest_s: float, extra_s: float) -> Timing:
+        work = OpWork(kind="copy", flops=0, bytes=1, dtype="fp32")
+        return Timing("any", (Sample(work, longest_s),), longest_s, extra_s)
+
+    assert issue_s([timing(1e-5, 3e-6), timing(2e-5, 5e-6), timing(3e-5, 4e-6), timing(1.0, 9.0)]) == 4e-6
+    assert issue_s([timing(1e-5, -3e-6)]) == 0
+    assert issue_s([]) == 0
+
+
+def test_a_calibration_is_stamped_and_read_back(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrating, "cases", lambda: iter([small(str(width)) for width in range(6)]))
+    found = calibrate()
+    assert found.stamp.device == "cpu-lane"
+    assert found.stamp.threads == 1
+    assert found.stamp.versions["torch"] == torch.__version__
+    found.save(tmp_path / "lane.json")
+    assert Calibrated.load(tmp_path / "lane.json") == found
+
+
+def test_an_unknown_device_is_refused_before_anything_is_timed(monkeypatch):
+    monkeypatch.setattr(calibrating, "time_cases", lambda *_, **__: pytest.fail("timed"))
+    with pytest.raises(ValueError, match="cpu-lan"):
+        calibrate("cpu-lan")
+
+
+def test_it_is_kept_in_the_user_s_cache(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_path() == Path("/somewhere/autosplit/calibrated-cpu-lane.json")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_path("L4-24GB") == Path.home() / ".cache/autosplit/calibrated-L4-24GB.json"
+
+
+def test_every_case_has_a_name_of_its_own_and_the_quick_ones_know_every_class():
+    everything = list(cases())
+    assert len({case.name for case in everything}) == len(everything)
+    seen: set[str] = set()
+    for case in everything:
+        if not case.quick or "x" not in case.name or "x12000" in case.name:
+            continue
+        program, leaves = case.build()
+        with Ledger() as ledger:
+            result = program()
+            torch.autograd.grad(result, leaves, torch.ones_like(result))
+        seen |= {work_of(operation).base_kind for operation in ledger.operations}
+    assert seen == set(KINDS) - {"optimizer", "other"}
+
+
+def test_no_case_has_the_shapes_of_a_family():
+    """Predictions for the families would be no predictions if their products were among the cases."""
+    shapes = set()
+    for family in families().values():
+        for parameter in family.make().parameters():
+            if parameter.dim() == 2:
+                shapes |= {tuple(parameter.shape), tuple(parameter.shape)[::-1]}
+    for case in cases():
+        if case.name.startswith(("dense", "stack", "cross")):
+            _, leaves = case.build()
+            assert not {tuple(tensor.shape) for tensor in leaves if tensor.dim() == 2} & shapes, case.name
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "kind"),
+    [
+        ("addmm", 8, "matmul"),
+        ("bmm", 8, "matmul.batched"),
+        ("never_heard_of", 8, "matmul"),
+        ("never_heard_of", 0, "elementwise"),
+        ("convolution_backward", 8, "conv.backward"),
+        ("_scaled_dot_product_flash_attention_for_cpu", 8, "attention"),
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", 8, "attention_backward"),
+        ("_flash_attention_forward", 8, "attention"),
+        ("mkldnn_rnn_layer_backward", 8, "recurrent.backward"),
+        ("sigmoid_", 0, "elementwise.special"),
+        ("add_", 0, "elementwise"),
+        ("_foreach_mul_", 0, "optimizer"),
+        ("_fft_r2c", 8, "other.fft"),
+    ],
+)
+def test_kinds(name, flops, kind):
+    assert kind_of(name, flops=flops) == kind
+    assert work_of(Operation(name, flops, 4, torch.float32)).base_kind in KINDS
