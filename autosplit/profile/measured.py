@@ -45,7 +45,7 @@ def measure(
     """Time forward and backward of every shared and micro node on ``inputs`` of exactly ``rows`` batch rows.
 
     ``inputs`` are in the order of the placeholders; ``threads`` is the number of intra-op threads of the CPU, 1 as on a
-    CPU lane, whose CPU seconds are counted. A CUDA device's peak bytes are read beside the times; ``count_bytes`` counts
+    CPU lane, whose CPU seconds count. A CUDA device's peak bytes are read beside the times; ``count_bytes`` counts
     those of a CPU, in runs of their own. Parameters, gradients, buffers, attributes, inputs and random states are as
     before at the end, also after an error: the nodes run on a twin of the model. Where memory runs out,
     `MeasuredTimes.out_of_memory` says so; raises ProfileError with a node's name when it fails in another way.
