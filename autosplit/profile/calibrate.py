@@ -1,4 +1,4 @@
-"""How fast this machine's CPU lane computes: small modules timed by the operation, and a roofline fitted to them.
+"""How fast a device of this machine computes: small modules timed by the operation, and a roofline fitted to them.
 
     each case      forward and backward under two dispatch modes: the account of work, below it a clock on the kernel
     more runs      medians of each operation's kernel time
@@ -14,7 +14,6 @@ import datetime
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +22,19 @@ from typing import Any
 import torch
 
 from autosplit.profile.calibration_cases import Case, Program, cases
+from autosplit.profile.clocks import Clock, clock_of
 from autosplit.profile.ledger import Ledger, Operation
 from autosplit.profile.work import work_of
 from autosplit.trace.state import random_state
 from cost_models.calibration import Calibrated, Stamp
 from cost_models.registry import device as device_spec
+from cost_models.specs import DeviceSpec
 from cost_models.work import OpWork
 
 Progress = Callable[[str, float], None]
 """Called with what is timed next and the share that is done."""
+
+_CPU = torch.device("cpu")
 
 _LONG_S = 0.25
 """A case is repeated for about as long as this, and at least twice."""
@@ -61,38 +64,58 @@ class Timing:
 
 
 def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progress | None = None) -> Calibrated:
-    """Time this machine's CPU, one thread, and return the roofline of ``device`` fitted to it.
+    """Time this machine's ``device`` and return its roofline fitted to that.
 
-    ``device`` names the ``cost_models`` device whose roofline answers for what was not timed. ``quick`` takes a third
-    of the cases and fewer repeats. The times are CPU seconds of the calling thread, so that other programs
-    disturb little; what they take of the machine's caches and memory bandwidth still counts.
+    ``device`` names the ``cost_models`` device, whose roofline answers for what was not timed: a CPU lane, which is one
+    thread, or the CUDA device of this machine. ``quick`` takes a third of the cases and fewer repeats. On a CPU the
+    times are CPU seconds of the calling thread, so that other programs disturb little; what they take of the machine's
+    caches and memory bandwidth still counts.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: there is no such device, or it is not in this machine.
     """
     spec = device_spec(device)
-    timings = time_cases([case for case in cases() if case.quick or not quick], quick=quick, progress=progress)
+    place = _place(spec)
+    chosen = [case for case in cases() if case.quick or not quick]
+    timings = time_cases(chosen, place=place, quick=quick, progress=progress)
     samples = [(sample.work, sample.seconds) for timing in timings for sample in timing.samples]
     return Calibrated.fit(samples, device=spec, stamp=_stamp(spec.name), issue_s=issue_s(timings))
+
+
+def _place(spec: DeviceSpec) -> torch.device:
+    """Return where torch finds a device; one whose memory is the machine's own is the CPU."""
+    if spec.memory_bytes is None:
+        return torch.device("cpu")
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if here is None or here not in spec.driver_names:
+        found = "no CUDA device" if here is None else f"a CUDA device that the driver calls {here!r}"
+        known = ", ".join(map(repr, spec.driver_names)) or "nothing that is known"
+        raise ValueError(
+            f"cannot calibrate {spec.name}, which the driver calls {known}: this machine has {found}; calibrate where "
+            'the device is, or "cpu-lane", or list the driver\'s name under driver_names in a device file of your own'
+        )
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def default_path(device: str = "cpu-lane") -> Path:
     """Return where a calibration of ``device`` is kept: in the user's cache folder, as XDG has it."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "autosplit" / f"calibrated-{device}.json"
+    return Path(cache) / "autosplit" / f"calibrated-{Path(device).name.removesuffix('.json')}.json"
 
 
-def time_cases(chosen: Sequence[Case], *, quick: bool = False, progress: Progress | None = None) -> list[Timing]:
-    """Time cases in fp32, and those that ask for it under bf16 autocast too, on one thread."""
+def time_cases(
+    chosen: Sequence[Case], *, place: torch.device = _CPU, quick: bool = False, progress: Progress | None = None
+) -> list[Timing]:
+    """Time cases in fp32, and those that ask for it under bf16 autocast too; the CPU with one thread."""
     found = []
     with random_state(), _one_thread(), torch.inference_mode(False), torch.enable_grad():
-        for place, case in enumerate(chosen):
+        for number, case in enumerate(chosen):
             if progress is not None:
-                progress(case.name, place / len(chosen))
+                progress(case.name, number / len(chosen))
             most = _MOST_QUICK if quick else _MOST
-            found.append(_timed(case, most=most, low=False))
+            found.append(_timed(case, place, most=most, low=False))
             if case.low:
-                found.append(_timed(case, most=most, low=True))
+                found.append(_timed(case, place, most=most, low=True))
     return found
 
 
@@ -103,16 +126,18 @@ def issue_s(timings: Sequence[Timing]) -> float:
 
 
 class _KernelClock(Ledger):
-    """The mode next to the kernels: notes the CPU seconds of the call that went through it last."""
+    """The mode next to the kernels: notes how long the call took that went through it last."""
 
-    last_s = 0.0
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.last_s = 0.0
+        self._clock = clock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation between two looks at the clock."""
-        start_s = time.thread_time()
-        out = func(*args, **(kwargs or {}))
-        self.last_s = time.thread_time() - start_s
-        return out
+        """Run and time the operation."""
+        timed = self._clock.timed(lambda: func(*args, **(kwargs or {})))
+        self.last_s = timed.seconds
+        return timed.result
 
 
 class _TimedLedger(Ledger):
@@ -132,25 +157,23 @@ class _TimedLedger(Ledger):
         return out
 
 
-def _timed(case: Case, *, most: int, low: bool) -> Timing:
-    program, leaves = case.build()
-    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+def _timed(case: Case, place: torch.device, *, most: int, low: bool) -> Timing:
+    with place:
+        program, leaves = case.build()
+    clock = clock_of(place, threads=1)
+    with place, torch.autocast(place.type, torch.bfloat16, enabled=low):
         _run(program, leaves)
-        start_s = time.thread_time()
-        _run(program, leaves)
-        once_s = time.thread_time() - start_s
+        once_s = clock.timed(lambda: _run(program, leaves)).seconds
         repeats = max(2, min(most, int(_LONG_S / max(once_s, 1e-9))))
         whole, runs = [once_s], []
         operations: list[Operation] = []
         for _ in range(repeats):
-            clock = _KernelClock()
-            with clock, _TimedLedger(clock) as ledger:
+            kernels = _KernelClock(clock)
+            with kernels, _TimedLedger(kernels) as ledger:
                 _run(program, leaves)
             operations = ledger.operations
             runs.append(ledger.seconds)
-            start_s = time.thread_time()
-            _run(program, leaves)
-            whole.append(time.thread_time() - start_s)
+            whole.append(clock.timed(lambda: _run(program, leaves)).seconds)
     readings: dict[OpWork, list[float]] = {}
     for operation, *times in zip(operations, *runs, strict=True):
         readings.setdefault(work_of(operation), []).append(statistics.median(times))

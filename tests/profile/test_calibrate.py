@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from autosplit.profile import calibrate as calibrating
 from autosplit.profile.calibrate import Sample, Timing, calibrate, default_path, issue_s, time_cases
-from autosplit.profile.calibration_cases import Case, cases
+from autosplit.profile.calibration_cases import Case, Program, cases
 from autosplit.profile.ledger import Ledger, Operation
 from autosplit.profile.work import kind_of, work_of
 from benchmarks.families import families
@@ -104,9 +105,32 @@ def test_an_unknown_device_is_refused_before_anything_is_timed(monkeypatch):
         calibrate("cpu-lan")
 
 
+def test_a_device_that_is_not_here_is_refused(monkeypatch):
+    monkeypatch.setattr(calibrating, "time_cases", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"cannot calibrate L4-24GB, .*: this machine has no CUDA device; calibrate"):
+        calibrate("L4-24GB")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Voodoo 2")
+    with pytest.raises(ValueError, match="a CUDA device that the driver calls 'Voodoo 2'"):
+        calibrate("L4-24GB")
+
+
+@pytest.mark.cuda
+def test_a_cuda_device_is_timed_by_its_own_clock():
+    def built() -> tuple[Program, Sequence[torch.Tensor]]:
+        layer, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+        return lambda: layer(x), [x, *layer.parameters()]
+
+    [timing] = time_cases([Case("linear", built)], place=torch.device("cuda"))
+    assert any(sample.work.kind == "matmul" for sample in timing.samples)
+    assert all(sample.seconds > 0 for sample in timing.samples)
+
+
 def test_it_is_kept_in_the_user_s_cache(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert default_path() == Path("/somewhere/autosplit/calibrated-cpu-lane.json")
+    assert default_path("my/lane.json") == Path("/somewhere/autosplit/calibrated-lane.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_path("L4-24GB") == Path.home() / ".cache/autosplit/calibrated-L4-24GB.json"
 
