@@ -1,12 +1,13 @@
 """Predicted against measured time of forward and backward, by stage: eight families, four stages each.
 
-    python -m benchmarks.time [--families gpt2 unet] [--precision fp32] [--rounds 5] [--calibration FILE] [--json FILE]
+    python -m benchmarks.time [--families gpt2 unet] [--precision fp32] [--rounds 5] [--calibration FILE]
+                              [--device cpu-lane] [--json FILE]
 
 The prediction knows micro-benchmarks only (``autosplit profile --calibrate``; no family is among them): the operations
 of a stage come from one run on fake tensors, their times from the calibrated roofline. Every stage is measured alone on
-real tensors, one thread, in CPU seconds of that thread, so that other programs disturb little; the stages of all
-families take turns, and the median counts. A calibration that is made here is made in two halves, before and after the
-measurements, so that a machine whose speed drifts is met twice.
+real tensors; the stages of all families take turns, and the median counts. On the CPU that is one thread, in CPU
+seconds of that thread, so that other programs disturb little; ``--device`` names the CUDA device of this machine
+instead, whose events are then read.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,21 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cost_models
 from autosplit.profile.calibrate import calibrate
+from autosplit.profile.clocks import Clock, clock_of
 from autosplit.profile.ledger import Ledger
+from autosplit.profile.shadow import shadow
 from autosplit.profile.work import work_of
 from benchmarks import pairs
 from benchmarks.families import Family, families
-from cost_models import OpWork
-from cost_models.calibration import Calibrated
+from cost_models import Calibrated, OpWork, Roofline
 
 STAGES = 4
+_CPU = torch.device("cpu")
+_ROUGH = Roofline(cost_models.device("cpu-lane"))
+"""What balances the cut: any model does, since the cut is part of the question and no part of the answer."""
+
 MEDIAN_ASKED, WORST_ASKED = 0.12, 0.30
 
 
@@ -61,18 +67,14 @@ class Alone:
     inputs: tuple[Tensor, ...]
     precision: str
 
-    def run(self) -> tuple[float, float]:
-        """Run forward and backward; return the CPU seconds of each."""
+    def run(self) -> None:
+        """Run forward and backward, as on a lane: every floating input gets its gradient."""
         inputs = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in self.inputs]
-        start_s = time.thread_time()
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+        with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             results = self.module(*inputs)
-        middle_s = time.thread_time()
         targets = [result for result in results if result.requires_grad]
         torch.autograd.backward(targets, [torch.ones_like(target) for target in targets])
-        end_s = time.thread_time()
         self.module.zero_grad(set_to_none=True)
-        return middle_s - start_s, end_s - middle_s
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class Line:
 def works_of(stage: Alone) -> list[OpWork]:
     """Return the operations of a stage's forward and backward, from a run on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        module = _faked(stage.module, mode)
+        module = shadow(stage.module, replace=mode.from_tensor).module
+        assert isinstance(module, Stage)
         inputs = tuple(mode.from_tensor(tensor) for tensor in stage.inputs)
     twin = Alone(stage.family, stage.number, module, inputs, stage.precision)
     with mode, Ledger() as ledger:
@@ -102,26 +105,18 @@ def works_of(stage: Alone) -> list[OpWork]:
     return [work_of(operation) for operation in ledger.operations]
 
 
-def _faked(module: Stage, mode: FakeTensorMode) -> Stage:
-    from autosplit.profile.shadow import shadow
-
-    twin = shadow(module, replace=lambda tensor: mode.from_tensor(tensor)).module
-    assert isinstance(twin, Stage)
-    return twin
-
-
-def stages_of(family: Family, *, precision: str) -> list[Alone]:
+def stages_of(family: Family, *, precision: str, place: torch.device = _CPU) -> list[Alone]:
     """Return the stages of a family with what enters each: a cut that balances their parts' FLOPs and bytes roughly."""
     torch.manual_seed(0)
-    parts = family.parts(family.make())
-    target = family.target(family.rows)
-    state, alone = family.batch(family.rows), []
-    weights = []
+    with place:
+        parts = family.parts(family.make())
+        target, batch = family.target(family.rows), family.batch(family.rows)
+    state, weights = batch, []
     for part in parts:
         single = Alone(family.name, 0, Stage([part], None), state, precision)
-        weights.append(sum(work.flops / 50e9 + work.bytes / 10e9 for work in works_of(single)))
+        weights.append(sum(map(_ROUGH.seconds, works_of(single))))
         state = _after(single)
-    state = family.batch(family.rows)
+    state, alone = batch, []
     bounds = [0, *_balanced(weights, STAGES), len(parts)]
     for number, (first, last) in enumerate(itertools.pairwise(bounds)):
         loss = (lambda logits: family.loss(logits, target)) if last == len(parts) else None
@@ -132,7 +127,10 @@ def stages_of(family: Family, *, precision: str) -> list[Alone]:
 
 
 def _after(stage: Alone) -> tuple[Tensor, ...]:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=stage.precision == "bf16"):
+    with (
+        torch.no_grad(),
+        torch.autocast(stage.inputs[0].device.type, torch.bfloat16, enabled=stage.precision == "bf16"),
+    ):
         return tuple(tensor.detach() for tensor in stage.module(*stage.inputs))
 
 
@@ -150,12 +148,12 @@ def _balanced(weights: Sequence[float], stages: int) -> list[int]:
     return best[stages, len(weights)][1][1:]
 
 
-def measured(stages: Sequence[Alone], *, rounds: int) -> list[float]:
-    """Return the median CPU seconds of every stage; they take turns, after a warm-up of each."""
+def measured(stages: Sequence[Alone], *, rounds: int, clock: Clock) -> list[float]:
+    """Return the median seconds of every stage; they take turns, after a warm-up of each."""
     readings: list[list[float]] = [[] for _ in stages]
     for turn in range(rounds + 1):
         for place, stage in enumerate(stages):
-            seconds = sum(stage.run())
+            seconds = clock.timed(stage.run).seconds
             if turn:
                 readings[place].append(seconds)
     return [statistics.median(times) for times in readings]
@@ -188,41 +186,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--families", nargs="+", choices=list(families()), default=list(families()))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu-lane", help="a device of cost_models that this machine has")
     parser.add_argument("--calibration", type=Path, help="a file of autosplit profile --calibrate; made here without")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     machine = pairs.facts()
-    model = Calibrated.load(arguments.calibration) if arguments.calibration else calibrate(progress=_progress)
+    file = arguments.calibration
+    model = Calibrated.load(file) if file else calibrate(arguments.device, progress=_progress)
+    place = torch.device("cpu" if model.fallback.device.memory_bytes is None else "cuda")
     chosen = [families()[name] for name in arguments.families]
-    stages = [stage for family in chosen for stage in stages_of(family, precision=arguments.precision)]
+    stages = [stage for family in chosen for stage in stages_of(family, precision=arguments.precision, place=place)]
     works = [works_of(stage) for stage in stages]
-    times = measured(stages, rounds=arguments.rounds)
+    times = measured(stages, rounds=arguments.rounds, clock=clock_of(place, threads=1))
     lines = [
         Line(stage.family, stage.precision, stage.number, sum(map(model.seconds, found)), seconds)
         for stage, found, seconds in zip(stages, works, times, strict=True)
     ]
-    print(f"\n{pairs.facts_text(machine)}\n\n{pairs.table([_row(line) for line in lines])}\n")
+    print(f"\n{pairs.facts_text(machine)}\n\n{pairs.table([_shown(line) for line in lines])}\n")
     print(pairs.checks_text(checks(lines)))
     if arguments.json:
-        settings = {"rounds": arguments.rounds, "precision": arguments.precision, "stages": STAGES}
+        settings = {"rounds": arguments.rounds, "stages": STAGES, "calibrated": model.stamp.model_dump()}
         pairs.write(
             arguments.json,
             benchmark="time",
             settings=settings,
             machine=machine,
-            figures=[{**_row(line), "by_kind_s": by_kind(w, model)} for line, w in zip(lines, works, strict=True)],
+            figures=[
+                {**asdict(line), "error": line.error, "predicted_by_kind_s": by_kind(found, model)}
+                for line, found in zip(lines, works, strict=True)
+            ],
             checks=checks(lines),
         )
 
 
-def _row(line: Line) -> dict[str, Any]:
+def _shown(line: Line) -> dict[str, Any]:
     return {
         "family": line.family,
         "precision": line.precision,
         "stage": line.stage,
-        "predicted_ms": f"{line.predicted_s * 1e3:.1f}",
-        "measured_ms": f"{line.measured_s * 1e3:.1f}",
+        "predicted": f"{line.predicted_s * 1e3:.1f} ms",
+        "measured": f"{line.measured_s * 1e3:.1f} ms",
         "error": f"{line.error:+.1%}",
     }
 
