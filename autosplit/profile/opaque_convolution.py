@@ -238,8 +238,9 @@ def _forward_pass(flow: Flow, shape: _Convolution, *, bias: bool) -> None:
     plain = shape.destination_bytes
     if not shape.depthwise and not shape.pointwise and not _direct(shape):
         made = plain
-        with flow.during(min(shape.columns_bytes, _COLUMN_LIMIT_BYTES) * torch.get_num_threads() + _ALIGNMENT_BYTES):
-            flow.take(made)
+        flow.take(made)
+        hold = flow.spike if shape.columns_bytes <= _COLUMN_LIMIT_BYTES else flow.estimate
+        hold(min(shape.columns_bytes, _COLUMN_LIMIT_BYTES) * torch.get_num_threads() + _ALIGNMENT_BYTES)
     else:
         flat = not shape.depthwise and not shape.pointwise and shape.source // shape.groups < _block()
         source = 0 if flat else _blocked(shape, shape.source, shape.source_space)
@@ -258,7 +259,10 @@ def _forward_pass(flow: Flow, shape: _Convolution, *, bias: bool) -> None:
 def _data_pass(flow: Flow, shape: _Convolution, *, bias: bool) -> None:
     """Destination's gradient and weights in, source's gradient out; with ``bias``: a transposed convolution."""
     plain = shape.source_bytes
+    strided = shape.strided and not shape.depthwise
     ragged = shape.unpadded_groups and not shape.depthwise
+    if strided:
+        ragged = shape.groups > 1 and bool(shape.destination // shape.groups % _block())
     dilated = any(step > 1 for step in shape.dilation)
     if ragged or (dilated and shape.strided):
         flow.take(plain)
@@ -266,7 +270,7 @@ def _data_pass(flow: Flow, shape: _Convolution, *, bias: bool) -> None:
             pass
         flow.take(plain)
         flow.take(-plain)
-    elif shape.strided and not shape.depthwise:
+    elif strided:
         scratch = _strided_scratch(shape)
         weight = shape.destination * _up(shape.source // shape.groups) * shape.taps * shape.item_bytes
         with flow.during(shape.destination_bytes, weight):
@@ -357,7 +361,7 @@ def _slow_forward(flow: Flow, shape: _Convolution, *, transposed: bool) -> None:
             flow.take(shape.destination_bytes)
         return
     for _ in range(shape.groups):
-        with flow.during(shape.source_bytes // shape.groups, columns):
+        with flow.during(shape.source_bytes // shape.groups * (shape.batch > 1), columns):
             flow.take(shape.destination_bytes // shape.groups)
     flow.take(shape.destination_bytes)
     flow.take(-shape.destination_bytes)
@@ -374,9 +378,11 @@ def _slow_backward(
     """One group after the other; the bias's gradient is a sum in fp32, for which the cotangent is copied."""
     result = (shape.destination_bytes if transposed else shape.source_bytes) // shape.groups
     biased = (shape.source if transposed else shape.destination) // shape.groups * shape.item_bytes
-    columns = shape.columns_bytes if transposed else _columns(shape)
+    columns = _columns(shape) // (shape.batch if transposed else 1)
     half = shape.item_bytes == 2
-    sliced = 0 if shape.groups == 1 else (shape.source_bytes + shape.destination_bytes) // shape.groups
+    sliced = (
+        0 if shape.groups == 1 or shape.batch == 1 else (shape.source_bytes + shape.destination_bytes) // shape.groups
+    )
     for _ in range(shape.groups):
         with flow.during(sliced):
             if mask[0]:

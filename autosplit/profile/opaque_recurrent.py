@@ -18,6 +18,7 @@ _PAGE_BYTES = 4096
 _TRAINING_EXTRA_BYTES = 4664
 _INFERENCE_EXTRA_BYTES = 4872
 _GATES = 4
+_SPLIT_FROM = 128
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ class _Layer:
     def weights_bytes(self) -> int:
         return (self.inputs + self.hidden) * self.gate_row * 4
 
-    @property
-    def training_bytes(self) -> int:
-        gates = _paged(self.steps * self.batch * self.gate_row * 4)
+    def training_bytes(self, *, forward: bool) -> int:
+        """What one pass of training holds; the forward takes all steps' gates at once while rows are few."""
+        steps = 1 if forward and self.batch >= _SPLIT_FROM else self.steps
+        gates = _paged(steps * self.batch * self.gate_row * 4)
         return gates + 2 * _paged(self.batch * _row(self.hidden) * 4) + _TRAINING_EXTRA_BYTES
 
 
@@ -85,8 +87,8 @@ def recurrent_layer(args: Sequence[Any], _out: Any) -> Workspace:
     """Return the scratch of ``aten.mkldnn_rnn_layer``."""
     layer = _layer(args)
     if torch.is_grad_enabled():
-        return _known(args, layer.bias_bytes + layer.weights_bytes + layer.training_bytes)
-    weights = (layer.inputs + layer.hidden) * _GATES * layer.hidden * 4
+        return _known(args, layer.bias_bytes + layer.weights_bytes + layer.training_bytes(forward=True))
+    weights = (layer.inputs + layer.hidden) * _GATES * (-(-layer.hidden // 32) * 32) * 4
     gates = _paged(layer.batch * layer.gate_row * 4) + _paged(layer.batch * _row(layer.hidden) * 4)
     scratch = layer.states_bytes + layer.cells_bytes + gates + _INFERENCE_EXTRA_BYTES
     return _known(args, layer.bias_bytes + weights + scratch)
@@ -98,7 +100,7 @@ def recurrent_layer_backward(args: Sequence[Any], _out: Any) -> Workspace:
     ragged = sum(_row(size) * layer.bias_bytes for size in (layer.inputs, layer.hidden) if _row(size) != size)
     missing = sum(gradient is None for gradient in args[11:13]) * layer.batch * layer.hidden * 4
     copied = sum(nbytes(gradient) for gradient in args[10:13] if gradient is not None and not gradient.is_contiguous())
-    held = layer.weights_bytes + layer.bias_bytes + layer.training_bytes
+    held = layer.weights_bytes + layer.bias_bytes + layer.training_bytes(forward=False)
     return _known(args, held + ragged + missing + copied)
 
 
