@@ -56,6 +56,7 @@ class CudaKernels(TorchFunctionMode):
         super().__init__()
         self._lowered: Mapping[Any, Call] = lowered_calls()
         self._opened: dict[Any, Callable[..., Any]] = {}
+        self._inside: set[Any] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call, or the one that stands for it on CUDA."""
@@ -79,7 +80,7 @@ class CudaKernels(TorchFunctionMode):
             found = call.run(*args, **kwargs)
             if found is not NotImplemented:
                 return found
-        if type(func) is types.FunctionType and func.__module__ in _MODULES:
+        if type(func) is types.FunctionType and func.__globals__.get("__name__") in _MODULES:
             with self:
                 return self._open(func)(*args, **kwargs)
         return func(*args, **kwargs)
@@ -96,6 +97,11 @@ class CudaKernels(TorchFunctionMode):
 
 
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
+
+
+def _guarded(func: types.FunctionType) -> bool:
+    """Whether a Python function is one of torch's own that asks for this mode; some only bear such a module's name."""
+    return func.__module__ in _MODULES and func.__globals__["__name__"] == func.__module__
 
 
 def _nobody(*_: Any) -> bool:
