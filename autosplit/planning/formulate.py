@@ -72,13 +72,22 @@ def formulate(
 
 def copy_bytes(traced: TracedGraph, profile: Profile, options: Options, stage_of: Mapping[str, int]) -> dict[int, int]:
     """Return what copies of tied parameters cost each stage: the copy on another device, and its gradient."""
-    extra: dict[int, int] = {}
+    extra = held_copies(traced, profile, options, stage_of)
     for state in tied_states(traced, profile):
-        stages = sorted({stage_of[name] for name in state.uses})
-        for stage in stages[1:]:
-            held = 0 if options.devices[stage] == options.devices[stages[0]] else state.bytes
-            extra[stage] = extra.get(stage, 0) + held + (state.bytes if state.trainable else 0)
+        for stage in sorted({stage_of[name] for name in state.uses})[1:] if state.trainable else ():
+            extra[stage] = extra.get(stage, 0) + state.bytes
     return extra
+
+
+def held_copies(traced: TracedGraph, profile: Profile, options: Options, stage_of: Mapping[str, int]) -> dict[int, int]:
+    """Return the bytes of tied parameters that each stage holds a copy of: stages of one device share one."""
+    held: dict[int, int] = {}
+    for state in tied_states(traced, profile):
+        home, *others = sorted({stage_of[name] for name in state.uses})
+        for stage in others:
+            if options.devices[stage] != options.devices[home]:
+                held[stage] = held.get(stage, 0) + state.bytes
+    return held
 
 
 def tied_states(traced: TracedGraph, profile: Profile) -> list[StateProfile]:

@@ -27,7 +27,10 @@ class _Header(BaseModel):
 
 
 class StageMemory(_Record):
-    """Bytes of one stage's device over a step; the peak is static bytes, live activations and the worst transient."""
+    """Bytes of one stage's device at the moment of the step at which it holds the most; the parts add up to the peak.
+
+    Gradients are None when the step begins: at an early moment some are not there yet.
+    """
 
     parameter_bytes: int
     buffer_bytes: int

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from torch import nn
 
@@ -13,9 +15,10 @@ from autosplit.partition.solve import Partition, solve
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, copy_bytes, formulate, link_seconds, state_bytes
+from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
 from autosplit.profile.combine import profile
-from autosplit.profile.types import Profile
+from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.schedule.validate import validate
@@ -38,8 +41,10 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     writer = _Writer(model, found, costs, options, sizes, schedule, formulation, partition)
     if writer.over_capacity():
         careful = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule, count_copies=True)
-        partition = solve(careful.problem, stages=len(options.devices))
-        writer = _Writer(model, found, costs, options, sizes, schedule, formulation, partition)
+        writer = _within_capacity(
+            careful, lambda cut: _Writer(model, found, costs, options, sizes, schedule, careful, cut)
+        )
+        partition = writer.partition
     if partition.stages < len(options.devices):
         warnings.warn(
             f"{len(options.devices)} devices were given, but the model has only "
@@ -48,6 +53,24 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
             stacklevel=2,
         )
     return writer.plan()
+
+
+def _within_capacity(formulation: Formulation, written: Callable[[Partition], _Writer]) -> _Writer:
+    """Return the best partition whose replayed peaks fit too.
+
+    The solver's formula leaves out what a replay sees; where a peak comes out above its capacity, the solver is given
+    as much less. Raises InfeasibleError when nothing fits.
+    """
+    limits = formulation.problem.capacity_bytes
+    assert limits is not None
+    room = limits
+    while True:
+        problem = replace(formulation.problem, capacity_bytes=room)
+        writer = written(solve(problem, stages=len(limits)))
+        if not writer.over_capacity():
+            return writer
+        over = [max(0, peak - limit) for peak, limit in zip(writer.peaks(), limits, strict=False)]
+        room = tuple(limit - excess for limit, excess in zip_longest(room, over, fillvalue=0))
 
 
 def _profile(model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...]) -> Profile:
@@ -83,14 +106,27 @@ class _Writer:
         self.stage_of = assign(self.traced, solved, stages=partition.stages)
         self.checked = check(formulation.problem, partition.assignment)
         self.copies = copy_bytes(self.traced, costs, options, self.stage_of)
+        self.fullest, self.unreplayed = self._replayed()
+
+    def _replayed(self) -> tuple[tuple[Fullest, ...], str | None]:
+        cut = Cut(
+            self.traced, self.costs, self.options, self.stage_of, self.partition.stages, self.sizes, self.schedule
+        )
+        try:
+            return fullest_moments(cut), None
+        except Exception as error:  # a node may do on fake tensors whatever its author wrote: the formula stays
+            return (), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def peaks(self) -> list[int]:
+        """Return the peak of every stage: replayed, or where that was not possible by the solver's formula."""
+        if self.fullest:
+            return [stage.peak_bytes for stage in self.fullest]
+        return [stage.peak_bytes + self.copies.get(i, 0) for i, stage in enumerate(self.checked.stages)]
 
     def over_capacity(self) -> bool:
-        """Tell whether copies of tied parameters lift a stage over a capacity that the solver kept without them."""
+        """Tell whether a stage needs more than a capacity that the solver kept by its formula."""
         limits = self.formulation.problem.capacity_bytes
-        if limits is None:
-            return False
-        peaks = [stage.peak_bytes + self.copies.get(i, 0) for i, stage in enumerate(self.checked.stages)]
-        return any(peak > limit for peak, limit in zip(peaks, limits, strict=False))
+        return limits is not None and any(p > limit for p, limit in zip(self.peaks(), limits, strict=False))
 
     def plan(self) -> Plan:
         """Return the plan with its prediction."""
@@ -131,9 +167,7 @@ class _Writer:
         works = zip(self.formulation.problem.works, self.partition.assignment, strict=True)
         own = [work for work, stage in works if stage == index]
         states = [s for s in self.costs.state.values() if self._home(s.uses) == index]
-        totals = [state_bytes(state, self.options) for state in states]
         parameters = [s for s in states if s.is_parameter]
-        memory, copies = self.checked.stages[index], self.copies.get(index, 0)
         return StagePlan(
             index=index,
             device=str(self.options.devices[index]),
@@ -142,16 +176,29 @@ class _Writer:
             parameters=sum(s.elements for s in parameters),
             forward_s=sum(work.forward_s for work in own),
             backward_s=sum(work.backward_s for work in own),
-            memory=StageMemory(
-                parameter_bytes=sum(s.bytes for s in parameters),
-                buffer_bytes=sum(s.bytes for s in states if not s.is_parameter),
-                gradient_bytes=sum(t.gradient for t in totals),
-                optimizer_bytes=sum(t.optimizer for t in totals),
-                activation_bytes=memory.activation_bytes,
-                transient_bytes=memory.transient_bytes + copies,
-                peak_bytes=memory.peak_bytes + copies,
-                capacity_bytes=self.options.capacity_bytes(index),
-            ),
+            memory=self._memory(index, states),
+        )
+
+    def _memory(self, index: int, states: Sequence[StateProfile]) -> StageMemory:
+        totals = [state_bytes(state, self.options) for state in states]
+        parameters = sum(s.bytes for s in states if s.is_parameter)
+        buffers = sum(s.bytes for s in states if not s.is_parameter)
+        gradients, optimizer = sum(t.gradient for t in totals), sum(t.optimizer for t in totals)
+        peak = self.peaks()[index]
+        if self.fullest:
+            full = self.fullest[index]
+            gradients, activations = full.of("gradients"), full.of("activations", "whole_batch", "casts")
+        else:
+            activations = self.checked.stages[index].activation_bytes
+        return StageMemory(
+            parameter_bytes=parameters,
+            buffer_bytes=buffers,
+            gradient_bytes=gradients,
+            optimizer_bytes=optimizer,
+            activation_bytes=activations,
+            transient_bytes=peak - parameters - buffers - gradients - optimizer - activations,
+            peak_bytes=peak,
+            capacity_bytes=self.options.capacity_bytes(index),
         )
 
     def _home(self, uses: Iterable[str]) -> int:
@@ -228,6 +275,8 @@ class _Writer:
                 f"{len(full)} operations mix rows: once per step, on the whole batch, on the last device "
                 f"(first: {full[0]})"
             )
+        if self.unreplayed is not None:
+            yield f"peaks are the solver's formula: the stages do not run on fake tensors ({self.unreplayed})"
         if self.costs.estimated:
             name, why = next(iter(self.costs.estimated.items()))
             yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"

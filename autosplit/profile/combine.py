@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autosplit.errors import DeviceError
+from autosplit.profile.blocks import block_costs
 from autosplit.profile.cache import ProfileCache, profile_key
 from autosplit.profile.cost_model import cost_model_of
-from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
+from autosplit.profile.fake import FakeCosts, NodeCosts
 from autosplit.profile.ledger import Operation
 from autosplit.profile.measured import measure as measure_nodes
 from autosplit.profile.times import MeasuredNode, MeasuredTimes, NodeTimes
@@ -41,7 +42,7 @@ def profile(
     ``count_bytes`` also counts what a CPU's allocator gives out, see `measure`.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
-    costs = fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads)
+    costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads)
     times = modelled_times(costs, model=cost_model_of(device))
     found = MeasuredTimes({}, device)
     if measure and inputs is not None and not _on_meta(traced, inputs):
@@ -54,6 +55,7 @@ def profile(
         nodes={name: _joined(cost, times[name]) for name, cost in costs.nodes.items()},
         state=_state(traced),
         input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
+        input_grads={info.name: grad for info, grad in zip(placeholders, grads or (), strict=False)},
         device=found.device if found.nodes else device,
         measured=bool(found.nodes),
         estimated=costs.estimated,
@@ -145,6 +147,7 @@ def _joined(cost: NodeCosts, times: NodeTimes) -> NodeProfile:
         outputs=cost.outputs,
         forward_transient_bytes=cost.forward_transient_bytes,
         backward_transient_bytes=cost.backward_transient_bytes,
+        requires_grad=cost.requires_grad,
     )
 
 

@@ -36,6 +36,7 @@ class NodeCosts:
 
     ``forward_operations`` and ``backward_operations`` list what ran, for a cost model. ``estimated`` says why the node,
     or its backward, could not run on fake tensors (its costs are then estimates), and is None when it did.
+    ``requires_grad``: gradients flow through its results.
     """
 
     name: str
@@ -48,6 +49,7 @@ class NodeCosts:
     backward_transient_bytes: int
     forward_operations: tuple[Operation, ...]
     backward_operations: tuple[Operation, ...]
+    requires_grad: bool
     estimated: str | None = None
 
 
@@ -174,6 +176,7 @@ class _FakePass(BorderInterpreter):
             backward_transient_bytes=backward_transient_bytes,
             forward_operations=forward,
             backward_operations=backward,
+            requires_grad=any(tensor.requires_grad for tensor in tensors_of(result)),
             estimated=problem,
         )
 
@@ -207,6 +210,7 @@ class _FakePass(BorderInterpreter):
                 backward_transient_bytes=(moved + _bytes(call.leaves)) * needs_grad,
                 forward_operations=(work,),
                 backward_operations=(work, work) if needs_grad else (),
+                requires_grad=needs_grad,
                 estimated=why_estimated(error, module=module),
             )
         self._number(info, values)

@@ -30,9 +30,10 @@ from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import alias, tensors_of
 from autosplit.profile.fake import empty_value, fake
 from autosplit.profile.ledger import Ledger
+from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
-from autosplit.trace.graph import INFO
+from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.state import random_state
 
 _CPU = torch.device("cpu")
@@ -46,7 +47,8 @@ class How:
 
     Attributes:
         rows: batch rows of the microbatch.
-        input_grads: whether the inputs that are the model's own want gradients, by stable name.
+        input_grads: whether gradients flow back through the inputs, by stable name; those that are missing want none.
+        roots: stable names of the outputs that gradients arrive for; None: all through which gradients flow.
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
         apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made;
@@ -56,6 +58,7 @@ class How:
 
     rows: int
     input_grads: Mapping[str, bool] = field(default_factory=dict)
+    roots: Collection[str] | None = None
     units: Collection[str] = ()
     whole: bool = False
     apart: bool = False
@@ -67,11 +70,15 @@ def trace_stage(stage: StageGraph, how: How) -> StageTrace:
     mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=how.kernels)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode))
-        with mode, ledger, _one_autocast():
+        with mode, ledger, _lowered(how.kernels), _one_autocast():
             run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
                 ledger.storage(tensor)
             return run.traced()
+
+
+def _lowered(kernels: str) -> contextlib.AbstractContextManager[Any]:
+    return CudaKernels() if kernels == "cuda" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -126,6 +133,12 @@ class _Run:
         self.totals: dict[int, torch.Tensor] = {}
         self.saved: dict[str, dict[int, None]] = {}
         self.outputs = frozenset(stage.outputs)
+        self.shared = {node: self._given(node) for node in stage.inputs if _is_shared(node)}
+        for node, value in self.shared.items():
+            for tensor in tensors_of(value):
+                if tensor.requires_grad:
+                    self.leaves.append(tensor)
+                    self.parameters[id(tensor)] = node.meta[INFO].name
         self.pieces = _pieces(stage, how.units, whole=how.whole)
         self.ends = _last_uses(self.pieces, keep=self.outputs)
 
@@ -158,18 +171,20 @@ class _Run:
         self.labels.last = ""
         env: dict[fx.Node, Any] = dict.fromkeys(self.stage.numbers, None)
         env |= zip(self.stage.numbers[:1], (self.how.rows,), strict=True)
-        given = {node: self._given(node) for node in self.stage.inputs}
-        env |= {node: _lent(node, value) for node, value in given.items()}
+        given = {node: self._given(node) for node in self.stage.inputs if node not in self.shared}
+        env |= {node: _lent(node, value) for node, value in (given | self.shared).items()}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             for piece in self.pieces:
                 piece.run(self, env)
-        outputs = [t for node in self.stage.outputs for t in tensors_of(env[node]) if t.requires_grad]
+        sent = {node: [t for t in tensors_of(env[node]) if t.requires_grad] for node in self.stage.outputs}
         env.clear()
         self.labels.last = ""
         forward = self._taken()
+        wanted = self.how.roots
+        outputs = [t for n, own in sent.items() if wanted is None or n.meta[INFO].name in wanted for t in own]
         self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
         self.labels.last = ""
-        del outputs, given
+        del outputs, sent, given
         return forward, self._taken()
 
     def _backward(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -326,6 +341,11 @@ def _last_uses(pieces: Sequence[_Piece], *, keep: Collection[fx.Node]) -> dict[f
         if value not in keep:
             found.setdefault(node, []).append(value)
     return found
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Tell whether a value is the same for all microbatches: it is there before the first one and after the last."""
+    return bool(node.meta[INFO].node_class is NodeClass.SHARED)
 
 
 def _lent(node: fx.Node, value: Any) -> Any:

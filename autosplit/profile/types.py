@@ -15,6 +15,7 @@ class NodeProfile:
     ``saved`` maps the storages that autograd keeps for the backward (parameters, buffers and model inputs excluded)
     to their bytes; equal ids in two nodes are one storage. ``outputs`` maps the storages of the node's results
     likewise; ``output_bytes`` counts the elements of the results, views too: what a transfer carries.
+    ``requires_grad``: gradients flow through the results.
     """
 
     name: str
@@ -27,6 +28,7 @@ class NodeProfile:
     outputs: Mapping[int, int]
     forward_transient_bytes: int
     backward_transient_bytes: int
+    requires_grad: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Profile:
         nodes: by stable node name, inputs excluded.
         state: parameters and buffers by qualified name (each object once, under its first name).
         input_bytes: bytes of each input placeholder at ``rows``, by stable name.
+        input_grads: whether each input wants a gradient, likewise.
         device: the device on which the times were measured, as text.
         measured: False when the times come from a cost model.
         estimated: nodes whose FLOPs and bytes are estimates because they could not run on fake tensors, and why.
@@ -63,6 +66,7 @@ class Profile:
     input_bytes: Mapping[str, int]
     device: str
     measured: bool
+    input_grads: Mapping[str, bool] = field(default_factory=dict)
     estimated: Mapping[str, str] = field(default_factory=dict)
     out_of_memory: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, MeasuredNode] = field(default_factory=dict)

@@ -1,0 +1,138 @@
+"""How much every stage of a plan holds: its nodes traced on fake tensors, the schedule's actions replayed over that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autosplit.memory.events import StageTrace, Step
+from autosplit.memory.pieces import MemoryKind, StageTraces
+from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
+from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
+from autosplit.options import Options
+from autosplit.planning.formulate import held_copies, state_bytes
+from autosplit.profile.blocks import shorten
+from autosplit.profile.expand import Uneven
+from autosplit.profile.stage_graph import StageGraph, stage_graph
+from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.profile.types import Profile, StateProfile
+from autosplit.schedule.catalog import build
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A recording that was cut into stages, and the microbatches that run through them."""
+
+    traced: TracedGraph
+    profile: Profile
+    options: Options
+    stage_of: Mapping[str, int]
+    stages: int
+    sizes: tuple[int, ...]
+    schedule: str
+
+    def home(self, state: StateProfile) -> int:
+        """Return the stage on which a parameter or buffer lies."""
+        return min((self.stage_of[name] for name in state.uses), default=0)
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """A stage at the moment of the step at which it holds the most."""
+
+    moment: Moment
+    epilogue_bytes: int
+    """What the nodes that run once per step, on the whole batch, add on the last stage."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it."""
+        return self.moment.total_bytes + self.epilogue_bytes
+
+    def of(self, *kinds: MemoryKind) -> int:
+        """Return the bytes of some kinds."""
+        return sum(self.moment.bytes.get(kind, 0) for kind in kinds)
+
+
+def fullest_moments(cut: Cut) -> tuple[Fullest, ...]:
+    """Return each stage's fullest moment in one training step, the optimizer's among them.
+
+    Raises whatever a node raises on fake tensors.
+    """
+    graphs = [_graph(cut, stage) for stage in range(cut.stages)]
+    traces = {stage: StageTraces(never=_trace(cut, stage, graph)) for stage, graph in enumerate(graphs)}
+    static = [_static(cut, stage, graph) for stage, graph in enumerate(graphs)]
+    setting = Setting(finish={stage: _finish(cut, stage) for stage in range(cut.stages)})
+    schedule = build(cut.schedule, stages=cut.stages, microbatches=len(cut.sizes))
+    found = replay(schedule, traces, static, setting=setting)
+    last, epilogue = cut.stages - 1, _epilogue_bytes(cut)
+    return tuple(Fullest(device.peak, epilogue if s == last else 0) for s, device in enumerate(found.devices))
+
+
+def _graph(cut: Cut, stage: int) -> StageGraph:
+    """Return the nodes of a stage that run for every microbatch."""
+    infos = (info for _, info in cut.traced.compute_nodes() if info.node_class is NodeClass.MICRO)
+    return stage_graph(cut.traced, [info.name for info in infos if cut.stage_of[info.name] == stage])
+
+
+def _trace(cut: Cut, stage: int, graph: StageGraph) -> StageTrace:
+    flows = {name: node.requires_grad for name, node in cut.profile.nodes.items()}
+    how = How(
+        cut.sizes[0],
+        input_grads={**flows, **cut.profile.input_grads},
+        roots=_roots(cut, graph),
+        apart=True,
+        kernels="cuda" if cut.options.devices[stage].type == "cuda" else "cpu",
+    )
+    short = shorten(graph)
+    try:
+        return short.trace(trace_stage(short.stage, how))
+    except Uneven:
+        return trace_stage(graph, how)
+
+
+def _roots(cut: Cut, graph: StageGraph) -> frozenset[str]:
+    """Return the values of a stage that gradients come back for.
+
+    Those that other nodes take, and of the model's outputs the first that is differentiable: without a loss a plan
+    assumes the mean of that one.
+    """
+    results = [v for n in cut.traced.graph.nodes if n.op == "output" for v in n.all_input_nodes if INFO in v.meta]
+    first = next((v.meta[INFO].name for v in results if v.meta[INFO].tensors[0].differentiable), None)
+    named = cut.traced.by_name()
+    own = (node.meta[INFO].name for node in graph.outputs)
+    return frozenset(name for name in own if name == first or any(u.op != "output" for u in named[name].users))
+
+
+def _static(cut: Cut, stage: int, graph: StageGraph) -> StaticBytes:
+    states = [state for state in cut.profile.state.values() if cut.home(state) == stage]
+    copies = held_copies(cut.traced, cut.profile, cut.options, cut.stage_of).get(stage, 0)
+    taken = [node.meta[INFO] for node in graph.inputs]
+    shared = [info for info in taken if info.node_class is NodeClass.SHARED and info.name in cut.profile.nodes]
+    return StaticBytes(
+        parameters=(sum(state.bytes for state in states) + copies,),
+        optimizer=(sum(state_bytes(state, cut.options).optimizer for state in states),),
+        whole_batch=tuple(cut.profile.nodes[info.name].output_bytes for info in shared),
+    )
+
+
+def _finish(cut: Cut, stage: int) -> tuple[Step, ...]:
+    """Return what the optimizer allocates in its step, as torch does by default on the stage's device."""
+    on_cpu = cut.options.devices[stage].type == "cpu"
+    optimizer = Optimizer(cut.options.optimizer, "forloop" if on_cpu else "foreach")
+    states = [s for s in cut.profile.state.values() if s.trainable and s.elements and cut.home(s) == stage]
+    sizes = [parameter_bytes(s.elements, element_bytes=s.bytes // s.elements, optimizer=optimizer) for s in states]
+    return optimizer_steps(sizes, optimizer=optimizer, first=False, on_cpu=on_cpu)
+
+
+def _epilogue_bytes(cut: Cut) -> int:
+    """Return what the nodes that mix rows save and make, and the worst of their transients."""
+    infos = (info for _, info in cut.traced.compute_nodes() if info.node_class is NodeClass.FULL)
+    nodes = [cut.profile.nodes[info.name] for info in infos]
+    held: dict[int, int] = {}
+    for node in nodes:
+        held |= {**node.saved, **node.outputs}
+    return sum(held.values()) + max(
+        (max(n.forward_transient_bytes, n.backward_transient_bytes) for n in nodes), default=0
+    )

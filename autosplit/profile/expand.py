@@ -1,0 +1,256 @@
+"""What a template block did, given to the blocks that it stands for: the same, on storages of their own.
+
+A storage is named by where it was made: as the how many-th of its block in its phase. Block ``i`` means by a name of
+the template what stands at the same place in its own, in the previous or in the next block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import fx
+
+from autosplit.memory.events import Change, Held, StageTrace, Step
+from autosplit.profile.fake import NodeCosts
+from autosplit.trace.graph import INFO
+
+
+class Uneven(Exception):
+    """What the blocks did does not fit together: the whole graph must be run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal blocks one after the other: their paths, and the nodes of each, in order."""
+
+    paths: tuple[str, ...]
+    nodes: tuple[tuple[fx.Node, ...], ...]
+
+    @property
+    def copies(self) -> int:
+        """How many blocks the template stands for."""
+        return len(self.paths) - 2
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a storage was made: in which block of which run (0, 1 or 2 of the short graph), as its how many-th."""
+
+    run: int
+    block: int
+    phase: str
+    number: int
+
+
+class _Names:
+    """Storage ids of the whole graph: those of the short one, and new ones for the blocks that it lacks."""
+
+    def __init__(self, runs: Sequence[Run], labels: Mapping[str, tuple[int, int]]) -> None:
+        self.runs, self.labels = runs, labels
+        self.places: dict[int, _Place] = {}
+        self.templates: dict[_Place, int] = {}
+        self.bytes: dict[int, int] = {}
+        self._made: dict[tuple[int, int], int] = {}
+        self._counts: dict[tuple[int, int, str], int] = {}
+        self._next = 0
+
+    def enter(self, storage: int, size: int, label: str, phase: str) -> None:
+        """Note where a storage is made."""
+        self._next = max(self._next, storage + 1)
+        self.bytes[storage] = size
+        where = self.labels.get(label)
+        if where is None:
+            return
+        number = self._counts.setdefault((*where, phase), 0)
+        self._counts[(*where, phase)] += 1
+        place = self.places[storage] = _Place(*where, phase, number)
+        if place.block == 1:
+            self.templates[place] = storage
+
+    def at(self, storage: int, run: int, position: int) -> int:
+        """Return the storage that block ``position`` of a run means where the block in the short graph means this one.
+
+        Position 0 is the first block, ``copies + 1`` the last.
+        """
+        place = self.places.get(storage)
+        if place is None or place.run != run:
+            return storage
+        last = self.runs[run].copies + 1
+        own = 0 if position == 0 else 2 if position == last else 1
+        target = position + place.block - own
+        if target in (0, last) and place.block == (0 if target == 0 else 2):
+            return storage
+        if not 0 < target < last:
+            raise Uneven
+        template = self.templates.get(replace(place, block=1))
+        if template is None or self.bytes[template] != self.bytes[storage]:
+            raise Uneven
+        if target == 1:
+            return template
+        key = template, target
+        if key not in self._made:
+            self._made[key] = self._next
+            self._next += 1
+        return self._made[key]
+
+
+def _labels(runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
+    """Map the stable names of the short graph's block nodes to run and block."""
+    found: dict[str, tuple[int, int]] = {}
+    for number, run in enumerate(runs):
+        for block, nodes in enumerate((run.nodes[0], run.nodes[1], run.nodes[-1])):
+            found |= {node.meta[INFO].name: (number, block) for node in nodes if INFO in node.meta}
+    return found
+
+
+def _renamed(run: Run, position: int) -> dict[str, str]:
+    """Map the template's stable names to those of a block."""
+    pairs = zip(run.nodes[1], run.nodes[position], strict=True)
+    return {one.meta[INFO].name: other.meta[INFO].name for one, other in pairs if INFO in one.meta}
+
+
+class Traces:
+    """A short stage's trace, on its way to be the whole stage's."""
+
+    def __init__(self, runs: Sequence[Run], short: StageTrace) -> None:
+        self.runs, self.short = runs, short
+        self.labels = _labels(runs)
+        self.names = _Names(runs, self.labels)
+        phases = ("forward", short.forward), ("backward", short.backward), ("later", short.backward_later)
+        for phase, steps in phases:
+            for step in steps:
+                for storage, count in step.changes:
+                    if count > 0:
+                        self.names.enter(storage, count, step.node, phase)
+
+    def expanded(self) -> StageTrace:
+        """Return the whole stage's trace; raises Uneven."""
+        if not self.runs:
+            return self.short
+        short = self.short
+        trace = replace(
+            short,
+            forward=tuple(self._steps(short.forward, backward=False)),
+            backward=tuple(self._steps(short.backward, backward=True)),
+            backward_later=tuple(self._steps(short.backward_later, backward=True)),
+            gradients=self._held(short.gradients, parameter=True),
+            kept=self._held(short.kept, parameter=False),
+            split=dict(self._split()),
+        )
+        _check_balance(trace)
+        return trace
+
+    def _steps(self, steps: Sequence[Step], *, backward: bool) -> Iterator[Step]:
+        seen: set[tuple[int, int]] = set()
+        for where, group in groupby(steps, key=lambda step: self.labels.get(step.node)):
+            own = list(group)
+            if where is None:
+                yield from map(self._outside, own)
+                continue
+            if where in seen:
+                raise Uneven
+            seen.add(where)
+            run, block = where
+            count = self.runs[run].copies
+            positions: Sequence[int] = (0,) if block == 0 else (count + 1,) if block == 2 else range(1, count + 1)
+            for position in reversed(positions) if backward else positions:
+                yield from self._copies(own, run, position, renames=block == 1)
+
+    def _outside(self, step: Step) -> Step:
+        """Return a step outside the blocks; what it frees of the template's, it frees of all that it stands for."""
+        changes: list[Change] = []
+        for storage, count in step.changes:
+            place = self.names.places.get(storage)
+            if place is None or place.block != 1:
+                changes.append((storage, count))
+                continue
+            copies = self.runs[place.run].copies
+            changes += ((self.names.at(storage, place.run, position), count) for position in range(1, copies + 1))
+        return Step(step.node, tuple(changes))
+
+    def _copies(self, steps: Sequence[Step], run: int, position: int, *, renames: bool) -> Iterator[Step]:
+        names = _renamed(self.runs[run], position) if renames else {}
+        for step in steps:
+            changes = tuple((self.names.at(storage, run, position), count) for storage, count in step.changes)
+            yield Step(names.get(step.node, step.node), changes)
+
+    def _held(self, held: Mapping[int, str], *, parameter: bool) -> dict[int, str]:
+        found = dict(held)
+        for storage, name in held.items():
+            place = self.names.places.get(storage)
+            if place is None or place.block != 1:
+                continue
+            run = self.runs[place.run]
+            inside = name.removeprefix(f"{run.paths[1]}.")
+            if parameter and inside == name:
+                raise Uneven
+            for position in range(2, run.copies + 1):
+                own = f"{run.paths[position]}.{inside}"
+                found[self.names.at(storage, place.run, position)] = own
+        return found
+
+    def _split(self) -> Iterator[tuple[str, Held]]:
+        for name, held in self.short.split.items():
+            where = self.labels.get(name)
+            if where is None or where[1] != 1:
+                yield name, held
+                continue
+            run = where[0]
+            for position in range(1, self.runs[run].copies + 1):
+
+                def own(storages: Iterable[int], run: int = run, position: int = position) -> tuple[int, ...]:
+                    return tuple(self.names.at(storage, run, position) for storage in storages)
+
+                renamed = _renamed(self.runs[run], position)[name]
+                yield renamed, replace(held, saved=own(held.saved), gradients=own(held.gradients))
+
+
+def _check_balance(trace: StageTrace) -> None:
+    """Raise Uneven unless what is freed was allocated, and all is freed that is not kept."""
+    for backward in (trace.backward, trace.backward_later):
+        live: dict[int, int] = {}
+        first = backward is trace.backward
+        for step in (*trace.forward, *backward):
+            for storage, count in step.changes:
+                live[storage] = live.get(storage, 0) + count
+        stays = {*trace.kept, *(trace.gradients if first else ())}
+        if any(count and storage not in stays and (first or count > 0) for storage, count in live.items()):
+            raise Uneven
+
+
+class Costs:
+    """Costs of a short graph's nodes, on their way to be those of all nodes."""
+
+    def __init__(self, runs: Sequence[Run], short: Mapping[str, NodeCosts]) -> None:
+        self.runs, self.short = runs, short
+        self.names = _Names(runs, _labels(runs))
+        entered: set[int] = set()
+        for name, cost in short.items():
+            for storage, size in (*cost.outputs.items(), *cost.saved.items()):
+                if storage not in entered:
+                    entered.add(storage)
+                    self.names.enter(storage, size, name, "")
+
+    def expanded(self) -> dict[str, NodeCosts]:
+        """Return the costs of all nodes, those of each run one after the other; raises Uneven."""
+        if not self.runs:
+            return dict(self.short)
+        found: dict[str, NodeCosts] = {}
+        for name, cost in self.short.items():
+            where = self.names.labels.get(name)
+            if where is None:
+                found[name] = cost
+                continue
+            run, block = where
+            last = self.runs[run].copies + 1
+            for position in (0,) if block == 0 else (last,) if block == 2 else range(1, last):
+                own = _renamed(self.runs[run], position)[name] if block == 1 else name
+                place = _placing(self.names, run, position)
+                found[own] = replace(cost, name=own, saved=place(cost.saved), outputs=place(cost.outputs))
+        return found
+
+
+def _placing(names: _Names, run: int, position: int) -> Callable[[Mapping[int, int]], dict[int, int]]:
+    return lambda storages: {names.at(storage, run, position): size for storage, size in storages.items()}
