@@ -158,6 +158,23 @@ def test_attention_inside_a_python_function_of_torch_is_seen():
     assert low.out.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_functions_that_hand_over_to_each_other_end(autocast):
+    image, words = given(2, 4, 12, 12), given(5, 6)
+    calls = (
+        lambda t: F.max_pool2d(t, 2),
+        lambda t: F.max_pool2d(t, 2, return_indices=True)[0],
+        lambda t: F.adaptive_max_pool2d(t, 3),
+        lambda t: F.fractional_max_pool2d(t, 2, output_size=3),
+        lambda t: F.interpolate(t, scale_factor=2, mode="bilinear"),
+        lambda t: F.pad(F.group_norm(F.instance_norm(t), 2), (1, 1)),
+    )
+    for call in calls:
+        assert Saved(lambda call=call: call, image, autocast=autocast).out.shape[:2] == (2, 4)
+    for call in (F.gumbel_softmax, F.normalize, F.glu, lambda t: torch.einsum("ab,cb->ac", t, t), torch.norm):
+        Saved(lambda call=call: call, words, autocast=autocast)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cudas_autocast_list_decides(dtype):
     x = given(4, 32)
