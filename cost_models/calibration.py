@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
 
 from cost_models.faults import describe
 from cost_models.roofline import Roofline
-from cost_models.specs import DeviceSpec
+from cost_models.specs import DeviceSpec, Record
 from cost_models.work import MATRIX_KINDS, DType, OpWork
 
 _KNOTS_BYTES = (1 << 20, 1 << 23, 1 << 25, 1 << 26)
@@ -26,11 +27,7 @@ _FEWEST = 4
 _ROUNDS, _TOLERANCE, _EPSILON = 8, 0.15, 1e-10
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
-
-
-class Curve(_Record):
+class Curve(Record):
     """Costs of one class of work in one dtype, none of them below zero, so that more work never takes less time.
 
     Attributes:
@@ -53,22 +50,30 @@ class Curve(_Record):
     samples: PositiveInt
     median_error: NonNegativeFloat
 
+    @model_validator(mode="after")
+    def _has_a_cost_for_every_knot(self) -> Self:
+        if len(self.byte_s) != len(self.knots_bytes) + 1:
+            raise ValueError(
+                f"byte_s has {len(self.byte_s)} entries and knots_bytes {len(self.knots_bytes)}; it has one more"
+            )
+        return self
+
     def seconds(self, work: OpWork) -> float:
         """Return the time of ``work`` by this curve."""
         costs = (self.launch_s, self.flop_s, *self.byte_s)
         return sum(cost * amount for cost, amount in zip(costs, _amounts(work, self.knots_bytes), strict=True))
 
 
-class Stamp(_Record):
+class Stamp(Record):
     """What a calibration is true of: the device, the day, the software and the threads that computed."""
 
     device: str = Field(min_length=1)
     date: str = Field(min_length=1)
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default_factory=dict)
     threads: PositiveInt = 1
 
 
-class _File(_Record):
+class _File(Record):
     stamp: Stamp
     device: DeviceSpec
     issue_s: NonNegativeFloat
@@ -90,7 +95,6 @@ class Calibrated:
     fallback: Roofline
     stamp: Stamp
     issue_s: float = 0.0
-    _nearest: dict[tuple[str, DType], Curve | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def fit(
@@ -114,10 +118,7 @@ class Calibrated:
 
     def seconds(self, work: OpWork) -> float:
         """Return the time of ``work`` in seconds."""
-        key = (work.kind, work.dtype)
-        if key not in self._nearest:
-            self._nearest[key] = self._find(work)
-        curve = self._nearest[key]
+        curve = self._find(work)
         kernel_s = self.fallback.seconds(work) if curve is None else curve.seconds(work)
         return kernel_s + work.launches * self.issue_s
 

@@ -140,6 +140,10 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"is no calibration: .*curves\.0\.flop_s"):
         Calibrated.load(path)
+    content["curves"][0] |= {"flop_s": 1e-9, "knots_bytes": [1, 2]}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="byte_s has 1 entries and knots_bytes 2"):
+        Calibrated.load(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="is no calibration"):
         Calibrated.load(path)
