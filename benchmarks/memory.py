@@ -1,0 +1,162 @@
+"""Predicted against measured memory: the peak of a training step, and of each stage under its schedule.
+
+    python -m benchmarks.memory [--family gpt2 unet] [--precision fp32 amp_bf16] [--recompute never block]
+                                [--optimizer sgd adam] [--stages [gpipe 1f1b]] [--device cpu] [--json FILE] [--resume]
+
+Without choices: eight families, both precisions, with and without recompute per block, both optimizers: 64 cells.
+``--stages`` measures four stages instead, each alone, for 8 microbatches (recompute "always": a whole stage).
+
+A prediction is made from a recording on the meta device: nothing is allocated for it, and nothing in it is fitted to
+these families. What is measured on the CPU are the allocator's own events (``torch.profiler`` with one thread), so the
+machine's load does not matter. Both count parameters, buffers, optimizer state and inputs alike. ``error`` is of the
+whole peak, ``dynamic`` of what is above parameters, buffers and state. Where bf16 is emulated it takes a minute per
+family; half the rows are used for it. ``--resume`` keeps the cells that the file of ``--json`` has.
+
+``--device cuda`` measures steps with ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``, see
+:mod:`benchmarks.memory_cuda`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import pairs
+from benchmarks.families import Family, families
+from benchmarks.memory_cuda import cuda_cell, cuda_lines
+from benchmarks.memory_stage import STAGES, Lanes, lanes_cell, stage_lines
+from benchmarks.memory_step import OPTIMIZERS, Way, step_cell, step_lines
+from benchmarks.memory_subject import Line, Subject, recorded
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Work:
+    """One family, recorded when it is first needed."""
+
+    family: Family
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The recording."""
+        return recorded(self.family)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a table and what is asked, and write all figures as JSON."""
+    arguments = _arguments(argv)
+    torch.set_num_threads(1)
+    machine = pairs.facts()
+    done = _read(arguments.json) if arguments.resume else {}
+    for lines in _lines(arguments, done):
+        for line in lines:
+            done[line.cell] = {**asdict(line), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            print(text(line), flush=True)
+        if arguments.json:
+            _write(arguments.json, done, machine)
+    found = [_line(figure) for figure in done.values()]
+    print(f"\n{pairs.facts_text(machine)}\n\n{pairs.table([row(line) for line in found])}\n")
+    print(pairs.checks_text(checks(found)))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", choices=list(families()), default=list(families()))
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "amp_bf16"))
+    parser.add_argument("--recompute", nargs="+", choices=("never", "block", "always"))
+    parser.add_argument("--optimizer", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--stages", nargs="*", choices=("gpipe", "1f1b"), help="under these schedules; both when empty")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="keep the cells that the file of --json has")
+    found = parser.parse_args(argv)
+    stages = found.stages is not None
+    if found.resume and not found.json:
+        parser.error("--resume reads the file of --json; name it")
+    if stages and found.device == "cuda":
+        parser.error("stages are measured on the CPU; leave out --stages or --device cuda")
+    if stages and "amp_bf16" in (found.precision or ()):
+        parser.error("stages are measured in fp32: values between stages are recorded without autocast")
+    found.precision = found.precision or (["fp32"] if stages else ["fp32", "amp_bf16"])
+    found.recompute = found.recompute or (["never", "block", "always"] if stages else ["never", "block"])
+    if not stages and "always" in found.recompute:
+        parser.error('recompute "always" is of a stage; use --stages with it')
+    return found
+
+
+def _lines(arguments: argparse.Namespace, done: Mapping[str, Any]) -> Iterator[list[Line]]:
+    """Yield the lines of what is not done yet, as they are made."""
+    works = [Work(families()[name]) for name in arguments.family]
+    for precision, work, recompute in itertools.product(arguments.precision, works, arguments.recompute):
+        name, rows = work.family.name, work.family.rows
+        if arguments.stages is not None:
+            for schedule in arguments.stages or ("gpipe", "1f1b"):
+                lanes = Lanes(schedule, precision, recompute, rows=max(1, rows // STAGES))
+                if f"{lanes_cell(name, lanes)} stage {STAGES - 1}" not in done:
+                    yield stage_lines(work.subject, lanes)
+            continue
+        way = Way(precision, recompute, rows if precision == "fp32" else max(1, rows // 2))
+        cell, lines = (step_cell, step_lines) if arguments.device == "cpu" else (cuda_cell, cuda_lines)
+        if missing := [o for o in arguments.optimizer if cell(name, way, o) not in done]:
+            yield lines(work.subject, way, optimizers=missing)
+
+
+def text(line: Line) -> str:
+    """Return a line of the report while it is made."""
+    return "  ".join(row(line).values())
+
+
+def row(line: Line) -> dict[str, str]:
+    """Return a row of the table."""
+    return {
+        "cell": line.cell,
+        "rows": str(line.rows),
+        "static MiB": f"{line.static_bytes / _MIB:.2f}",
+        "predicted MiB": f"{line.predicted_bytes / _MIB:.2f}",
+        "measured MiB": f"{line.measured_bytes / _MIB:.2f}",
+        "error": f"{line.error:+.3%}",
+        "dynamic": f"{line.dynamic_error:+.3%}",
+        "asked": f"{line.asked:.1%}",
+    }
+
+
+def checks(lines: Sequence[Line]) -> list[pairs.Check]:
+    """Return what is asked of every cell, by its size."""
+    return [pairs.at_most(line.cell, line.asked, abs(line.error)) for line in lines]
+
+
+def _line(figure: Mapping[str, Any]) -> Line:
+    return Line(**{field.name: figure[field.name] for field in fields(Line)})
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.is_file():
+        return {}
+    return {figure["cell"]: figure for figure in json.loads(path.read_text(encoding="utf-8"))["figures"]}
+
+
+def _write(path: Path, done: Mapping[str, Mapping[str, Any]], machine: Mapping[str, Any]) -> None:
+    lines = {cell: _line(figure) for cell, figure in done.items()}
+    errors = {cell: {"error": line.error, "dynamic_error": line.dynamic_error} for cell, line in lines.items()}
+    pairs.write(
+        path,
+        benchmark="memory",
+        settings={"rows": "each figure's own", "microbatches": "8 per stage", "threads": torch.get_num_threads()},
+        machine=machine,
+        figures=[{**figure, **errors[cell]} for cell, figure in done.items()],
+        checks=checks(list(lines.values())),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The memory of a whole training step on a CUDA device, by the same recording: allocated and reserved.
+
+The prediction lowers the kernels to CUDA's and plays the step's changes through the simulated caching allocator: two
+steps, since the first one makes the optimizer's state and leaves its segments. What is measured are
+``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` from before the model is there, in a process that did
+nothing on the device before: libraries keep a workspace once they made it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from autosplit.memory.allocator import simulate_allocator
+from autosplit.memory.replay import Setting, StaticBytes, device_changes
+from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
+from autosplit.profile.lowering import cuda_autocast
+from autosplit.profile.stage_graph import stage_graph
+from autosplit.profile.stage_trace import How
+from autosplit.schedule.catalog import build
+from benchmarks.families import Family
+from benchmarks.memory_step import OPTIMIZERS, Way, asked, step_cell
+from benchmarks.memory_subject import Line, Precision, Subject, Training, held_by, recomputed, traces
+
+STEPS = 2
+
+
+def cuda_cell(family: str, way: Way, optimizer: str) -> str:
+    """Return the name of a cell's first line."""
+    return f"cuda allocated {step_cell(family, way, optimizer)}"
+
+
+def cuda_lines(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> list[Line]:
+    """Return two lines per optimizer: allocated and reserved."""
+    lines = []
+    for optimizer in optimizers:
+        predicted = predicted_cuda(subject, way, optimizer=optimizer)
+        measured = measured_cuda(subject.family, way, optimizer=optimizer)
+        lines += [
+            Line(
+                cell=f"cuda {kind} {step_cell(subject.family.name, way, optimizer)}",
+                kind="cuda",
+                rows=way.rows,
+                asked=asked(subject.family),
+                static_bytes=sum(held_by([subject.model])),
+                predicted_bytes=predicted[place],
+                measured_bytes=measured[place],
+            )
+            for place, kind in enumerate(("allocated", "reserved"))
+        ]
+    return lines
+
+
+def predicted_cuda(subject: Subject, way: Way, *, optimizer: str) -> tuple[int, int]:
+    """Return the peaks of allocated and reserved bytes, from the recording alone."""
+    units = subject.units if way.recompute == "block" else ()
+    with cuda_autocast(torch.bfloat16) if way.precision == "amp_bf16" else nullcontext():
+        how = How(way.rows, units=units, kernels="cuda")
+        stage = traces(stage_graph(subject.graph), how, recompute=way.recompute)
+    kind = Optimizer(optimizer, "foreach")
+    trained = [
+        parameter_bytes(p.numel(), element_bytes=p.element_size(), optimizer=kind) for p in subject.model.parameters()
+    ]
+    settings = [
+        Setting(finish={0: optimizer_steps(trained, optimizer=kind, first=number == 0)}) for number in range(STEPS)
+    ]
+    schedule = build("gpipe", stages=1, microbatches=1)
+    static = [StaticBytes(parameters=held_by([subject.model]))]
+    found = simulate_allocator(device_changes(schedule, {0: stage}, static, device=0, settings=settings))
+    return found.allocated_peak_bytes, found.reserved_peak_bytes
+
+
+def measured_cuda(family: Family, way: Way, *, optimizer: str) -> tuple[int, int]:
+    """Return the peaks of allocated and reserved bytes on the current device, from an empty cache on."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    model = Training(family.make(), family.loss).train().cuda()
+    inputs = [tensor.cuda() for tensor in (family.target(way.rows), *family.batch(way.rows))]
+    stepping = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
+    with recomputed(family.blocks(model.model) if way.recompute == "block" else []):
+        for _ in range(STEPS):
+            with _autocast(way.precision):
+                model(*inputs).backward()
+            stepping.step()
+            stepping.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def _autocast(precision: Precision) -> AbstractContextManager[object]:
+    return torch.autocast("cuda", torch.bfloat16, enabled=precision == "amp_bf16")

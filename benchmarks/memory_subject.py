@@ -1,0 +1,135 @@
+"""What memory is predicted and measured for: a family's model with its loss, recorded on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autosplit.memory.events import StageTrace
+from autosplit.memory.pieces import StageTraces
+from autosplit.options import Sample
+from autosplit.profile.blocks import shorten
+from autosplit.profile.expand import Uneven
+from autosplit.profile.stage_graph import StageGraph
+from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.trace.graph import TracedGraph
+from autosplit.trace.ladder import trace
+from benchmarks.families import Family
+
+Precision = Literal["fp32", "amp_bf16"]
+Recompute = Literal["never", "block", "always"]
+
+
+class Training(nn.Module):
+    """A model and its loss as one forward."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, target: Tensor, *inputs: Tensor) -> Tensor:
+        return self.loss(self.model(*inputs), target)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A family, recorded: ``model`` holds no memory, ``units`` are the paths of its blocks."""
+
+    family: Family
+    model: Training
+    graph: TracedGraph
+    units: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One prediction and what was measured; ``cell`` says what for.
+
+    Attributes:
+        rows: batch rows of the step, or of a microbatch.
+        static_bytes: parameters, buffers and optimizer state, which are in both others.
+    """
+
+    cell: str
+    kind: str
+    rows: int
+    asked: float
+    static_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def dynamic_error(self) -> float:
+        """The same, of what is beside the static bytes."""
+        return (self.predicted_bytes - self.measured_bytes) / (self.measured_bytes - self.static_bytes)
+
+
+def recorded(family: Family) -> Subject:
+    """Record a family's training forward without memory."""
+    with torch.device("meta"):
+        model = Training(family.make(), family.loss).train()
+    rows = (family.target(family.rows), *family.batch(family.rows))
+    graph = trace(model, Sample(*(tensor.to("meta") for tensor in rows))).graph
+    return Subject(family, model, graph, block_paths(family, model))
+
+
+def block_paths(family: Family, model: Training) -> tuple[str, ...]:
+    """Return the paths of the blocks that are recomputed one at a time."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    return tuple(paths[id(block)] for block in family.blocks(model.model))
+
+
+def traces(stage: StageGraph, how: How, *, recompute: Recompute) -> StageTraces:
+    """Return what a stage allocates and frees, its repeated blocks run once; the caller's autocast counts."""
+    short = shorten(stage)
+    try:
+        found = short.trace(trace_stage(short.stage, how))
+    except Uneven:
+        found = trace_stage(stage, how)
+    return _variants(found, recompute)
+
+
+def _variants(found: StageTrace, recompute: Recompute) -> StageTraces:
+    if recompute == "never":
+        return StageTraces("never", never=found)
+    return StageTraces(recompute, recomputed=found)
+
+
+def autocast(precision: Precision) -> contextlib.AbstractContextManager[object]:
+    """Return the context of a precision on the CPU."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp_bf16")
+
+
+@contextlib.contextmanager
+def recomputed(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Let modules recompute their forward in the backward, as ``torch.utils.checkpoint`` does it."""
+    for module in modules:
+        module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["forward"]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Return the bytes of each tensor, one that comes twice counted once."""
+    return tuple(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+
+
+def held_by(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """Return the bytes of each parameter and buffer of some modules."""
+    found = list(modules)
+    return bytes_of(tensor for module in found for tensor in (*module.parameters(), *module.buffers()))
