@@ -51,6 +51,11 @@ class ShortGraph:
     copies: Mapping[fx.Node, fx.Node]
     runs: tuple[Run, ...]
 
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Paths of the modules that it does not use."""
+        return tuple(path for run in self.runs for path in run.paths[2:-1])
+
     def costs(self, short: Mapping[str, NodeCosts]) -> dict[str, NodeCosts]:
         """Return the costs of all nodes from those of the short graph; raises Uneven."""
         return Costs(self.runs, short).expanded()
@@ -71,6 +76,7 @@ def shorten(stage: StageGraph) -> Short:
         numbers=copied(stage.numbers),
         inputs=copied(stage.inputs),
         outputs=copied(stage.outputs),
+        without=found.without,
     )
     return Short(short, found.runs)
 
@@ -97,7 +103,7 @@ def block_costs(
     short = shorten_graph(traced.graph, traced.root)
     if short.runs:
         own = replace(traced, graph=short.graph)
-        found = fake_costs(own, rows=rows, batch_rows=batch_rows, input_grads=input_grads)
+        found = fake_costs(own, rows=rows, batch_rows=batch_rows, input_grads=input_grads, without=short.without)
         try:
             costs = short.costs(found.nodes)
         except Uneven:

@@ -105,6 +105,13 @@ def _labels(runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _renames(runs: Sequence[Run]) -> dict[tuple[int, int], dict[str, str]]:
+    """Map runs and positions to the names of that block by those of the template."""
+    return {
+        (n, position): _renamed(run, position) for n, run in enumerate(runs) for position in range(1, run.copies + 1)
+    }
+
+
 def _renamed(run: Run, position: int) -> dict[str, str]:
     """Map the template's stable names to those of a block."""
     pairs = zip(run.nodes[1], run.nodes[position], strict=True)
@@ -117,6 +124,7 @@ class Traces:
     def __init__(self, runs: Sequence[Run], short: StageTrace) -> None:
         self.runs, self.short = runs, short
         self.labels = _labels(runs)
+        self.renames = _renames(runs)
         self.names = _Names(runs, self.labels)
         phases = ("forward", short.forward), ("backward", short.backward), ("later", short.backward_later)
         for phase, steps in phases:
@@ -171,7 +179,7 @@ class Traces:
         return Step(step.node, tuple(changes))
 
     def _copies(self, steps: Sequence[Step], run: int, position: int, *, renames: bool) -> Iterator[Step]:
-        names = _renamed(self.runs[run], position) if renames else {}
+        names = self.renames[run, position] if renames else {}
         for step in steps:
             changes = tuple((self.names.at(storage, run, position), count) for storage, count in step.changes)
             yield Step(names.get(step.node, step.node), changes)
@@ -203,7 +211,7 @@ class Traces:
                 def own(storages: Iterable[int], run: int = run, position: int = position) -> tuple[int, ...]:
                     return tuple(self.names.at(storage, run, position) for storage in storages)
 
-                renamed = _renamed(self.runs[run], position)[name]
+                renamed = self.renames[run, position][name]
                 yield renamed, replace(held, saved=own(held.saved), gradients=own(held.gradients))
 
 
@@ -226,6 +234,7 @@ class Costs:
     def __init__(self, runs: Sequence[Run], short: Mapping[str, NodeCosts]) -> None:
         self.runs, self.short = runs, short
         self.names = _Names(runs, _labels(runs))
+        self.renames = _renames(runs)
         entered: set[int] = set()
         for name, cost in short.items():
             for storage, size in (*cost.outputs.items(), *cost.saved.items()):
@@ -246,7 +255,7 @@ class Costs:
             run, block = where
             last = self.runs[run].copies + 1
             for position in (0,) if block == 0 else (last,) if block == 2 else range(1, last):
-                own = _renamed(self.runs[run], position)[name] if block == 1 else name
+                own = self.renames[run, position][name] if block == 1 else name
                 place = _placing(self.names, run, position)
                 found[own] = replace(cost, name=own, saved=place(cost.saved), outputs=place(cost.outputs))
         return found

@@ -11,7 +11,7 @@ without a GPU, and "meta" tensors take other kernels.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,19 +66,24 @@ class FakeCosts:
 
 
 def fake_costs(
-    traced: TracedGraph, *, rows: int, batch_rows: int, input_grads: Sequence[bool] | None = None
+    traced: TracedGraph,
+    *,
+    rows: int,
+    batch_rows: int,
+    input_grads: Sequence[bool] | None = None,
+    without: Iterable[str] = (),
 ) -> FakeCosts:
     """Return the costs of every node: micro and shared nodes at ``rows`` batch rows, full nodes at ``batch_rows``.
 
     ``input_grads`` says which inputs require a gradient (None: none of them). The costs are those of training, also
-    when gradients are switched off around the call.
+    when gradients are switched off around the call. ``without``: paths of modules that the graph does not use.
     """
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
     mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels="cpu")
     with random_state(), torch.inference_mode(False), torch.enable_grad():
-        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode))
+        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
         with mode, ledger:
             first = _FakePass(traced, twin, ledger, before_epilogue, {})
             first.sweep(rows, grads, skip=epilogue)

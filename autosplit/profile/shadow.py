@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,16 @@ class Shadow:
     tensors: tuple[torch.Tensor, ...]
 
 
-def shadow(root: nn.Module, *, replace: Callable[[torch.Tensor], torch.Tensor]) -> Shadow:
+def shadow(root: nn.Module, *, replace: Callable[[torch.Tensor], torch.Tensor], without: Iterable[str] = ()) -> Shadow:
     """Return a twin of ``root`` in which every tensor is what ``replace`` made of it (once per tensor object).
+
+    Modules at the paths in ``without`` are left empty: nobody is going to run them.
 
     Whatever runs on the twin - counters that move, buffers that are assigned, weights that a hook computes - stays on
     the twin, also when it raises. Attributes that are no tensor, module or container are shared.
     """
     builder = _Builder(replace)
+    builder.modules |= {id(root.get_submodule(path)): nn.Module() for path in without}
     return Shadow(builder.module(root), tuple(builder.tensors.values()))
 
 

@@ -20,6 +20,7 @@ class StageGraph:
         numbers: placeholders for the rows and the lengths, in the recording's order.
         inputs: placeholders for values that other stages or the caller give.
         outputs: values that other stages or the caller take.
+        without: paths of modules of the root that no node of the graph uses.
     """
 
     graph: fx.Graph
@@ -27,6 +28,7 @@ class StageGraph:
     numbers: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    without: tuple[str, ...] = ()
 
     def computing(self) -> list[tuple[fx.Node, TracedNode]]:
         """Return the nodes that compute, in model order."""

@@ -69,7 +69,7 @@ def trace_stage(stage: StageGraph, how: How) -> StageTrace:
     """Return what a stage allocates and frees in the forward and the backward of one microbatch."""
     mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=how.kernels)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
-        twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode))
+        twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
         with mode, ledger, _lowered(how.kernels), _one_autocast():
             run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
