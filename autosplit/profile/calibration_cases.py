@@ -191,7 +191,7 @@ def _recurrent_cases() -> Iterator[Case]:
             layer, x = nn.LSTM(width, width, batch_first=True), _leaf(rows, steps, width)
             return lambda: layer(x)[0], [x, *layer.parameters()]
 
-        yield Case(f"recurrent {steps}x{rows}x{width}", recurrent, quick=width < 400)
+        yield Case(f"recurrent {steps}x{rows}x{width}", recurrent, quick=width < 600)
 
 
 def _elementwise_cases() -> Iterator[Case]:
