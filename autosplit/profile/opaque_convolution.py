@@ -31,6 +31,9 @@ _ALIGNMENT_BYTES = 128
 _STRIDED_EXTRA_BYTES = 32_768
 """Beside the padded image, in oneDNN's strided backward kernel (20 to 36 KiB in the probes)."""
 
+_STRIDED_CHANNELS = 16
+"""Channels per group from which oneDNN's strided backward kernel takes groups (8 were refused, 16 taken)."""
+
 _CHANNELS_LAST_EXTRA_BYTES = 8_344
 
 _COLUMN_LIMIT_BYTES = 372_736
@@ -84,7 +87,8 @@ class _Convolution:
 
     @property
     def pointwise(self) -> bool:
-        return self.taps == 1 and not any(self.padding) and self.groups == 1
+        even = not any(size % step for size, step in zip(self.source_space, self.stride, strict=True))
+        return self.taps == 1 and not any(self.padding) and self.groups == 1 and even
 
     @property
     def unpadded_groups(self) -> bool:
@@ -259,10 +263,9 @@ def _forward_pass(flow: Flow, shape: _Convolution, *, bias: bool) -> None:
 def _data_pass(flow: Flow, shape: _Convolution, *, bias: bool) -> None:
     """Destination's gradient and weights in, source's gradient out; with ``bias``: a transposed convolution."""
     plain = shape.source_bytes
-    strided = shape.strided and not shape.depthwise
-    ragged = shape.unpadded_groups and not shape.depthwise
-    if strided:
-        ragged = shape.groups > 1 and bool(shape.destination // shape.groups % _block())
+    wide = shape.groups == 1 or shape.destination // shape.groups >= _STRIDED_CHANNELS
+    strided = shape.strided and not shape.depthwise and wide
+    ragged = shape.unpadded_groups and not shape.depthwise and not strided
     dilated = any(step > 1 for step in shape.dilation)
     if ragged or (dilated and shape.strided):
         flow.take(plain)
@@ -332,8 +335,7 @@ def _pointwise_scratch(flow: Flow, shape: _Convolution, made: int, padding: int)
 
 def _direct(shape: _Convolution) -> bool:
     """Whether ``jit_avx2_conv_fwd_kernel_f32_t::init_conf`` takes it."""
-    padded = any(shape.padding)
-    wide = shape.kernel[-1] > 7 and padded and shape.strided
+    wide = shape.kernel[-1] > 7 and any(shape.padding) and shape.strided
     # The kernel's unrolling by width must cover the padding.
     return not shape.unpadded_groups and shape.padding[-1] <= 3 and not wide
 
@@ -341,7 +343,7 @@ def _direct(shape: _Convolution) -> bool:
 def _direct_weights(shape: _Convolution) -> bool:
     """Whether a blocked kernel makes the weights' gradient (``jit_avx2_conv_bwd_weights_kernel_f32_t::init_conf``)."""
     if shape.depthwise:
-        return max(shape.kernel) <= 3
+        return max(shape.stride) <= max(shape.kernel) <= 3
     if shape.pointwise:
         return True
     heights = zip(shape.kernel, shape.source_space, shape.padding, strict=True)
