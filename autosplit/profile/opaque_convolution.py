@@ -269,8 +269,7 @@ def _data_pass(flow: Flow, shape: _Convolution, *, bias: bool) -> None:
     dilated = any(step > 1 for step in shape.dilation)
     if ragged or (dilated and shape.strided):
         flow.take(plain)
-        with flow.during(shape.columns_bytes * torch.get_num_threads() + _ALIGNMENT_BYTES):
-            pass
+        flow.spike(shape.columns_bytes * torch.get_num_threads() + _ALIGNMENT_BYTES)
         flow.take(plain)
         flow.take(-plain)
     elif strided:
@@ -336,7 +335,6 @@ def _pointwise_scratch(flow: Flow, shape: _Convolution, made: int, padding: int)
 def _direct(shape: _Convolution) -> bool:
     """Whether ``jit_avx2_conv_fwd_kernel_f32_t::init_conf`` takes it."""
     wide = shape.kernel[-1] > 7 and any(shape.padding) and shape.strided
-    # The kernel's unrolling by width must cover the padding.
     return not shape.unpadded_groups and shape.padding[-1] <= 3 and not wide
 
 

@@ -15,17 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels, cuda_autocast
-from autosplit.profile.opaque import true_results
 
 HALF = torch.float16
-
-
-class CudaLedger(Ledger):
-    """A ledger of what CUDA's kernels return."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        return true_results(func, args, kwargs or {}, out, target="cuda")
 
 
 class Saved:
@@ -42,7 +33,7 @@ class Saved:
         region = contextlib.nullcontext() if autocast is None else cuda_autocast(autocast)
         with FakeTensorMode() as mode:
             model = make()
-        with mode, CudaLedger() as ledger, CudaKernels() if kernels else contextlib.nullcontext():
+        with mode, Ledger(kernels="cuda") as ledger, CudaKernels() if kernels else contextlib.nullcontext():
             with saved_tensors_hooks(pack, lambda tensor: tensor), region:
                 given = [make_input() for make_input in inputs]
                 out = model(*given)
