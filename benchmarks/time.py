@@ -7,7 +7,8 @@ The prediction knows micro-benchmarks only (``autosplit profile --calibrate``; n
 of a stage come from one run on fake tensors, their times from the calibrated roofline. Every stage is measured alone on
 real tensors; the stages of all families take turns, and the median counts. On the CPU that is one thread, in CPU
 seconds of that thread, so that other programs disturb little; ``--device`` names the CUDA device of this machine
-instead, whose events are then read.
+instead, whose events are then read. A calibration that is made here is spread over the rounds, so that a machine whose
+speed drifts meets both alike.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cost_models
-from autosplit.profile.calibrate import calibrate
+from autosplit.profile.calibrate import Timing, fitted, place_of, time_cases
+from autosplit.profile.calibration_cases import cases
 from autosplit.profile.clocks import Clock, clock_of
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.shadow import shadow
@@ -148,10 +150,17 @@ def _balanced(weights: Sequence[float], stages: int) -> list[int]:
     return best[stages, len(weights)][1][1:]
 
 
-def measured(stages: Sequence[Alone], *, rounds: int, clock: Clock) -> list[float]:
-    """Return the median seconds of every stage; they take turns, after a warm-up of each."""
+def measured(
+    stages: Sequence[Alone], *, rounds: int, clock: Clock, before: Callable[[int], None] | None = None
+) -> list[float]:
+    """Return the median seconds of every stage; they take turns, after a warm-up of each.
+
+    ``before`` is called with the number of each round that counts, before it.
+    """
     readings: list[list[float]] = [[] for _ in stages]
     for turn in range(rounds + 1):
+        if turn and before is not None:
+            before(turn - 1)
         for place, stage in enumerate(stages):
             seconds = clock.timed(stage.run).seconds
             if turn:
@@ -176,10 +185,6 @@ def checks(lines: Sequence[Line]) -> list[pairs.Check]:
     ]
 
 
-def _progress(name: str, share: float) -> None:
-    print(f"\r\033[Kcalibrating {share:4.0%} {name}", end="", flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a table, and write all figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,13 +197,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     machine = pairs.facts()
-    file = arguments.calibration
-    model = Calibrated.load(file) if file else calibrate(arguments.device, progress=_progress)
-    place = torch.device("cpu" if model.fallback.device.memory_bytes is None else "cuda")
+    given = Calibrated.load(arguments.calibration) if arguments.calibration else None
+    device = cost_models.device(arguments.device) if given is None else given.fallback.device
+    place = place_of(device)
     chosen = [families()[name] for name in arguments.families]
     stages = [stage for family in chosen for stage in stages_of(family, precision=arguments.precision, place=place)]
     works = [works_of(stage) for stage in stages]
-    times = measured(stages, rounds=arguments.rounds, clock=clock_of(place, threads=1))
+    timings: list[Timing] = []
+
+    def calibrate_some(turn: int) -> None:
+        if given is None:
+            timings.extend(time_cases(list(cases())[turn :: arguments.rounds], place=place))
+
+    clock = clock_of(place, threads=1)
+    times = measured(stages, rounds=arguments.rounds, clock=clock, before=calibrate_some)
+    model = fitted(timings, device=device) if given is None else given
     lines = [
         Line(stage.family, stage.precision, stage.number, sum(map(model.seconds, found)), seconds)
         for stage, found, seconds in zip(stages, works, times, strict=True)

@@ -75,15 +75,23 @@ def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progre
         ValueError: there is no such device, or it is not in this machine.
     """
     spec = device_spec(device)
-    place = _place(spec)
+    place = place_of(spec)
     chosen = [case for case in cases() if case.quick or not quick]
-    timings = time_cases(chosen, place=place, quick=quick, progress=progress)
+    return fitted(time_cases(chosen, place=place, quick=quick, progress=progress), device=spec)
+
+
+def fitted(timings: Sequence[Timing], *, device: DeviceSpec) -> Calibrated:
+    """Return the roofline of ``device`` fitted to cases that were timed on it, with the day and the versions."""
     samples = [(sample.work, sample.seconds) for timing in timings for sample in timing.samples]
-    return Calibrated.fit(samples, device=spec, stamp=_stamp(spec.name), issue_s=issue_s(timings))
+    return Calibrated.fit(samples, device=device, stamp=_stamp(device.name), issue_s=issue_s(timings))
 
 
-def _place(spec: DeviceSpec) -> torch.device:
-    """Return where torch finds a device; one whose memory is the machine's own is the CPU."""
+def place_of(spec: DeviceSpec) -> torch.device:
+    """Return where torch finds a device; one whose memory is the machine's own is the CPU.
+
+    Raises:
+        ValueError: this machine does not have the device.
+    """
     if spec.memory_bytes is None:
         return torch.device("cpu")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
