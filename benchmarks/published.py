@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,6 +175,8 @@ def torchtitan(row: Row) -> Line:
 
 
 # -- torchgpipe --------------------------------------------------------------------------------------------------------
+_SCRATCH = "at most: with Winograd's scratch, not fused, for every 3 x 3 convolution; what cuDNN 7 took is unknown"
+_NO_SCRATCH = "cuDNN 7's scratch for these convolutions is unknown and not counted"
 _HUANG = "Huang et al.'s own TensorFlow program: "
 
 
@@ -203,7 +206,7 @@ def of_torchgpipe(row: Row, *, run: bool) -> Iterator[Line]:
         why = f"published: out of memory; predicted: {fits} on a P40, which has {usable / GIB:.1f} GiB to give"
         yield Line(name, "reserved", "GiB", None, bare, why, at_most=full)
         return
-    why = "range: with scratch of Winograd's algorithm, not fused, for every 3 x 3 convolution; theirs is unknown"
+    why = _SCRATCH if full > bare else _NO_SCRATCH
     yield Line(name, "reserved", "GiB", total, bare, why, at_most=full)
     if "peak_act_GiB" in row:
         own = least.model_bytes / GIB
@@ -252,7 +255,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    found = [line for row in rows() for line in lines(row, torchgpipe=not arguments.without_torchgpipe)]
+    found: list[Line] = []
+    for row in rows():
+        print(f"\r\033[K{row.get('model', '')}", end="", file=sys.stderr, flush=True)
+        found += lines(row, torchgpipe=not arguments.without_torchgpipe)
+    print("\r\033[K", end="", file=sys.stderr, flush=True)
     print(pairs.table([shown(line) for line in found]))
     print(f"\n{pairs.checks_text(checks(found))}")
     if arguments.json:
