@@ -326,8 +326,8 @@ def _pointwise_scratch(flow: Flow, shape: _Convolution, made: int, padding: int)
     threads = torch.get_num_threads()
     image = min(_up(shape.source), 64) * prod(shape.destination_space) * shape.item_bytes + _ALIGNMENT_BYTES
     scratch = image * threads * shape.strided + padding
-    if threads > 1:
-        flow.estimate(scratch + made * threads * 9 // 8 + _ALIGNMENT_BYTES)
+    if threads > 1 and min(shape.source, shape.destination) <= 64:  # more channels: each thread has its own weights
+        flow.estimate(scratch + made * threads + 8192 + _ALIGNMENT_BYTES)
     else:
         flow.spike(scratch)
 

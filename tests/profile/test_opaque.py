@@ -68,6 +68,16 @@ def test_convolutions_are_exact(shape, options, dtype):
 
 
 @blocked
+def test_scratch_grows_with_threads():
+    torch.set_num_threads(2)
+    found = convolve(2, 64, 16, 16, kernel=1, out=128)
+    found += convolve(2, 512, 8, 8, kernel=1, out=128)
+    found += convolve(2, 64, 20, 20, kernel=3, groups=32, out=64)
+    found += convolve(2, 24, 20, 20, kernel=3, padding=1, out=40)
+    assert all(probe.off_bytes <= 0.01 * probe.peak_bytes for probe in found), table(found)
+
+
+@blocked
 @settings(deadline=None, max_examples=15)
 @given(
     rows=st.integers(1, 18),
