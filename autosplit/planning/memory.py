@@ -11,10 +11,9 @@ from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.options import Options
 from autosplit.planning.formulate import held_copies, state_bytes
-from autosplit.profile.blocks import shorten
-from autosplit.profile.expand import Uneven
+from autosplit.profile.blocks import block_trace
 from autosplit.profile.stage_graph import StageGraph, stage_graph
-from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.profile.stage_trace import How
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.catalog import build
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
@@ -85,11 +84,7 @@ def _trace(cut: Cut, stage: int, graph: StageGraph) -> StageTrace:
         apart=True,
         kernels="cuda" if cut.options.devices[stage].type == "cuda" else "cpu",
     )
-    short = shorten(graph)
-    try:
-        return short.trace(trace_stage(short.stage, how))
-    except Uneven:
-        return trace_stage(graph, how)
+    return block_trace(graph, how)
 
 
 def _roots(cut: Cut, graph: StageGraph) -> frozenset[str]:

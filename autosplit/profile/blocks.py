@@ -11,6 +11,7 @@ before and of the block behind. Expanding renames storages; it multiplies nothin
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -23,6 +24,7 @@ from autosplit.memory.events import StageTrace
 from autosplit.profile.expand import Costs, Run, Traces, Uneven
 from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
 from autosplit.profile.stage_graph import StageGraph
+from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 
 _FEWEST = 4
@@ -104,13 +106,19 @@ def block_costs(
     if short.runs:
         own = replace(traced, graph=short.graph)
         found = fake_costs(own, rows=rows, batch_rows=batch_rows, input_grads=input_grads, without=short.without)
-        try:
+        with contextlib.suppress(Uneven):
             costs = short.costs(found.nodes)
-        except Uneven:
-            pass
-        else:
             return FakeCosts({info.name: costs[info.name] for _, info in traced.compute_nodes()})
     return fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads)
+
+
+def block_trace(stage: StageGraph, how: How) -> StageTrace:
+    """Return what :func:`trace_stage` returns, from a run without most of the repeated blocks where they allow it."""
+    short = shorten(stage)
+    if short.runs:
+        with contextlib.suppress(Uneven):
+            return short.trace(trace_stage(short.stage, how))
+    return trace_stage(stage, how)
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------

@@ -151,20 +151,24 @@ class Traces:
         return trace
 
     def _steps(self, steps: Sequence[Step], *, backward: bool) -> Iterator[Step]:
-        seen: set[tuple[int, int]] = set()
+        """Yield the steps of all blocks; a pass over a run begins at its first block or at its last."""
+        came_from: dict[int, int] = {}
         for where, group in groupby(steps, key=lambda step: self.labels.get(step.node)):
             own = list(group)
             if where is None:
                 yield from map(self._outside, own)
                 continue
-            if where in seen:
-                raise Uneven
-            seen.add(where)
             run, block = where
+            before, came_from[run] = came_from.get(run, 2 if backward else 0), block
+            if block == before == 1:
+                raise Uneven
             count = self.runs[run].copies
-            positions: Sequence[int] = (0,) if block == 0 else (count + 1,) if block == 2 else range(1, count + 1)
-            for position in reversed(positions) if backward else positions:
-                yield from self._copies(own, run, position, renames=block == 1)
+            if block != 1:
+                yield from self._copies(own, run, 0 if block == 0 else count + 1, renames=False)
+                continue
+            positions = range(1, count + 1)
+            for position in positions if before == 0 else reversed(positions):
+                yield from self._copies(own, run, position, renames=True)
 
     def _outside(self, step: Step) -> Step:
         """Return a step outside the blocks; what it frees of the template's, it frees of all that it stands for."""

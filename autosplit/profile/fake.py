@@ -25,6 +25,7 @@ from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nod
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
+from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
 
 _CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def fake_costs(
     mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels="cpu")
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
-        with mode, ledger:
+        with quiet_log(), mode, ledger:
             first = _FakePass(traced, twin, ledger, before_epilogue, {})
             first.sweep(rows, grads, skip=epilogue)
             costs = first.costs
@@ -219,7 +220,7 @@ class _FakePass(BorderInterpreter):
                 estimated=why_estimated(error, module=module),
             )
         self._number(info, values)
-        return _as_recorded(node, values, self._rows)
+        return as_recorded(node, values, self._rows)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self._saved |= self._storages([tensor])
@@ -256,10 +257,11 @@ def empty_value(node: fx.Node, rows: int, *, needs_grad: bool) -> Any:
     values = _empty(node.meta[INFO], rows)
     for value in values:
         value.requires_grad_(needs_grad and (value.dtype.is_floating_point or value.dtype.is_complex))
-    return _as_recorded(node, values, rows)
+    return as_recorded(node, values, rows)
 
 
-def _as_recorded(node: fx.Node, values: list[torch.Tensor], rows: int) -> Any:
+def as_recorded(node: fx.Node, values: list[torch.Tensor], rows: int) -> Any:
+    """Return the tensors of a node's result in the form in which the graph takes them apart."""
     return _shaped(node, values, rows) or (values[0] if len(values) == 1 else tuple(values))
 
 

@@ -379,7 +379,7 @@ def _slow_backward(
     result = (shape.destination_bytes if transposed else shape.source_bytes) // shape.groups
     biased = (shape.source if transposed else shape.destination) // shape.groups * shape.item_bytes
     columns = _columns(shape) // (shape.batch if transposed else 1)
-    half = shape.item_bytes == 2
+    half = biased > shape.item_bytes == 2
     sliced = (
         0 if shape.groups == 1 or shape.batch == 1 else (shape.source_bytes + shape.destination_bytes) // shape.groups
     )

@@ -8,8 +8,9 @@
 Nothing is allocated and no value is computed. Autograd's engine decides what is saved and when it is freed; what it
 runs belongs to the node in whose range of sequence numbers its autograd node's number lies.
 
-Private torch API, used in this file only, tried on torch 2.13: ``torch._C._autograd._get_sequence_nr`` and
-``torch._C._current_autograd_node``, for which torch has no public names.
+Private torch API, used in this file only, tried on torch 2.13: ``torch._C._autograd._get_sequence_nr``,
+``torch._C._current_autograd_node`` and ``torch.utils.checkpoint._StopRecomputationError``, which ends a recomputation
+early: torch has no public names for them.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from autosplit.errors import ProfileError
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import alias, tensors_of
-from autosplit.profile.fake import empty_value, fake
+from autosplit.profile.fake import as_recorded, empty_value, fake
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
 
 _CPU = torch.device("cpu")
@@ -70,7 +72,7 @@ def trace_stage(stage: StageGraph, how: How) -> StageTrace:
     mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=how.kernels)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
-        with mode, ledger, _lowered(how.kernels), _one_autocast():
+        with quiet_log(), mode, ledger, _lowered(how.kernels), _one_autocast():
             run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
                 ledger.storage(tensor)
@@ -252,7 +254,42 @@ class _Run:
         if INFO not in node.meta:
             return run(node.target, args, kwargs)
         with self.labels.forward(node.meta[INFO].name):
-            return run(node.target, args, kwargs)
+            try:
+                return run(node.target, args, kwargs)
+            except (_StopRecomputationError, ProfileError):
+                raise
+            except Exception:  # whatever its author wrote, or torch lacks on fake tensors
+                return self._guessed(node, tensors_of((args, kwargs)))
+
+    def _guessed(self, node: fx.Node, taken: list[torch.Tensor]) -> Any:
+        """Return values of the recorded shapes for a node that does not run on fake tensors.
+
+        It is taken to save what it is given, and to allocate nothing but its results and gradients.
+        """
+        if node.op == "call_module":
+            taken = [*taken, *self.interpreter.fetch_attr(str(node.target)).parameters()]
+        made = [torch.empty(t.shape_at(self.how.rows), dtype=t.dtype) for t in node.meta[INFO].tensors]
+        if any(t.requires_grad for t in taken) and torch.is_grad_enabled():
+            made = list(_Guess.apply(len(made), *made, *taken))
+        return as_recorded(node, made, self.how.rows)
+
+
+class _Guess(torch.autograd.Function):
+    """Stands for an operation that does not run: its results follow from what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*values[count:])
+        ctx.count = count
+        made = tuple(value.view_as(value) for value in values[:count])
+        ctx.mark_non_differentiable(*(t for t in made if not (t.is_floating_point() or t.is_complex())))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad[1 + ctx.count :]
+        found = (torch.empty_like(t) if need else None for t, need in zip(ctx.saved_tensors, wanted, strict=True))
+        return (None,) * (1 + ctx.count) + tuple(found)
 
 
 def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[int]) -> dict[int, int]:

@@ -127,10 +127,10 @@ def record(
         args, kwargs = inputs.rebuild(leaves)
         forward: Callable[..., Any] = model
         if scope.capture is not None:
-            with _quiet_log():
+            with quiet_log():
                 forward = scope.capture.forward(recorder, args, kwargs)
         try:
-            with torch.inference_mode(False), _quiet_log(), patched(recorder), sizes, mode, recorder.random, recorder:
+            with torch.inference_mode(False), quiet_log(), patched(recorder), sizes, mode, recorder.random, recorder:
                 output = forward(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
             raise Refusal(
@@ -201,7 +201,7 @@ def _notes(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_log() -> Iterator[None]:
+def quiet_log() -> Iterator[None]:
     """Keep FakeTensorMode from printing a traceback for an exception that is about to be raised anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True

@@ -1,0 +1,190 @@
+"""Repeated blocks traced twice and multiplied: to the change what a trace of all of them says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.memory.events import StageTrace
+from autosplit.options import Sample
+from autosplit.profile import blocks
+from autosplit.profile.blocks import block_costs, block_trace, shorten
+from autosplit.profile.fake import FakeCosts, fake_costs
+from autosplit.profile.stage_graph import stage_graph
+from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.trace.graph import TracedGraph
+from autosplit.trace.ladder import trace
+
+ROWS, LENGTH, WIDTH = 3, 5, 8
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward net, each beside a residual."""
+
+    def __init__(self, hidden: int = 2 * WIDTH) -> None:
+        super().__init__()
+        self.norm, self.mix, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, hidden),
+            nn.Linear(hidden, WIDTH),
+        )
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        query, key, value = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.down(F.gelu(self.up(x)))
+        return x if scale is None else x * scale
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head, in the way that ``body`` says."""
+
+    def __init__(self, blocks: list[nn.Module], body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.words, self.blocks, self.head = nn.Embedding(11, WIDTH), nn.ModuleList(blocks), nn.Linear(WIDTH, 11)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.body = body
+
+    def forward(self, words: Tensor) -> Any:
+        return self.body(self, self.words(words))
+
+
+def plain(model: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return model.head(x)
+
+
+def shared(model: Any, x: Tensor) -> Tensor:
+    """All blocks take one value that gradients flow back to."""
+    scale = torch.tanh(model.scale) * x.mean()
+    for block in model.blocks:
+        x = block(x, scale)
+    return model.head(x)
+
+
+def collected(model: Any, x: Tensor) -> list[Tensor]:
+    """Every block's result is an output."""
+    found = []
+    for block in model.blocks:
+        x = block(x)
+        found.append(x)
+    return [model.head(x), *found]
+
+
+def skipped(model: Any, x: Tensor) -> Tensor:
+    """The second block's result goes to the head too."""
+    second = x
+    for number, block in enumerate(model.blocks):
+        x = block(x)
+        second = x if number == 1 else second
+    return model.head(x + second)
+
+
+def tied(model: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return F.linear(x, model.words.weight)
+
+
+CASES: dict[str, tuple[Callable[[int], list[nn.Module]], Callable[[Any, Tensor], Any], bool]] = {
+    "plain": (lambda count: [Block() for _ in range(count)], plain, True),
+    "shared": (lambda count: [Block() for _ in range(count)], shared, True),
+    "tied": (lambda count: [Block() for _ in range(count)], tied, True),
+    "frozen": (lambda count: [Block().requires_grad_(False) for _ in range(count)], plain, True),
+    "nested": (lambda count: [nn.Sequential(Block(), Block()) for _ in range(count)], plain, True),
+    "inner": (lambda count: [nn.Sequential(*(Block() for _ in range(count))), nn.Tanh()], plain, True),
+    "two runs": (lambda count: [Block() for _ in range(count)] + [Block(3 * WIDTH) for _ in range(count)], plain, True),
+    "collected": (lambda count: [Block() for _ in range(count)], collected, False),
+    "skipped": (lambda count: [Block() for _ in range(count)], skipped, True),
+    "uneven": (lambda count: [Block(WIDTH + number) for number in range(count)], plain, False),
+}
+
+
+@cache
+def made(name: str, count: int) -> TracedGraph:
+    make, body, _ = CASES[name]
+    with torch.device("meta"):
+        model = Stack(make(count), body).train()
+    return trace(model, Sample(torch.zeros(ROWS, LENGTH, dtype=torch.long, device="meta"))).graph
+
+
+def shape(trace: StageTrace) -> Any:
+    """Return a trace with storages numbered in the order in which they appear."""
+    numbers: dict[int, int] = {}
+    passes = [
+        [(s.node, [(numbers.setdefault(i, len(numbers)), count) for i, count in s.changes]) for s in steps]
+        for steps in (trace.forward, trace.backward, trace.backward_later)
+    ]
+    held = {name: (len(h.saved), h.cotangent_bytes, len(h.gradients)) for name, h in trace.split.items()}
+    return passes, {numbers[i]: name for i, name in trace.gradients.items()}, sorted(trace.kept.values()), held
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"), [*((name, "never") for name in CASES), ("shared", "block"), ("tied", "always")]
+)
+def test_a_trace_of_few_blocks_expands_to_that_of_all(name: str, recompute: str) -> None:
+    stage = stage_graph(made(name, 6))
+    units = {f"blocks.{number}" for number in range(6)} if recompute == "block" else ()
+    how = How(ROWS, units=units, whole=recompute == "always")
+    assert shape(block_trace(stage, how)) == shape(trace_stage(stage, how))
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "nested", "two runs"])
+def test_no_block_is_run_that_another_stands_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, ran = stage_graph(made(name, 6)), []
+    monkeypatch.setattr(blocks, "trace_stage", lambda given, how: ran.append(given) or trace_stage(given, how))
+    block_trace(stage, How(ROWS))
+    (short,) = ran
+    assert len(short.computing()) < len(stage.computing())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_left_out_where_they_may_be(name: str) -> None:
+    stage = stage_graph(made(name, 6))
+    short = shorten(stage)
+    nodes, left = len(stage.computing()), len(short.stage.computing())
+    assert (left < nodes) == CASES[name][2]
+    if name == "two runs":
+        assert [len(run.paths) for run in short.runs] == [6, 6]
+
+
+def described(costs: FakeCosts) -> Any:
+    numbers: dict[int, int] = {}
+
+    def own(storages: Any) -> list[tuple[int, int]]:
+        return [(numbers.setdefault(i, len(numbers)), size) for i, size in storages.items()]
+
+    nodes = costs.nodes.values()
+    return [(replace(node, saved={}, outputs={}), own(node.outputs), own(node.saved)) for node in nodes]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_costs_of_few_blocks_are_those_of_all(name: str) -> None:
+    graph = made(name, 6)
+    assert described(block_costs(graph, rows=2, batch_rows=ROWS)) == described(
+        fake_costs(graph, rows=2, batch_rows=ROWS)
+    )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("amp", [False, True])
+def test_gradients_that_are_there_and_casts_that_autocast_keeps(apart: bool, amp: bool) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
+        stage = stage_graph(made.__wrapped__("plain", 5))
+        how = How(ROWS, apart=apart)
+        short = shorten(stage)
+        whole, expanded = trace_stage(stage, how), short.trace(trace_stage(short.stage, how))
+    sizes = [sorted(c for s in t.backward_later for _, c in s.changes) for t in (whole, expanded)]
+    assert sizes[0] == sizes[1]
+    assert shape(expanded)[0][:2] == shape(whole)[0][:2]
+    assert len(expanded.kept) == len(whole.kept)
+    assert bool(whole.kept) == amp
