@@ -10,7 +10,8 @@ A prediction is made from a recording on the meta device: nothing is allocated f
 these families. What is measured on the CPU are the allocator's own events (``torch.profiler`` with one thread), so the
 machine's load does not matter. Both count parameters, buffers, optimizer state and inputs alike. ``error`` is of the
 whole peak, ``dynamic`` of what is above parameters, buffers and state. Where bf16 is emulated it takes a minute per
-family; half the rows are used for it. ``--resume`` keeps the cells that the file of ``--json`` has.
+step; a quarter of the rows is used for it. ``--resume`` keeps what was measured in the file of ``--json``, and predicts
+all anew.
 
 ``--device cuda`` measures steps with ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``, see
 :mod:`benchmarks.memory_cuda`.
@@ -32,24 +33,25 @@ import torch
 
 from benchmarks import pairs
 from benchmarks.families import Family, families
-from benchmarks.memory_cuda import cuda_cell, cuda_lines
-from benchmarks.memory_stage import STAGES, Lanes, lanes_cell, stage_lines
-from benchmarks.memory_step import OPTIMIZERS, Way, step_cell, step_lines
-from benchmarks.memory_subject import Line, Subject, recorded
+from benchmarks.memory_cuda import cuda_lines
+from benchmarks.memory_stage import Lanes, stage_lines
+from benchmarks.memory_step import OPTIMIZERS, Way, step_lines
+from benchmarks.memory_subject import Line, Precision, Subject, recorded
 
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Work:
-    """One family, recorded when it is first needed."""
+    """One family in one precision, recorded when it is first needed."""
 
     family: Family
+    precision: Precision
 
     @cached_property
     def subject(self) -> Subject:
         """The recording."""
-        return recorded(self.family)
+        return recorded(self.family, self.precision)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     done = _read(arguments.json) if arguments.resume else {}
     for lines in _lines(arguments, done):
         for line in lines:
-            done[line.cell] = {**asdict(line), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            known = done.get(line.cell, {}).get("measured_bytes") == line.measured_bytes
+            date = done[line.cell]["measured"] if known else datetime.now(UTC).isoformat(timespec="seconds")
+            done[line.cell] = {**asdict(line), "measured": date}
             print(text(line), flush=True)
         if arguments.json:
             _write(arguments.json, done, machine)
@@ -78,7 +82,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", nargs="*", choices=("gpipe", "1f1b"), help="under these schedules; both when empty")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true", help="keep the cells that the file of --json has")
+    parser.add_argument("--resume", action="store_true", help="measure only what the file of --json lacks")
     found = parser.parse_args(argv)
     stages = found.stages is not None
     if found.resume and not found.json:
@@ -95,20 +99,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _lines(arguments: argparse.Namespace, done: Mapping[str, Any]) -> Iterator[list[Line]]:
-    """Yield the lines of what is not done yet, as they are made."""
-    works = [Work(families()[name]) for name in arguments.family]
-    for precision, work, recompute in itertools.product(arguments.precision, works, arguments.recompute):
-        name, rows = work.family.name, work.family.rows
-        if arguments.stages is not None:
-            for schedule in arguments.stages or ("gpipe", "1f1b"):
-                lanes = Lanes(schedule, precision, recompute, rows=max(1, rows // STAGES))
-                if f"{lanes_cell(name, lanes)} stage {STAGES - 1}" not in done:
-                    yield stage_lines(work.subject, lanes)
+    """Yield lines as they are made; what was measured with as many rows is not measured again."""
+    works = [Work(families()[name], precision) for precision in arguments.precision for name in arguments.family]
+    make = step_lines if arguments.device == "cpu" else cuda_lines
+    for work, recompute in itertools.product(works, arguments.recompute):
+        rows = (
+            work.family.rows if work.precision == "fp32" and arguments.stages is None else max(1, work.family.rows // 4)
+        )
+        known = {cell: figure["measured_bytes"] for cell, figure in done.items() if figure["rows"] == rows}
+        if arguments.stages is None:
+            way = Way(work.precision, recompute, rows)
+            yield make(work.subject, way, optimizers=arguments.optimizer, known=known)
             continue
-        way = Way(precision, recompute, rows if precision == "fp32" else max(1, rows // 2))
-        cell, lines = (step_cell, step_lines) if arguments.device == "cpu" else (cuda_cell, cuda_lines)
-        if missing := [o for o in arguments.optimizer if cell(name, way, o) not in done]:
-            yield lines(work.subject, way, optimizers=missing)
+        for schedule in arguments.stages or ("gpipe", "1f1b"):
+            yield stage_lines(work.subject, Lanes(schedule, work.precision, recompute, rows), known=known)
 
 
 def text(line: Line) -> str:

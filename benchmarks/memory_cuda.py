@@ -22,26 +22,23 @@ from autosplit.profile.stage_graph import stage_graph
 from autosplit.profile.stage_trace import How
 from autosplit.schedule.catalog import build
 from benchmarks.families import Family
-from benchmarks.memory_step import OPTIMIZERS, Way, asked, step_cell
+from benchmarks.memory_step import OPTIMIZERS, Known, Way, asked, step_cell
 from benchmarks.memory_subject import Line, Precision, Subject, Training, held_by, recomputed, traces
 
 STEPS = 2
 
 
-def cuda_cell(family: str, way: Way, optimizer: str) -> str:
-    """Return the name of a cell's first line."""
-    return f"cuda allocated {step_cell(family, way, optimizer)}"
-
-
-def cuda_lines(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> list[Line]:
+def cuda_lines(subject: Subject, way: Way, *, optimizers: Sequence[str], known: Known) -> list[Line]:
     """Return two lines per optimizer: allocated and reserved."""
-    lines = []
+    lines: list[Line] = []
     for optimizer in optimizers:
         predicted = predicted_cuda(subject, way, optimizer=optimizer)
-        measured = measured_cuda(subject.family, way, optimizer=optimizer)
+        cells = [f"cuda {kind} {step_cell(subject.family.name, way, optimizer)}" for kind in ("allocated", "reserved")]
+        measured = [known[cell] for cell in cells if cell in known]
+        measured = measured or [*measured_cuda(subject.family, way, optimizer=optimizer)]
         lines += [
             Line(
-                cell=f"cuda {kind} {step_cell(subject.family.name, way, optimizer)}",
+                cell=cell,
                 kind="cuda",
                 rows=way.rows,
                 asked=asked(subject.family),
@@ -49,7 +46,7 @@ def cuda_lines(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> list
                 predicted_bytes=predicted[place],
                 measured_bytes=measured[place],
             )
-            for place, kind in enumerate(("allocated", "reserved"))
+            for place, cell in enumerate(cells)
         ]
     return lines
 

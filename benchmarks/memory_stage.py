@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from benchmarks.memory_subject import (
 )
 
 STAGES, MICROBATCHES = 4, 8
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -93,29 +95,34 @@ class Alone:
         return tuple(copies.get(id(value), value) for value in self.state)
 
 
-def stage_lines(subject: Subject, lanes: Lanes) -> list[Line]:
-    """Return a line per stage."""
+def stage_lines(subject: Subject, lanes: Lanes, *, known: Mapping[str, int] = _NOTHING) -> list[Line]:
+    """Return a line per stage; what was measured before is ``known`` by cell."""
     family = subject.family
     parts = family.parts(subject.model.model)
     predicted = predicted_stages(subject, lanes)
-    alone = stages_alone(family, rows=lanes.rows, precision=lanes.precision)
+    cells = stage_cells(family.name, lanes)
+    measured = [known[cell] for cell in cells if cell in known]
+    if len(measured) < STAGES:
+        alone = stages_alone(family, rows=lanes.rows, precision=lanes.precision)
+        measured = [measured_stage(family, stage, lanes, number=number) for number, stage in enumerate(alone)]
     return [
         Line(
-            cell=f"{lanes_cell(family.name, lanes)} stage {number}",
+            cell=cells[number],
             kind="stage",
             rows=lanes.rows,
             asked=0.02 if family.kind == "transformer" else 0.05,
             static_bytes=sum(held_by(parts[first:last])),
             predicted_bytes=predicted[number],
-            measured_bytes=measured_stage(family, stage, lanes, number=number),
+            measured_bytes=measured[number],
         )
-        for number, ((first, last), stage) in enumerate(zip(bounds(len(parts)), alone, strict=True))
+        for number, (first, last) in enumerate(bounds(len(parts)))
     ]
 
 
-def lanes_cell(family: str, lanes: Lanes) -> str:
-    """Return the name of the cell of four stages."""
-    return f"stages {family} {lanes.precision} recompute={lanes.recompute} {lanes.schedule}"
+def stage_cells(family: str, lanes: Lanes) -> list[str]:
+    """Return the names of the cells of four stages."""
+    way = f"{family} {lanes.precision} recompute={lanes.recompute} {lanes.schedule}"
+    return [f"stages {way} stage {number}" for number in range(STAGES)]
 
 
 def bounds(parts: int) -> list[tuple[int, int]]:

@@ -76,12 +76,13 @@ class Line:
         return (self.predicted_bytes - self.measured_bytes) / (self.measured_bytes - self.static_bytes)
 
 
-def recorded(family: Family) -> Subject:
-    """Record a family's training forward without memory."""
+def recorded(family: Family, precision: Precision) -> Subject:
+    """Record a family's training forward without memory; regions with another precision inside are kept."""
     with torch.device("meta"):
         model = Training(family.make(), family.loss).train()
     rows = (family.target(family.rows), *family.batch(family.rows))
-    graph = trace(model, Sample(*(tensor.to("meta") for tensor in rows))).graph
+    with autocast(precision):
+        graph = trace(model, Sample(*(tensor.to("meta") for tensor in rows))).graph
     return Subject(family, model, graph, block_paths(family, model))
 
 

@@ -1,0 +1,112 @@
+"""Predicted memory is what the allocator gave out: a tiny model through the whole benchmark."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import memory, memory_step
+from benchmarks.families import Family
+from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
+from benchmarks.memory_stage import Lanes, bounds, stage_lines
+from benchmarks.memory_step import Way, step_lines
+from benchmarks.memory_subject import Line, Subject, recorded
+
+
+def _make() -> Chain:
+    blocks = [PreNormBlock(64, 2, causal=False, dropout=0.1) for _ in range(4)]
+    return Chain(Patches(64, 8, 32), *blocks, ClassHead(64, 10))
+
+
+def _images(rows: int) -> tuple[Tensor, ...]:
+    return (torch.randn(rows, 3, 32, 32),)
+
+
+TINY = Family("tiny", "transformer", 8, _make, _images, lambda rows: torch.randint(0, 10, (rows,)), F.cross_entropy)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return recorded(TINY, "fp32")
+
+
+def test_a_step_takes_what_was_predicted(subject):
+    sgd, adam = step_lines(subject, Way("fp32", "never", rows=8), optimizers=["sgd", "adam"])
+    assert abs(sgd.dynamic_error) < 0.005
+    assert abs(adam.dynamic_error) < 0.005
+    trained = sum(parameter.numel() for parameter in subject.model.parameters())
+    counters = len(list(subject.model.parameters()))
+    assert adam.static_bytes - sgd.static_bytes == 8 * trained + 4 * counters
+    block = step_lines(subject, Way("fp32", "block", rows=8), optimizers=["sgd"])[0]
+    assert abs(block.error) < 0.005
+    assert block.measured_bytes < 0.8 * sgd.measured_bytes
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "never"), ("1f1b", "block"), ("1f1b", "always")])
+def test_each_stage_takes_what_was_predicted(subject, schedule, recompute):
+    lines = stage_lines(subject, Lanes(schedule, "fp32", recompute, rows=8))
+    assert [line.cell[-7:] for line in lines] == ["stage 0", "stage 1", "stage 2", "stage 3"]
+    for line in lines:
+        assert abs(line.error) < (0.005 if recompute == "never" else 0.02), line
+
+
+def test_parts_are_dealt_out_in_a_row():
+    assert bounds(4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert bounds(6) == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    assert bounds(18) == [(0, 4), (4, 9), (9, 14), (14, 18)]
+
+
+def test_an_error_is_of_the_whole_peak_and_of_what_is_not_static():
+    line = Line("cell", "step", 1, 0.005, static_bytes=900, predicted_bytes=1010, measured_bytes=1000)
+    assert line.error == pytest.approx(0.01)
+    assert line.dynamic_error == pytest.approx(0.1)
+    assert not memory.checks([line])[0].ok
+
+
+def test_what_the_file_has_is_not_measured_again(subject, monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def measure(family, way, *, optimizers):
+        asked.append((way.recompute, *optimizers))
+        return dict.fromkeys(optimizers, 500_000)
+
+    monkeypatch.setattr(memory, "families", lambda: {"tiny": TINY})
+    monkeypatch.setattr(memory, "recorded", lambda family, precision: subject)
+    monkeypatch.setattr(memory_step, "measured_step", measure)
+    path = tmp_path / "memory.json"
+    chosen = ["--precision", "fp32", "--json", str(path)]
+    memory.main([*chosen, "--recompute", "never", "--optimizer", "sgd"])
+    memory.main([*chosen, "--resume"])
+    assert asked == [("never", "sgd"), ("never", "adam"), ("block", "sgd", "adam")]
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert [check["name"] for check in content["checks"]] == [figure["cell"] for figure in content["figures"]]
+    assert len(content["figures"]) == 4
+    assert content["figures"][0]["cell"] == "step tiny fp32 recompute=never sgd"
+    assert "0 of 4 checks hold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume reads the file of --json"),
+        (["--recompute", "always"], '"always" is of a stage'),
+        (["--stages", "--precision", "amp_bf16"], "stages are measured in fp32"),
+        (["--stages", "--device", "cuda"], "stages are measured on the CPU"),
+    ],
+)
+def test_what_does_not_go_together_is_said(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        memory.main(arguments)
+    assert message in capsys.readouterr().err
