@@ -210,7 +210,7 @@ def of_torchgpipe(row: Row, *, run: bool) -> Iterator[Line]:
     yield Line(name, "reserved", "GiB", total, bare, why, at_most=full)
     if "peak_act_GiB" in row:
         own = least.model_bytes / GIB
-        why = "a part of the line above: the difference of two large numbers has the error of both"
+        why = "the line above without the model: its whole error, on a smaller number"
         yield Line(name, "reserved less model", "GiB", row["peak_act_GiB"], bare - own, why, at_most=full - own)
 
 

@@ -6,8 +6,8 @@ read from torchgpipe's source:
 
     stage      recomputed as a whole for all microbatches but the last, of which only the inputs stay ("except_last")
     order      all forwards, then the backwards, the last microbatch first
-    copies     what arrives on a device was allocated on a copy stream, one per device and microbatch, and the caching
-               allocator lets no other stream use such memory: every copy stream reserves segments of its own
+    copies     what arrives on a device was allocated on a copy stream, one per device and microbatch (but torch has 32
+               per device), and the caching allocator lets no other stream use such memory: each reserves its own
     outputs    of a recomputed microbatch are freed once they are copied; autograd saves none of them
 
 Not known: the scratch of cuDNN 7's kernels (see ``scratch_bytes``), and how far the host ran ahead of the devices.
@@ -159,6 +159,8 @@ def _scratch(graph: StageGraph, rows: int) -> dict[str, int]:
 # -- the allocator's view ----------------------------------------------------------------------------------------------
 _Streams = dict[int, list[Change]]
 _COMPUTE = -1
+_POOL = 32
+"""Streams that torch makes per device; further ones are the same again (``c10/cuda/CUDAStream.cpp``)."""
 
 
 class _Ends:
@@ -223,10 +225,10 @@ class Device:
                     self.free(microbatch, storage)
                 elif storage in ends.inputs:
                     if not self.first:  # else a slice of the batch
-                        self.allocate(microbatch, storage, size, stream=microbatch)
+                        self.allocate(microbatch, storage, size, stream=microbatch % _POOL)
                 elif storage in ends.cotangents and self.experiment.balance:
                     if not self.last:  # else a slice of the whole gradient
-                        self.allocate(microbatch, storage, size, stream=microbatch)
+                        self.allocate(microbatch, storage, size, stream=microbatch % _POOL)
                 else:
                     self.allocate(microbatch, storage, size, stream=_COMPUTE)
             if scratch := self.scratch.get(step.node):

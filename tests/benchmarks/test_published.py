@@ -99,6 +99,11 @@ def test_every_copy_stream_reserves_its_own_segments():
     assert reserved(9, 2) - reserved(8, 2) == inputs_of_the_last + cotangents_of_the_first + gathered
 
 
+def test_the_33rd_copy_stream_is_the_first_again():
+    input_of_the_last, gathered = 16, 2 * 16
+    assert reserved(33, 2) - reserved(32, 2) == input_of_the_last + gathered
+
+
 def test_scratch_that_no_freed_block_can_hold_opens_a_segment():
     assert reserved(2, 1, scratch=True) >= reserved(2, 1) + 64
 
