@@ -176,7 +176,8 @@ def torchtitan(row: Row) -> Line:
 
 # -- torchgpipe --------------------------------------------------------------------------------------------------------
 _SCRATCH = "at most: with Winograd's scratch, not fused, for every 3 x 3 convolution; what cuDNN 7 took is unknown"
-_NO_SCRATCH = "cuDNN 7's scratch for these convolutions is unknown and not counted"
+_LEFT_OUT = "for unknown: cuDNN 7's scratch, and blocks whose copies were not done when the host went on"
+_NO_SCRATCH = f"not counted, {_LEFT_OUT}"
 _HUANG = "Huang et al.'s own TensorFlow program: "
 
 
@@ -210,7 +211,7 @@ def of_torchgpipe(row: Row, *, run: bool) -> Iterator[Line]:
     yield Line(name, "reserved", "GiB", total, bare, why, at_most=full)
     if "peak_act_GiB" in row:
         own = least.model_bytes / GIB
-        why = "the line above without the model: its whole error, on a smaller number"
+        why = "the line above less the model: all its error, on a smaller number; not counted, " + _LEFT_OUT
         yield Line(name, "reserved less model", "GiB", row["peak_act_GiB"], bare - own, why, at_most=full - own)
 
 
