@@ -274,22 +274,21 @@ class _Picks(dict[Any, Any]):
 
 def _shaped(node: fx.Node, values: Sequence[torch.Tensor], rows: int) -> _Picks:
     """Return the values of a node as the nested result that the graph picks from; empty where it picks nothing."""
-    name, free = node.meta[INFO].name, list(values)
+    return _pick(node, _Picks(), f"{node.meta[INFO].name}.", list(values), rows)
 
-    def pick(parent: fx.Node, picked: _Picks) -> _Picks:
-        for user in parent.users:
-            info: TracedNode | None = user.meta.get(INFO)
-            if user.target not in (operator.getitem, getattr) or user.args[0] is not parent:
-                continue
-            if info is None:
-                pick(user, picked.setdefault(user.args[1], _Picks()))
-            elif info.name.startswith(f"{name}."):
-                kind = info.tensors[0].shape_at(rows), info.tensors[0].dtype
-                place = next(i for i, value in enumerate(free) if (tuple(value.shape), value.dtype) == kind)
-                picked[user.args[1]] = free.pop(place)
-        return picked
 
-    return pick(node, _Picks())
+def _pick(parent: fx.Node, picked: _Picks, inside: str, free: list[torch.Tensor], rows: int) -> _Picks:
+    for user in parent.users:
+        info: TracedNode | None = user.meta.get(INFO)
+        if user.target not in (operator.getitem, getattr) or user.args[0] is not parent:
+            continue
+        if info is None:
+            _pick(user, picked.setdefault(user.args[1], _Picks()), inside, free, rows)
+        elif info.name.startswith(inside):
+            kind = info.tensors[0].shape_at(rows), info.tensors[0].dtype
+            place = next(i for i, value in enumerate(free) if (tuple(value.shape), value.dtype) == kind)
+            picked[user.args[1]] = free.pop(place)
+    return picked
 
 
 def _empty(info: TracedNode, rows: int) -> list[torch.Tensor]:

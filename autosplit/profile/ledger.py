@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autosplit.profile.engine_sums import summed_in_place
 from autosplit.profile.flops import flop_formulas, moved_bytes
 from autosplit.profile.opaque import true_results, workspace
 from autosplit.profile.workspaces import Workspace
@@ -108,6 +109,9 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and enter its work and its results."""
+        if self._kernels is not None and (total := summed_in_place(func, args, kwargs or {})) is not None:
+            self._enter(func, args, [total])
+            return total
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim" or func.is_view:
             return out
@@ -118,13 +122,17 @@ class Ledger(TorchDispatchMode):
             self.storage(tensor)
         if self._kernels is not None:
             self._scratch(func._opname, workspace(func, args, kwargs or {}, out, target=self._kernels))
+        self._enter(func, args, results, kwargs=kwargs, out=out)
+        return out
+
+    def _enter(self, func: Any, args: Any, results: list[torch.Tensor], *, kwargs: Any = None, out: Any = None) -> None:
+        """List an operation that computes."""
         formula = self._formulas.get(func._overloadpacket)
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
         moved = results + list(_tensors(args))
         if moved and func._opname not in _FREE:
             size = moved_bytes(func, args, results)
             self.operations.append(Operation(func._opname, flops, size, moved[0].dtype))
-        return out
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import _StopRecomputationError
 
 from autosplit.errors import ProfileError
 from autosplit.memory.events import Change, Held, StageTrace, Step
@@ -34,6 +34,7 @@ from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
+from autosplit.profile.stage_pieces import cut_in_pieces, last_uses
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
@@ -55,6 +56,8 @@ class How:
         whole: the whole stage is recomputed, as one.
         apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made;
             else each is added in place as soon as it is made.
+        autocast_ends: the caller's autocast context ends with the forward, as in a plain training loop; else it is
+            around the step, and what it cast lives until then.
         kernels: whose kernels' scratch is counted.
     """
 
@@ -64,6 +67,7 @@ class How:
     units: Collection[str] = ()
     whole: bool = False
     apart: bool = False
+    autocast_ends: bool = False
     kernels: Literal["cpu", "cuda"] = "cpu"
 
 
@@ -134,6 +138,7 @@ class _Run:
         self.leaves: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
         self.totals: dict[int, torch.Tensor] = {}
         self.saved: dict[str, dict[int, None]] = {}
+        self.goes_back = False
         self.outputs = frozenset(stage.outputs)
         self.shared = {node: self._given(node) for node in stage.inputs if _is_shared(node)}
         for node, value in self.shared.items():
@@ -141,8 +146,8 @@ class _Run:
                 if tensor.requires_grad:
                     self.leaves.append(tensor)
                     self.parameters[id(tensor)] = node.meta[INFO].name
-        self.pieces = _pieces(stage, how.units, whole=how.whole)
-        self.ends = _last_uses(self.pieces, keep=self.outputs)
+        self.pieces = cut_in_pieces(stage, how.units, whole=how.whole)
+        self.ends = last_uses(self.pieces, keep=self.outputs)
 
     def traced(self) -> StageTrace:
         self.ledger.notify(self._note)
@@ -171,6 +176,7 @@ class _Run:
     # -- one microbatch ------------------------------------------------------------------------------------------
     def _microbatch(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         self.labels.last = ""
+        self.goes_back = False
         env: dict[fx.Node, Any] = dict.fromkeys(self.stage.numbers, None)
         env |= zip(self.stage.numbers[:1], (self.how.rows,), strict=True)
         given = {node: self._given(node) for node in self.stage.inputs if node not in self.shared}
@@ -181,9 +187,11 @@ class _Run:
         sent = {node: [t for t in tensors_of(env[node]) if t.requires_grad] for node in self.stage.outputs}
         env.clear()
         self.labels.last = ""
+        self.end_autocast()
         forward = self._taken()
         wanted = self.how.roots
         outputs = [t for n, own in sent.items() if wanted is None or n.meta[INFO].name in wanted for t in own]
+        self.goes_back = True
         self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
         self.labels.last = ""
         del outputs, sent, given
@@ -206,6 +214,11 @@ class _Run:
             self.labels.last = ""
             for tensor in inputs:
                 tensor.grad = None
+
+    def end_autocast(self) -> None:
+        """Forget what autocast cast, where its context ends here."""
+        if self.how.autocast_ends:
+            torch.clear_autocast_cache()
 
     def _given(self, node: fx.Node) -> Any:
         info = node.meta[INFO]
@@ -306,78 +319,6 @@ def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[i
 
 def _renamed(steps: Sequence[Step], names: Mapping[int, int]) -> tuple[Step, ...]:
     return tuple(Step(step.node, tuple((names.get(s, s), count) for s, count in step.changes)) for step in steps)
-
-
-# -- pieces ------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Piece:
-    """Nodes that run one after the other, as they are or to be run again in the backward."""
-
-    nodes: tuple[fx.Node, ...]
-    again: bool
-
-    def run(self, run: _Run, env: dict[fx.Node, Any]) -> None:
-        if not self.again:
-            for node in self.nodes:
-                env[node] = run.execute(node, env)
-                for dead in run.ends.get(node, ()):
-                    env.pop(dead, None)
-            return
-        own = set(self.nodes)
-        taken = list(dict.fromkeys(o for n in self.nodes for o in n.all_input_nodes if o not in own))
-        given = [n for n in self.nodes if n in run.outputs or any(user not in own for user in n.users)]
-
-        def forward(*values: Any) -> tuple[Any, ...]:
-            inside = dict(zip(taken, values, strict=True))
-            for node in self.nodes:
-                inside[node] = run.execute(node, inside)
-                for dead in run.ends.get(node, ()):
-                    inside.pop(dead, None)
-            return tuple(inside[node] for node in given)
-
-        results = checkpoint(forward, *(env[node] for node in taken), use_reentrant=False)
-        env |= zip(given, results, strict=True)
-        del results
-        for node in self.nodes:
-            for dead in run.ends.get(node, ()):
-                env.pop(dead, None)
-
-
-def _pieces(stage: StageGraph, units: Collection[str], *, whole: bool) -> tuple[_Piece, ...]:
-    """Return the stage's nodes cut where a unit begins or ends."""
-    nodes = [node for node in stage.graph.nodes if node.op != "placeholder"]
-    if whole or not units:
-        return (_Piece(tuple(nodes), whole),) if nodes else ()
-    pieces: list[tuple[str, list[fx.Node]]] = []
-    for node in nodes:
-        info = node.meta.get(INFO)
-        unit = unit_path(info.module, units) if info is not None else (pieces[-1][0] if pieces else "")
-        if not pieces or pieces[-1][0] != unit:
-            pieces.append((unit, []))
-        pieces[-1][1].append(node)
-    return tuple(_Piece(tuple(own), bool(unit)) for unit, own in pieces)
-
-
-def unit_path(module: str, units: Collection[str]) -> str:
-    """Return which of the units a module is or lies in; "" for none."""
-    while module and module not in units:
-        module = module.rpartition(".")[0]
-    return module
-
-
-def _last_uses(pieces: Sequence[_Piece], *, keep: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Map nodes to the values that nobody takes after them."""
-    last: dict[fx.Node, fx.Node] = {}
-    for piece in pieces:
-        for node in piece.nodes:
-            last[node] = node
-            for operand in node.all_input_nodes:
-                last[operand] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for value, node in last.items():
-        if value not in keep:
-            found.setdefault(node, []).append(value)
-    return found
 
 
 def _is_shared(node: fx.Node) -> bool:

@@ -77,15 +77,12 @@ def union(maps: list[dict[int, int]]) -> int:
 
 
 def really_saved(model: nn.Module, x: Tensor) -> int:
-    """Return the bytes of the storages that autograd holds after a real forward; state and inputs left out.
-
-    So is the scratch of oneDNN's recurrent kernel, raw bytes: its size is known to the kernel only.
-    """
+    """Return the bytes of the storages that autograd holds after a real forward; state and inputs left out."""
     held: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         output = model(x)
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x)}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.dtype != torch.uint8}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     del output
     return sum(size for pointer, size in storages.items() if pointer not in own)
 

@@ -1,0 +1,49 @@
+"""Autograd's sums of gradients, in place where the engine makes them so.
+
+A value with several uses gets several gradients, which the engine adds up. On plain tensors it adds in place when
+nobody else holds the first (``torch/csrc/autograd/input_buffer.cpp``, ``can_accumulate_inplace``); fake tensors are a
+subclass, for which it makes a new tensor: one too many is alive. Here the sum is made in place in the engine's stead.
+
+Private torch API, used in this file only, tried on torch 2.13: ``torch._C._current_autograd_node``,
+``torch._C._storage_Use_Count`` and ``Tensor._use_count`` say who holds a gradient; torch has no public names for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_HOLDERS, _STORAGE_HOLDERS = 4, 2
+"""How often a tensor and its storage are held inside a dispatch mode when only the engine's buffer has it."""
+
+
+def summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the sum of two gradients in one of them, where the engine would have added so; None for any other call."""
+    if func is not torch.ops.aten.add.Tensor or len(args) != 2 or kwargs:
+        return None
+    if not all(isinstance(value, torch.Tensor) for value in args) or torch._C._current_autograd_node() is None:
+        return None
+    for own, other in (args, args[::-1]):
+        if _is_alone(own) and own.shape == other.shape and own.dtype == torch.result_type(own, other):
+            torch.ops.aten.add_.Tensor(own, other)
+            result: torch.Tensor = own
+            return result
+    return None
+
+
+def _is_alone(tensor: Any) -> bool:
+    held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return bool(tensor._use_count() <= _HOLDERS and held <= _STORAGE_HOLDERS and _is_dense(tensor))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements are its storage's, each once, in any order."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
