@@ -1,4 +1,4 @@
-"""Autocast keeps the casts of leaves until the caller's context ends: what goes from stage to stage is not among them."""
+"""Autocast keeps the casts of leaves until its context ends: what goes from stage to stage is not among them."""
 
 from __future__ import annotations
 
