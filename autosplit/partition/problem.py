@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from autosplit.schedule.catalog import SCHEDULES
+
+_SCHEDULES = ("gpipe", "1f1b", "forward")
+"""Those that give a device one stage and run a backward as a whole: what the costs of a stage are made for."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class Problem:
             raise ValueError("a problem needs at least one work")
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}; it is at least 1")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        if self.schedule not in _SCHEDULES:
+            raise ValueError(f"no cut is known for schedule {self.schedule!r}; choose one of {', '.join(_SCHEDULES)}")
         for work in self.works:
             if min(work.forward_s, work.backward_s, work.static_bytes, work.transient_bytes) < 0:
                 raise ValueError(f"{work} has a negative cost")
