@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-
 _SCHEDULES = ("gpipe", "1f1b", "forward")
 """Those that give a device one stage and run a backward as a whole: what the costs of a stage are made for."""
 

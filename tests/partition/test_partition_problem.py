@@ -120,7 +120,7 @@ ONE = (Work("a", 1.0, 0.0),)
     [
         ({"works": ()}, "at least one work"),
         ({"microbatches": 0}, "microbatches is 0"),
-        ({"schedule": "zigzag"}, "no schedule 'zigzag'; choose one of gpipe, 1f1b, forward"),
+        ({"schedule": "zigzag"}, "no cut is known for schedule 'zigzag'; choose one of gpipe, 1f1b, forward"),
         ({"works": (Work("a", -1.0, 0.0),)}, "negative cost"),
         ({"nets": (Net(0, (0,), -1.0, 0.0),)}, "negative cost"),
         ({"nets": (Net(0, (1,), 1.0, 0.0),)}, r"outside 0\.\.0"),
