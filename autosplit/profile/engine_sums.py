@@ -1,8 +1,9 @@
 """Autograd's sums of gradients, in place where the engine makes them so.
 
-A value with several uses gets several gradients, which the engine adds up. On plain tensors it adds in place when
-nobody else holds the first (``torch/csrc/autograd/input_buffer.cpp``, ``can_accumulate_inplace``); fake tensors are a
-subclass, for which it makes a new tensor: one too many is alive. Here the sum is made in place in the engine's stead.
+A value with several uses gets several gradients, which the engine adds up. On plain tensors it adds to the first in
+place when nobody else holds it, as a view's base does (``can_accumulate_inplace`` in
+``torch/csrc/autograd/input_buffer.cpp``); fake tensors are a subclass, for which it makes a new tensor: one too many is
+alive. Here the sum is made in place in the engine's stead.
 
 Private torch API, used in this file only, tried on torch 2.13: ``torch._C._current_autograd_node``,
 ``torch._C._storage_Use_Count`` and ``Tensor._use_count`` say who holds a gradient; torch has no public names for them.
@@ -25,12 +26,11 @@ def summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return None
     if not all(isinstance(value, torch.Tensor) for value in args) or torch._C._current_autograd_node() is None:
         return None
-    for own, other in (args, args[::-1]):
-        if _is_alone(own) and own.shape == other.shape and own.dtype == torch.result_type(own, other):
-            torch.ops.aten.add_.Tensor(own, other)
-            result: torch.Tensor = own
-            return result
-    return None
+    first: torch.Tensor = args[0]
+    if not _is_alone(first) or first.shape != args[1].shape or first.dtype != torch.result_type(first, args[1]):
+        return None
+    torch.ops.aten.add_.Tensor(first, args[1])
+    return first
 
 
 def _is_alone(tensor: Any) -> bool:
