@@ -78,7 +78,7 @@ def shorten(stage: StageGraph) -> Short:
         numbers=copied(stage.numbers),
         inputs=copied(stage.inputs),
         outputs=copied(stage.outputs),
-        without=found.without,
+        without=(*stage.without, *found.without),
     )
     return Short(short, found.runs)
 

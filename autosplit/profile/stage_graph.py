@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -20,7 +20,7 @@ class StageGraph:
         numbers: placeholders for the rows and the lengths, in the recording's order.
         inputs: placeholders for values that other stages or the caller give.
         outputs: values that other stages or the caller take.
-        without: paths of modules of the root that no node of the graph uses.
+        without: paths of modules of the root that no node of the graph uses, the outermost of each tree.
     """
 
     graph: fx.Graph
@@ -71,6 +71,7 @@ class _Copy:
             tuple(self.numbers),
             tuple(self.inputs),
             tuple(sorted(outputs, key=order.__getitem__)),
+            tuple(_unused(self.traced.root, self.graph)),
         )
 
     def _taken(self) -> dict[fx.Node, None]:
@@ -105,3 +106,24 @@ class _Copy:
             if INFO not in user.meta and self._leaves(user):
                 return True
         return False
+
+
+def _unused(root: nn.Module, graph: fx.Graph) -> Iterator[str]:
+    """Yield the paths of the outermost modules of which a graph uses nothing."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    around: set[int] = {id(root)}
+    inside: set[int] = set()
+    for node in graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        path = str(node.target)
+        if path in modules:
+            inside.update(id(module) for module in modules[path].modules())
+        while path:
+            path = path.rpartition(".")[0]
+            around.add(id(modules.get(path)))
+    used = around | inside
+    for path, module in modules.items():
+        above = modules[path.rpartition(".")[0]]
+        if id(module) not in used and id(above) in around:
+            yield path

@@ -76,15 +76,11 @@ def trace_stage(stage: StageGraph, how: How) -> StageTrace:
     mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=how.kernels)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
-        with quiet_log(), mode, ledger, _lowered(how.kernels), _one_autocast():
+        with quiet_log(), mode, ledger, _one_autocast():
             run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
                 ledger.storage(tensor)
             return run.traced()
-
-
-def _lowered(kernels: str) -> contextlib.AbstractContextManager[Any]:
-    return CudaKernels() if kernels == "cuda" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -132,6 +128,8 @@ class _Run:
     def __init__(self, stage: StageGraph, how: How, root: nn.Module, ledger: Ledger) -> None:
         self.stage, self.how, self.root, self.ledger = stage, how, root, ledger
         self.interpreter = fx.Interpreter(root, graph=stage.graph)
+        self.lowering = CudaKernels() if how.kernels == "cuda" else contextlib.nullcontext()
+        """Entered node by node: what runs again in a backward runs outside of the modes around it."""
         self.labels = _Labels()
         self.steps: list[tuple[str, list[Change]]] = []
         self.parameters = {id(p): name for name, p in root.named_parameters() if p.requires_grad}
@@ -266,7 +264,7 @@ class _Run:
         run: Any = getattr(self.interpreter, node.op)
         if INFO not in node.meta:
             return run(node.target, args, kwargs)
-        with self.labels.forward(node.meta[INFO].name):
+        with self.labels.forward(node.meta[INFO].name), self.lowering:
             try:
                 return run(node.target, args, kwargs)
             except (_StopRecomputationError, ProfileError):
