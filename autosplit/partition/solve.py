@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,13 +45,26 @@ def solve(problem: Problem, *, stages: int, ideal_limit: int = IDEAL_LIMIT) -> P
         raise _infeasible(problem, stages=stages, outcome=outcome, ideal_limit=ideal_limit)
     costs = check(problem, outcome.found.assignment)
     optimal = costs.bottleneck_s <= outcome.lower_bound * (1 + 3 * TOLERANCE)
+    return _partition(costs, outcome, lower_bound_s=outcome.lower_bound, optimal=optimal)
+
+
+def solve_evenly(problem: Problem, *, stages: int, ideal_limit: int = IDEAL_LIMIT) -> Partition:
+    """Return the partition whose fullest stage needs the fewest bytes, whatever its time; capacities play no part."""
+    _check_arguments(problem, stages)
+    outcome = search(problem, stages=stages, least="bytes", ideal_limit=ideal_limit)
+    assert outcome.found is not None, "without limits every graph can be cut"
+    return _partition(check(problem, outcome.found.assignment), outcome, lower_bound_s=0.0, optimal=False)
+
+
+def _partition(costs: Costs, outcome: Outcome, *, lower_bound_s: float, optimal: bool) -> Partition:
+    assert outcome.found is not None
     return Partition(
         assignment=outcome.found.assignment,
         stages=len(costs.loads_s),
         loads_s=costs.loads_s,
         stage_bytes=costs.stage_bytes,
         bottleneck_s=costs.bottleneck_s,
-        lower_bound_s=min(outcome.lower_bound, costs.bottleneck_s),
+        lower_bound_s=min(lower_bound_s, costs.bottleneck_s),
         status="optimal" if optimal else "bounded",
     )
 
@@ -60,14 +74,7 @@ def smallest_capacity(problem: Problem, *, stages: int, ideal_limit: int = IDEAL
 
     The problem's own capacities play no part. Where the ideals are more than ``ideal_limit`` it is the least found.
     """
-    _check_arguments(problem, stages)
-    return max(_smallest(problem, stages=stages, ideal_limit=ideal_limit).stage_bytes)
-
-
-def _smallest(problem: Problem, *, stages: int, ideal_limit: int) -> Costs:
-    outcome = search(problem, stages=stages, least="bytes", ideal_limit=ideal_limit)
-    assert outcome.found is not None, "without limits every graph can be cut"
-    return check(problem, outcome.found.assignment)
+    return max(solve_evenly(problem, stages=stages, ideal_limit=ideal_limit).stage_bytes)
 
 
 def _check_arguments(problem: Problem, stages: int) -> None:
@@ -79,14 +86,22 @@ def _check_arguments(problem: Problem, stages: int) -> None:
 
 def _infeasible(problem: Problem, *, stages: int, outcome: Outcome, ideal_limit: int) -> InfeasibleError:
     assert problem.capacity_bytes is not None, "without limits every graph can be cut"
-    costs = _smallest(problem, stages=stages, ideal_limit=ideal_limit)
-    pairs = list(zip(costs.stage_bytes, problem.capacity_bytes, strict=False))
+    even = solve_evenly(problem, stages=stages, ideal_limit=ideal_limit)
+    return infeasible(even.stage_bytes, problem.capacity_bytes, exhaustive=outcome.exhaustive)
+
+
+def infeasible(stage_bytes: Sequence[int], capacity_bytes: Sequence[int], *, exhaustive: bool) -> InfeasibleError:
+    """Return the error for stages that do not fit where they need the fewest bytes that any cut needs.
+
+    ``exhaustive``: no other cut was left out.
+    """
+    pairs = list(zip(stage_bytes, capacity_bytes, strict=False))
     over = max(range(len(pairs)), key=lambda stage: pairs[stage][0] - pairs[stage][1])
     needed, capacity = pairs[over]
-    fact = "no partition fits" if outcome.exhaustive else "no partition was found that fits"
+    fact = "no partition fits" if exhaustive else "no partition was found that fits"
     return InfeasibleError(
         f"{fact} {len(pairs)} stages: with the most even use of memory stage {over} needs {_exact(needed)}, its device "
-        f"has {_exact(capacity)}; devices of {_exact(max(costs.stage_bytes))} each would hold it, or use more "
+        f"has {_exact(capacity)}; devices of {_exact(max(stage_bytes))} each would hold it, or use more "
         "devices or smaller microbatches"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -9,9 +10,10 @@ from itertools import zip_longest
 
 from torch import nn
 
+from autosplit.errors import InfeasibleError
 from autosplit.options import Options
 from autosplit.partition.costs import check
-from autosplit.partition.solve import Partition, solve
+from autosplit.partition.solve import Partition, infeasible, solve, solve_evenly
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, copy_bytes, formulate, link_seconds, state_bytes
@@ -27,6 +29,9 @@ from autosplit.trace.ladder import Trace
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.state import attributes, buffer_contents
 
+_ROUNDS = 16
+"""How often the solver is given less room before the most even use of memory is taken."""
+
 
 def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
     """Return the plan with the least bottleneck for microbatches of the given sizes.
@@ -37,14 +42,15 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     costs = _profile(model, found, options, sizes)
     schedule = "1f1b" if options.schedule == "auto" else options.schedule
     formulation = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule)
-    partition = solve(formulation.problem, stages=len(options.devices))
-    writer = _Writer(model, found, costs, options, sizes, schedule, formulation, partition)
-    if writer.over_capacity():
+    careful = None
+    if formulation.problem.capacity_bytes is not None:
         careful = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule, count_copies=True)
-        writer = _within_capacity(
-            careful, lambda cut: _Writer(model, found, costs, options, sizes, schedule, careful, cut)
-        )
-        partition = writer.partition
+
+    def written(solved: Formulation, partition: Partition) -> _Writer:
+        return _Writer(model, found, costs, options, sizes, schedule, solved, partition)
+
+    writer = _cut(formulation, careful or formulation, written, stages=len(options.devices))
+    partition = writer.partition
     if partition.stages < len(options.devices):
         warnings.warn(
             f"{len(options.devices)} devices were given, but the model has only "
@@ -55,22 +61,35 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     return writer.plan()
 
 
-def _within_capacity(formulation: Formulation, written: Callable[[Partition], _Writer]) -> _Writer:
+def _cut(
+    formulation: Formulation,
+    careful: Formulation,
+    written: Callable[[Formulation, Partition], _Writer],
+    *,
+    stages: int,
+) -> _Writer:
     """Return the best partition whose replayed peaks fit too.
 
     The solver's formula leaves out what a replay sees; where a peak comes out above its capacity, the solver is given
-    as much less. Raises InfeasibleError when nothing fits.
+    as much less, on the problem that counts copies. When it finds nothing any more, the most even use of memory is
+    taken if it fits. Raises InfeasibleError with the replayed peaks of that when it does not.
     """
     limits = formulation.problem.capacity_bytes
-    assert limits is not None
-    room = limits
-    while True:
-        problem = replace(formulation.problem, capacity_bytes=room)
-        writer = written(solve(problem, stages=len(limits)))
-        if not writer.over_capacity():
-            return writer
-        over = [max(0, peak - limit) for peak, limit in zip(writer.peaks(), limits, strict=False)]
-        room = tuple(limit - excess for limit, excess in zip_longest(room, over, fillvalue=0))
+    if limits is None:
+        return written(formulation, solve(formulation.problem, stages=stages))
+    room, problem, solved = limits, formulation.problem, formulation
+    with contextlib.suppress(InfeasibleError):
+        for _ in range(_ROUNDS):
+            writer = written(solved, solve(problem, stages=stages))
+            if not writer.over_capacity():
+                return writer
+            over = [max(0, peak - limit) for peak, limit in zip(writer.peaks(), limits, strict=False)]
+            room = tuple(max(1, limit - excess) for limit, excess in zip_longest(room, over, fillvalue=0))
+            solved, problem = careful, replace(careful.problem, capacity_bytes=room)
+    even = written(careful, solve_evenly(careful.problem, stages=stages))
+    if even.over_capacity():
+        raise infeasible(even.peaks(), limits, exhaustive=False)
+    return even
 
 
 def _profile(model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...]) -> Profile:
