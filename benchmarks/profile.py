@@ -38,6 +38,7 @@ from autosplit.profile.stage_trace import How
 from autosplit.schedule.catalog import build
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
+from benchmarks.record import llama_70b_model
 
 DEVICE = "H100-SXM5-80GB"
 ROWS, BATCH, LENGTH, STAGES = 1, 4, 4096, 8
@@ -51,20 +52,7 @@ def _recorded(model: nn.Module) -> TracedGraph:
 
 
 def _llama() -> TracedGraph:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        return _recorded(LlamaForCausalLM(config).to(torch.bfloat16).train())
+    return _recorded(llama_70b_model().to(torch.bfloat16).train())
 
 
 def _experts() -> TracedGraph:

@@ -35,8 +35,8 @@ from autosplit.trace.ladder import trace
 from examples.models import GPT, GPTConfig, ResNet
 
 
-def llama_70b() -> dict[str, Any]:
-    """Record Llama-70B's shape on the meta device."""
+def llama_70b_model() -> nn.Module:
+    """Return a model of Llama-70B's shape on the meta device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -49,8 +49,14 @@ def llama_70b() -> dict[str, Any]:
         use_cache=False,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).eval()
-    return _first(model, Sample(input_ids=torch.empty(8, 2048, dtype=torch.long, device="meta"), use_cache=False))
+        model: nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def llama_70b() -> dict[str, Any]:
+    """Record Llama-70B's shape on the meta device."""
+    tokens = torch.empty(8, 2048, dtype=torch.long, device="meta")
+    return _first(llama_70b_model().eval(), Sample(input_ids=tokens, use_cache=False))
 
 
 def gpt2_small() -> dict[str, Any]:
