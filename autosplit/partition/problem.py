@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-_SCHEDULES = ("gpipe", "1f1b", "forward")
-"""Those that give a device one stage and run a backward as a whole: what the costs of a stage are made for."""
+from autosplit.schedule.catalog import SCHEDULES
+
+RECOMPUTE = ("never", "except_last", "always", "block")
+"""What a stage may do again in its backward so as not to keep it: nothing, all but the last microbatch, all, blocks."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,9 @@ class Work:
     """One node, or one group of nodes that must stay together; times are per microbatch.
 
     ``static_bytes`` adds up over a stage, of ``transient_bytes`` the largest counts. Works of equal ``colour`` share a
-    stage.
+    stage. ``weight_s`` is the part of ``backward_s`` that only weight gradients need (W of a split backward), and
+    ``sync_s`` what all-reducing the work's gradients among very many replicas would take, per step. Works of equal
+    ``block`` are recomputed together under ``recompute="block"``; None is a block of its own.
     """
 
     name: str
@@ -23,19 +28,24 @@ class Work:
     static_bytes: int = 0
     transient_bytes: int = 0
     colour: Hashable | None = None
+    weight_s: float = 0.0
+    sync_s: float = 0.0
+    block: Hashable | None = None
 
 
 @dataclass(frozen=True)
 class Net:
     """One tensor: its producer and consumers (indices of works), and what a transfer costs each stage it touches.
 
-    A stage pays once when it holds the producer and not all consumers, or a consumer and not the producer.
+    A stage pays once when it holds the producer and not all consumers, or a consumer and not the producer. Where the
+    net is ``ordered`` no consumer lies in an earlier stage than the producer.
     """
 
     producer: int
     consumers: tuple[int, ...]
     forward_s: float
     backward_s: float
+    ordered: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,45 +63,103 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """One tied parameter: its home is the first stage that holds a user, every other such stage makes a copy per step.
+
+    The home has ``home_bytes`` and each other stage ``copy_bytes`` of static bytes; neither is counted in its works.
+    ``transfer_s`` is what bringing the copy and its gradient takes, once per step, of each stage that takes part.
+    """
+
+    users: tuple[int, ...]
+    home_bytes: int
+    copy_bytes: int
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where stages run.
+
+    Works take ``slowdown`` times as long there. ``replicas`` equal devices may share the microbatches of its stages;
+    they all-reduce gradients once per step. Devices of equal fields are interchangeable.
+    """
+
+    slowdown: float = 1.0
+    capacity_bytes: int | None = None
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
 class Problem:
     """A graph to be cut into stages.
 
     Attributes:
         works: in model order.
-        nets: each net's consumers must lie in the producer's stage or a later one.
+        nets: the tensors between them.
         holds: the storages that live from forward to backward.
         order: pairs of works of which the first must not lie in a later stage than the second.
-        microbatches, schedule: set how many microbatches each stage holds in flight.
-        capacity_bytes: one per stage, or None for no limit.
+        ties: parameters that several works use.
+        microbatches, schedule, virtual_stages: set how many microbatches each stage holds in flight, and which stages
+            share a device (more than one under interleaved, looped_bfs and zb_v).
+        devices: in pipeline order; None stands for equal ones without a limit, as many as stages are asked for.
+        free_order: the devices may be put in any order.
+        links: how many times slower than what nets say the link between neighbouring devices is, one fewer than
+            devices; a transfer further than that is as slow as the slowest link between. None: all alike.
+        recompute: what a stage may choose among, the fastest that fits.
     """
 
     works: tuple[Work, ...]
     nets: tuple[Net, ...]
     holds: tuple[Hold, ...] = ()
     order: tuple[tuple[int, int], ...] = ()
+    ties: tuple[Tie, ...] = ()
     microbatches: int = field(kw_only=True)
     schedule: str = field(default="1f1b", kw_only=True)
-    capacity_bytes: tuple[int, ...] | None = field(default=None, kw_only=True)
+    virtual_stages: int = field(default=1, kw_only=True)
+    devices: tuple[Device, ...] | None = field(default=None, kw_only=True)
+    free_order: bool = field(default=False, kw_only=True)
+    links: tuple[float, ...] | None = field(default=None, kw_only=True)
+    recompute: tuple[str, ...] = field(default=("never",), kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.works:
             raise ValueError("a problem needs at least one work")
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}; it is at least 1")
-        if self.schedule not in _SCHEDULES:
-            raise ValueError(f"no cut is known for schedule {self.schedule!r}; choose one of {', '.join(_SCHEDULES)}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        unknown = [option for option in self.recompute if option not in RECOMPUTE]
+        if unknown or not self.recompute:
+            raise ValueError(f"recompute is {self.recompute!r}; choose among {', '.join(RECOMPUTE)}")
+        self._check_devices()
+        self._check_costs()
+
+    def _check_devices(self) -> None:
+        for device in self.devices or ():
+            if not (device.slowdown > 0 and math.isfinite(device.slowdown)) or device.replicas < 1:
+                raise ValueError(f"{device}: slowdown must be positive and finite, replicas at least 1")
+        if self.links is not None:
+            if self.devices is None or len(self.links) != len(self.devices) - 1:
+                raise ValueError(f"{len(self.links)} links are given for {len(self.devices or ())} devices")
+            if not all(link >= 0 and math.isfinite(link) for link in self.links):
+                raise ValueError(f"links are {self.links}; none may be negative, infinite or NaN")
+            if self.free_order and len(set(self.links)) > 1:
+                raise ValueError("devices in free order need links that are all alike")
+
+    def _check_costs(self) -> None:
         for work in self.works:
-            if min(work.forward_s, work.backward_s, work.static_bytes, work.transient_bytes) < 0:
-                raise ValueError(f"{work} has a negative cost")
+            numbers = (work.forward_s, work.backward_s, work.weight_s, work.sync_s)
+            _check_numbers(work, (*numbers, work.static_bytes, work.transient_bytes))
         for net in self.nets:
-            if min(net.forward_s, net.backward_s) < 0:
-                raise ValueError(f"{net} has a negative cost")
+            _check_numbers(net, (net.forward_s, net.backward_s))
             self._check_indices(net, (net.producer, *net.consumers))
         for hold in self.holds:
-            if hold.bytes < 0:
-                raise ValueError(f"{hold} has negative bytes")
+            _check_numbers(hold, (hold.bytes,))
             own = () if hold.producer is None else (hold.producer,)
             self._check_indices(hold, (*own, *hold.consumers, *hold.savers))
+        for tie in self.ties:
+            _check_numbers(tie, (tie.home_bytes, tie.copy_bytes, tie.transfer_s))
+            self._check_indices(tie, tie.users)
         for pair in self.order:
             self._check_indices(pair, pair)
 
@@ -100,7 +168,25 @@ class Problem:
             raise ValueError(f"{owner} refers to a work outside 0..{len(self.works) - 1}")
 
     @property
+    def capacity_bytes(self) -> tuple[int | None, ...] | None:
+        """Bytes of each device, None where there is no limit; None altogether where no device has one."""
+        if self.devices is None or all(device.capacity_bytes is None for device in self.devices):
+            return None
+        return tuple(device.capacity_bytes for device in self.devices)
+
+    @property
     def precedence(self) -> frozenset[tuple[int, int]]:
         """Pairs of works of which the first must not lie in a later stage than the second."""
-        flows = {(net.producer, consumer) for net in self.nets for consumer in net.consumers}
+        flows = {(net.producer, consumer) for net in self.nets if net.ordered for consumer in net.consumers}
         return frozenset(flows | set(self.order))
+
+
+def devices_of(capacities: Iterable[int | None]) -> tuple[Device, ...]:
+    """Return devices of equal speed, with these many bytes each."""
+    return tuple(Device(capacity_bytes=capacity) for capacity in capacities)
+
+
+def _check_numbers(owner: object, numbers: Iterable[float]) -> None:
+    for number in numbers:
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{owner} has a negative cost, or one that is infinite or NaN")

@@ -57,27 +57,30 @@ class Outcome:
     exhaustive: bool
 
 
-def search(problem: Problem, *, stages: int, least: Literal["load", "bytes"], ideal_limit: int) -> Outcome:
+def search(problem: Problem, *, stages: int, least: Literal["load", "bytes"], empty: bool, ideal_limit: int) -> Outcome:
     """Return the best cut into ``stages`` non-empty stages, or as many as the graph has groups when these are fewer.
 
-    ``least="load"`` keeps the problem's capacities; ``least="bytes"`` has no limit.
+    ``least="load"`` keeps the problem's capacities; ``least="bytes"`` has no limit. ``empty`` allows empty stages.
     """
-    return _Search(problem, stages=stages, least=least, ideal_limit=ideal_limit).run()
+    return _Search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit).run()
 
 
 class _Search:
-    def __init__(self, problem: Problem, *, stages: int, least: Literal["load", "bytes"], ideal_limit: int) -> None:
+    def __init__(
+        self, problem: Problem, *, stages: int, least: Literal["load", "bytes"], empty: bool, ideal_limit: int
+    ) -> None:
         self.problem = problem
         self.base = base_graph(problem)
         self.least = least
         self.ideal_limit = ideal_limit
-        count = min(stages, self.base.size)
+        count = stages if empty else min(stages, self.base.size)
         self.goal = Goal(
             in_flight=tuple(
                 in_flight(problem.schedule, stage=stage, stages=count, microbatches=problem.microbatches)
                 for stage in range(count)
             ),
             least=least,
+            empty=empty,
         )
         self.capacity = self._binding_capacity() if least == "load" else None
         self.concern = Concern(loads=least == "load", bytes=least == "bytes" or self.capacity is not None)
@@ -185,17 +188,19 @@ class _Search:
 
     def _try_leanest(self) -> None:
         """Look for a chain within the capacities among the ideals that serve the least bytes best."""
-        leanest = search(self.problem, stages=self.goal.stages, least="bytes", ideal_limit=self.ideal_limit).found
+        leanest = search(
+            self.problem, stages=self.goal.stages, least="bytes", empty=self.goal.empty, ideal_limit=self.ideal_limit
+        ).found
         assert leanest is not None, "without limits every graph can be cut"
         self._try(leanest.table)
 
-    def _bound(self, table: Table, *, capacity: tuple[int, ...] | None) -> None:
+    def _bound(self, table: Table, *, capacity: tuple[float, ...] | None) -> None:
         """Raise the lower bound to the table's best value with empty stages allowed."""
         chain = best_chain(table, goal=replace(self._limited(capacity), empty=True))
         value = math.inf if chain is None else chain.value
         self.lower = max(self.lower, value if self.best is None else min(value, self.best.chain.value))
 
-    def _limited(self, capacity: tuple[int, ...] | None) -> Goal:
+    def _limited(self, capacity: tuple[float, ...] | None) -> Goal:
         limit = math.inf if self.best is None else self.best.chain.value * (1 + TOLERANCE)
         if self.least == "load":
             return replace(self.goal, load_limit_s=limit, capacity_bytes=capacity)
@@ -212,11 +217,12 @@ class _Search:
             return 0.0
         return max(sum(self.base.times_s) / self.goal.stages, *self.base.times_s)
 
-    def _binding_capacity(self) -> tuple[int, ...] | None:
+    def _binding_capacity(self) -> tuple[float, ...] | None:
         """Return the capacities, or None when even everything on one stage would fit in each."""
         if self.problem.capacity_bytes is None:
             return None
-        capacity = self.problem.capacity_bytes[: self.goal.stages]
+        given = self.problem.capacity_bytes[: self.goal.stages]
+        capacity = tuple(math.inf if limit is None else limit for limit in given)
         kept = sum(hold.bytes for hold in self.problem.holds) * max(self.goal.in_flight)
         most = sum(self.base.static_bytes) + kept + max(self.base.transient_bytes)
         return None if most <= min(capacity) else capacity

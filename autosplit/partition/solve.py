@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,62 +15,92 @@ from autosplit.units import format_bytes
 
 IDEAL_LIMIT = 20_000
 
+Objective = Literal["bottleneck", "step_time"]
+"""What is made least: the largest load of a stage, or the simulated length of a step."""
+
 
 @dataclass(frozen=True)
 class Partition:
     """An assignment of works to stages and what it costs.
 
-    ``status`` is "optimal" when ``bottleneck_s`` is proven to be the least possible, else "bounded":
-    then no partition is better than ``lower_bound_s``.
+    ``status`` is "optimal" when ``value_s`` is proven to be the least possible, else "bounded": then no partition has a
+    value below ``lower_bound_s``. The value is that of the ``objective``: ``costs.bottleneck_s`` or ``costs.step_s``.
     """
 
     assignment: tuple[int, ...]
-    stages: int
-    loads_s: tuple[float, ...]
-    stage_bytes: tuple[int, ...]
-    bottleneck_s: float
+    objective: Objective
+    value_s: float
     lower_bound_s: float
     status: Literal["optimal", "bounded"]
+    costs: Costs
+
+    @property
+    def stages(self) -> int:
+        """Number of stages up to the last that is not empty."""
+        return len(self.costs.loads_s)
+
+    @property
+    def loads_s(self) -> tuple[float, ...]:
+        """Load of each stage."""
+        return self.costs.loads_s
+
+    @property
+    def stage_bytes(self) -> tuple[int, ...]:
+        """Peak bytes of each stage."""
+        return self.costs.stage_bytes
+
+    @property
+    def bottleneck_s(self) -> float:
+        """The largest load."""
+        return self.costs.bottleneck_s
+
+    @property
+    def gap(self) -> float:
+        """By how much, relatively, the value is above the bound at most."""
+        return self.value_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0 if not self.value_s else math.inf
 
 
-def solve(problem: Problem, *, stages: int, ideal_limit: int = IDEAL_LIMIT) -> Partition:
-    """Return the partition into ``stages`` non-empty stages with the least bottleneck that fits the capacities.
+def solve(
+    problem: Problem,
+    *,
+    stages: int | None = None,
+    objective: Objective = "bottleneck",
+    empty: bool = False,
+    time_limit_s: float | None = None,
+    ideal_limit: int = IDEAL_LIMIT,
+) -> Partition:
+    """Return the partition into ``stages`` non-empty stages with the least objective that fits the capacities.
 
-    Fewer stages come back only when colours and cycles leave fewer groups. Among equal bottlenecks the one whose
-    fullest stage needs the fewest bytes is preferred. Raises InfeasibleError when no partition fits. The answer is
-    exact where the ideals of the condensed graph number at most ``ideal_limit``.
+    ``stages`` is by default what fills the problem's devices. Fewer come back only when colours and cycles leave fewer
+    groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs the
+    fewest bytes is preferred. Raises InfeasibleError when no partition fits. The answer is exact where the ideals of
+    the condensed graph number at most ``ideal_limit``; after ``time_limit_s`` the best so far comes back.
     """
-    _check_arguments(problem, stages)
-    outcome = search(problem, stages=stages, least="load", ideal_limit=ideal_limit)
+    stages = _stages(problem, stages)
+    outcome = search(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit)
     if outcome.found is None:
         raise _infeasible(problem, stages=stages, outcome=outcome, ideal_limit=ideal_limit)
     costs = check(problem, outcome.found.assignment)
     optimal = costs.bottleneck_s <= outcome.lower_bound * (1 + 3 * TOLERANCE)
-    return _partition(costs, outcome, lower_bound_s=outcome.lower_bound, optimal=optimal)
-
-
-def solve_evenly(problem: Problem, *, stages: int, ideal_limit: int = IDEAL_LIMIT) -> Partition:
-    """Return the partition whose fullest stage needs the fewest bytes, whatever its time; capacities play no part."""
-    _check_arguments(problem, stages)
-    outcome = search(problem, stages=stages, least="bytes", ideal_limit=ideal_limit)
-    assert outcome.found is not None, "without limits every graph can be cut"
-    return _partition(check(problem, outcome.found.assignment), outcome, lower_bound_s=0.0, optimal=False)
-
-
-def _partition(costs: Costs, outcome: Outcome, *, lower_bound_s: float, optimal: bool) -> Partition:
-    assert outcome.found is not None
     return Partition(
         assignment=outcome.found.assignment,
-        stages=len(costs.loads_s),
-        loads_s=costs.loads_s,
-        stage_bytes=costs.stage_bytes,
-        bottleneck_s=costs.bottleneck_s,
-        lower_bound_s=min(lower_bound_s, costs.bottleneck_s),
+        objective=objective,
+        value_s=costs.bottleneck_s,
+        lower_bound_s=min(outcome.lower_bound, costs.bottleneck_s),
         status="optimal" if optimal else "bounded",
+        costs=costs,
     )
 
 
-def smallest_capacity(problem: Problem, *, stages: int, ideal_limit: int = IDEAL_LIMIT) -> int:
+def solve_evenly(problem: Problem, *, stages: int | None = None, ideal_limit: int = IDEAL_LIMIT) -> Partition:
+    """Return the partition whose fullest stage needs the fewest bytes, whatever its time; capacities play no part."""
+    outcome = search(problem, stages=_stages(problem, stages), least="bytes", empty=False, ideal_limit=ideal_limit)
+    assert outcome.found is not None, "without limits every graph can be cut"
+    costs = check(problem, outcome.found.assignment)
+    return Partition(outcome.found.assignment, "bottleneck", costs.bottleneck_s, 0.0, "bounded", costs)
+
+
+def smallest_capacity(problem: Problem, *, stages: int | None = None, ideal_limit: int = IDEAL_LIMIT) -> int:
     """Return the least bytes per device for which a partition into ``stages`` stages exists, all devices being equal.
 
     The problem's own capacities play no part. Where the ideals are more than ``ideal_limit`` it is the least found.
@@ -77,11 +108,18 @@ def smallest_capacity(problem: Problem, *, stages: int, ideal_limit: int = IDEAL
     return max(solve_evenly(problem, stages=stages, ideal_limit=ideal_limit).stage_bytes)
 
 
-def _check_arguments(problem: Problem, stages: int) -> None:
+def _stages(problem: Problem, stages: int | None) -> int:
+    """Return how many stages are asked for, when that fits the problem's devices."""
+    filled = None if problem.devices is None else len(problem.devices) * problem.virtual_stages
+    if stages is None:
+        if filled is None:
+            raise ValueError("the problem has no devices: say how many stages there are to be")
+        return filled
     if stages < 1:
         raise ValueError(f"stages is {stages}; it is at least 1")
-    if problem.capacity_bytes is not None and len(problem.capacity_bytes) != stages:
-        raise ValueError(f"{len(problem.capacity_bytes)} capacities are given for {stages} stages")
+    if filled is not None and filled != stages:
+        raise ValueError(f"{len(problem.devices or ())} devices are given for {stages} stages")
+    return stages
 
 
 def _infeasible(problem: Problem, *, stages: int, outcome: Outcome, ideal_limit: int) -> InfeasibleError:
@@ -90,12 +128,15 @@ def _infeasible(problem: Problem, *, stages: int, outcome: Outcome, ideal_limit:
     return infeasible(even.stage_bytes, problem.capacity_bytes, exhaustive=outcome.exhaustive)
 
 
-def infeasible(stage_bytes: Sequence[int], capacity_bytes: Sequence[int], *, exhaustive: bool) -> InfeasibleError:
+def infeasible(
+    stage_bytes: Sequence[int], capacity_bytes: Sequence[int | None], *, exhaustive: bool
+) -> InfeasibleError:
     """Return the error for stages that do not fit where they need the fewest bytes that any cut needs.
 
     ``exhaustive``: no other cut was left out.
     """
-    pairs = list(zip(stage_bytes, capacity_bytes, strict=False))
+    given = zip(stage_bytes, capacity_bytes, strict=False)
+    pairs = [(needed, needed if capacity is None else capacity) for needed, capacity in given]
     over = max(range(len(pairs)), key=lambda stage: pairs[stage][0] - pairs[stage][1])
     needed, capacity = pairs[over]
     fact = "no partition fits" if exhaustive else "no partition was found that fits"

@@ -14,7 +14,7 @@ from torch import fx
 
 from autosplit.errors import TraceError
 from autosplit.options import Options
-from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
 from autosplit.planning.apply import sources
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
@@ -149,7 +149,7 @@ class _Formulator:
             tuple(dict.fromkeys(order)),
             microbatches=self.microbatches,
             schedule=self.schedule,
-            capacity_bytes=None if None in limits else tuple(limit for limit in limits if limit is not None),
+            devices=devices_of(limits),
         )
         return Formulation(problem, tuple(names))
 

@@ -13,6 +13,7 @@ from torch import nn
 from autosplit.errors import InfeasibleError
 from autosplit.options import Options
 from autosplit.partition.costs import check
+from autosplit.partition.problem import devices_of
 from autosplit.partition.solve import Partition, infeasible, solve, solve_evenly
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
@@ -77,19 +78,25 @@ def _cut(
     limits = formulation.problem.capacity_bytes
     if limits is None:
         return written(formulation, solve(formulation.problem, stages=stages))
-    room, problem, solved = limits, formulation.problem, formulation
+    room, problem, solved = list(limits), formulation.problem, formulation
     with contextlib.suppress(InfeasibleError):
         for _ in range(_ROUNDS):
             writer = written(solved, solve(problem, stages=stages))
             if not writer.over_capacity():
                 return writer
-            over = [max(0, peak - limit) for peak, limit in zip(writer.peaks(), limits, strict=False)]
-            room = tuple(max(1, limit - excess) for limit, excess in zip_longest(room, over, fillvalue=0))
-            solved, problem = careful, replace(careful.problem, capacity_bytes=room)
+            room = [_less(*each) for each in zip_longest(room, writer.peaks(), limits)]
+            solved, problem = careful, replace(careful.problem, devices=devices_of(room))
     even = written(careful, solve_evenly(careful.problem, stages=stages))
     if even.over_capacity():
         raise infeasible(even.peaks(), limits, exhaustive=False)
     return even
+
+
+def _less(room: int | None, peak: int | None, limit: int | None) -> int | None:
+    """Return the room of a stage less what its peak was over its limit; there may be fewer stages than limits."""
+    if room is None or limit is None or peak is None:
+        return room
+    return max(1, room - max(0, peak - limit))
 
 
 def _profile(model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...]) -> Profile:
@@ -145,7 +152,9 @@ class _Writer:
     def over_capacity(self) -> bool:
         """Tell whether a stage needs more than a capacity that the solver kept by its formula."""
         limits = self.formulation.problem.capacity_bytes
-        return limits is not None and any(p > limit for p, limit in zip(self.peaks(), limits, strict=False))
+        return limits is not None and any(
+            limit is not None and peak > limit for peak, limit in zip(self.peaks(), limits, strict=False)
+        )
 
     def plan(self) -> Plan:
         """Return the plan with its prediction."""

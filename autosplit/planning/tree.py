@@ -14,7 +14,7 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
 from autosplit.partition.costs import Costs, check
-from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
 from autosplit.partition.solve import Partition, solve
 from autosplit.planning.fingerprint import fingerprint_of
 from autosplit.planning.formulate import link_seconds, state_bytes
@@ -119,14 +119,13 @@ class _Writer:
         )
         links = [link_seconds(self.options, self.costs.of(unit).output_bytes) for unit in self.units[:-1]]
         limits = [self.options.capacity_bytes(stage) for stage in range(len(self.options.devices))]
-        capacities = tuple(limit for limit in limits if limit is not None)
         return Problem(
             works,
             tuple(Net(index, (index + 1,), link_s, link_s) for index, link_s in enumerate(links)),
             tuple(Hold(self.costs.saved_below(unit), index, (), (index,)) for index, unit in enumerate(self.units)),
             microbatches=len(self.sizes),
             schedule=_SCHEDULE,
-            capacity_bytes=capacities if len(capacities) == len(limits) else None,
+            devices=devices_of(limits),
         )
 
     def plan(self) -> Plan:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
 from autosplit.partition.solve import smallest_capacity, solve
 
 
@@ -102,7 +102,7 @@ def test_solve_under_capacities_equals_brute_force(problem: Problem, stages: int
     # Capacities around what some assignment needs, so that they bind.
     basis = data.draw(st.sampled_from(every))[1]
     capacity = tuple(basis[min(stage, len(basis) - 1)] + data.draw(st.integers(-2, 1)) for stage in range(stages))
-    problem = replace(problem, capacity_bytes=capacity)
+    problem = replace(problem, devices=devices_of(capacity))
     fitting = [cost for cost, bytes_ in every if all(need <= cap for need, cap in zip(bytes_, capacity, strict=False))]
     if fitting:
         partition = solve(problem, stages=stages)
@@ -213,7 +213,7 @@ def test_solve_equals_an_unpruned_search_on_larger_graphs(seed: int) -> None:
     problem = random_problem(seed, count=13, reach=3)
     assert solve(problem, stages=4).bottleneck_s == pytest.approx(oracle(problem, stages=4, capacity=math.inf))
     capacity = int(smallest_capacity(problem, stages=4) * 1.05)
-    limited = solve(replace(problem, capacity_bytes=(capacity,) * 4), stages=4)
+    limited = solve(replace(problem, devices=devices_of((capacity,) * 4)), stages=4)
     assert limited.bottleneck_s == pytest.approx(oracle(problem, stages=4, capacity=capacity))
     assert max(limited.stage_bytes) <= capacity
 
