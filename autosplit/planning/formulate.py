@@ -1,7 +1,8 @@
 """From a profiled recording to the pure numbers that the solver cuts.
 
 Every micro node is a work. All full nodes together are one more work that comes after all others. A parameter's bytes
-lie with its first use; a shared node's with the first micro node that it serves.
+lie with its first use, a shared node's with the first micro node that it serves. A tied parameter is a value of its
+own: its home is the first stage that uses it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import fx
 
 from autosplit.errors import TraceError
 from autosplit.options import Options
-from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
+from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.planning.apply import sources
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
@@ -54,29 +55,10 @@ def state_bytes(state: StateProfile, options: Options) -> StateBytes:
 
 
 def formulate(
-    traced: TracedGraph,
-    profile: Profile,
-    options: Options,
-    *,
-    microbatches: int,
-    schedule: str,
-    count_copies: bool = False,
+    traced: TracedGraph, profile: Profile, options: Options, *, microbatches: int, schedule: str
 ) -> Formulation:
-    """Return the partition problem of a profiled recording.
-
-    With ``count_copies`` every further use of a tied parameter costs the bytes of a copy, as if it were on a stage of
-    its own: never too little, too much where uses share a stage.
-    """
-    return _Formulator(traced, profile, options, microbatches, schedule, count_copies).formulation()
-
-
-def copy_bytes(traced: TracedGraph, profile: Profile, options: Options, stage_of: Mapping[str, int]) -> dict[int, int]:
-    """Return what copies of tied parameters cost each stage: the copy on another device, and its gradient."""
-    extra = held_copies(traced, profile, options, stage_of)
-    for state in tied_states(traced, profile):
-        for stage in sorted({stage_of[name] for name in state.uses})[1:] if state.trainable else ():
-            extra[stage] = extra.get(stage, 0) + state.bytes
-    return extra
+    """Return the partition problem of a profiled recording."""
+    return _Formulator(traced, profile, options, microbatches, schedule).formulation()
 
 
 def held_copies(traced: TracedGraph, profile: Profile, options: Options, stage_of: Mapping[str, int]) -> dict[int, int]:
@@ -119,9 +101,7 @@ class _Formulator:
         options: Options,
         microbatches: int,
         schedule: str,
-        count_copies: bool,
     ) -> None:
-        self.count_copies = count_copies
         self.traced, self.profile, self.options = traced, profile, options
         self.microbatches, self.schedule = microbatches, schedule
         self.micro = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.MICRO]
@@ -129,6 +109,8 @@ class _Formulator:
         self.work_of = {info.name: index for index, (_, info) in enumerate(self.micro)}
         self.work_of.update({info.name: len(self.micro) for _, info in self.full})
         self.count = len(self.micro) + bool(self.full)
+        self.first = self._first_micro()
+        self.tied = tied_states(traced, profile)
 
     def formulation(self) -> Formulation:
         if not self.count:
@@ -147,6 +129,7 @@ class _Formulator:
             tuple(self._nets()),
             tuple(self._holds()),
             tuple(dict.fromkeys(order)),
+            self._ties(),
             microbatches=self.microbatches,
             schedule=self.schedule,
             devices=devices_of(limits),
@@ -176,17 +159,31 @@ class _Formulator:
 
     def _static(self) -> list[int]:
         static = [0] * self.count
-        first = self._first_micro()
+        tied = {state.name for state in self.tied}
         for state in self.profile.state.values():
-            index = next((first[name] for name in state.uses if first.get(name) is not None), None)
-            if index is not None and static:
-                static[index] += state_bytes(state, self.options).total
-        for state in tied_states(self.traced, self.profile) if self.count_copies else ():
-            for name in state.uses[1:]:
-                index = first.get(name)
-                if index is not None:
-                    static[index] += state.bytes * (1 + state.trainable)
+            users = self._users(state)
+            if users and state.name not in tied:
+                static[users[0]] += state_bytes(state, self.options).total
         return static
+
+    def _ties(self) -> tuple[Tie, ...]:
+        """A stage away from home holds a copy, unless it is on the home's device, and its gradient until they meet."""
+        alone = len(set(self.options.devices)) == 1
+        return tuple(
+            Tie(
+                users,
+                home_bytes=state_bytes(state, self.options).total,
+                copy_bytes=state.bytes * ((not alone) + state.trainable),
+                transfer_s=link_seconds(self.options, state.bytes) * (1 + state.trainable),
+            )
+            for state in self.tied
+            if (users := self._users(state))
+        )
+
+    def _users(self, state: StateProfile) -> tuple[int, ...]:
+        """Return the works that use a parameter or buffer, themselves or through a shared node, in model order."""
+        works = (self.first.get(name) for name in state.uses)
+        return tuple(dict.fromkeys(work for work in works if work is not None))
 
     def _first_micro(self) -> dict[str, int | None]:
         """Map every node to a work: itself, or for a shared node the first work that it serves."""

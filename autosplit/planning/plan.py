@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Literal
@@ -100,6 +101,8 @@ class Plan(_Record):
     bottleneck_s: float
     lower_bound_s: float
     status: Literal["optimal", "bounded"]
+    objective: Literal["bottleneck", "step_time"] = "bottleneck"
+    """What the cut makes least: ``bottleneck_s`` or ``step_s``; ``lower_bound_s`` bounds it over all cuts."""
     fits: bool | None
     verdict: Literal["fits", "borderline", "no"]
     class_flops: dict[str, float]
@@ -114,6 +117,14 @@ class Plan(_Record):
     def stage_of(self) -> dict[str, int]:
         """Map stable node names to stage numbers."""
         return {name: stage.index for stage in self.stages for name in stage.nodes}
+
+    @property
+    def gap(self) -> float:
+        """By how much, relatively, a better cut could be better at most; infinite where no bound is known."""
+        if self.status == "optimal":
+            return 0.0
+        value_s = self.step_s if self.objective == "step_time" else self.bottleneck_s
+        return max(0.0, value_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else math.inf
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""

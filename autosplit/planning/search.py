@@ -12,12 +12,11 @@ from torch import nn
 
 from autosplit.errors import InfeasibleError
 from autosplit.options import Options
-from autosplit.partition.costs import check
-from autosplit.partition.problem import devices_of
+from autosplit.partition.problem import Problem, devices_of
 from autosplit.partition.solve import Partition, infeasible, solve, solve_evenly
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
-from autosplit.planning.formulate import Formulation, copy_bytes, formulate, link_seconds, state_bytes
+from autosplit.planning.formulate import Formulation, formulate, link_seconds, state_bytes
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
 from autosplit.profile.combine import profile
@@ -35,7 +34,7 @@ _ROUNDS = 16
 
 
 def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
-    """Return the plan with the least bottleneck for microbatches of the given sizes.
+    """Return the plan with the shortest simulated step for microbatches of the given sizes.
 
     Raises InfeasibleError when the memory limit cannot hold; warns when there are fewer separable nodes than devices.
     """
@@ -43,14 +42,11 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     costs = _profile(model, found, options, sizes)
     schedule = "1f1b" if options.schedule == "auto" else options.schedule
     formulation = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule)
-    careful = None
-    if formulation.problem.capacity_bytes is not None:
-        careful = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule, count_copies=True)
 
-    def written(solved: Formulation, partition: Partition) -> _Writer:
-        return _Writer(model, found, costs, options, sizes, schedule, solved, partition)
+    def written(partition: Partition) -> _Writer:
+        return _Writer(model, found, costs, options, sizes, schedule, formulation, partition)
 
-    writer = _cut(formulation, careful or formulation, written, stages=len(options.devices))
+    writer = _cut(formulation.problem, written)
     partition = writer.partition
     if partition.stages < len(options.devices):
         warnings.warn(
@@ -62,31 +58,24 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     return writer.plan()
 
 
-def _cut(
-    formulation: Formulation,
-    careful: Formulation,
-    written: Callable[[Formulation, Partition], _Writer],
-    *,
-    stages: int,
-) -> _Writer:
+def _cut(problem: Problem, written: Callable[[Partition], _Writer]) -> _Writer:
     """Return the best partition whose replayed peaks fit too.
 
     The solver's formula leaves out what a replay sees; where a peak comes out above its capacity, the solver is given
-    as much less, on the problem that counts copies. When it finds nothing any more, the most even use of memory is
-    taken if it fits. Raises InfeasibleError with the replayed peaks of that when it does not.
+    as much less. When it finds nothing any more, the most even use of memory is taken if it fits. Raises
+    InfeasibleError with the replayed peaks of that when it does not.
     """
-    limits = formulation.problem.capacity_bytes
+    limits = problem.capacity_bytes
     if limits is None:
-        return written(formulation, solve(formulation.problem, stages=stages))
-    room, problem, solved = list(limits), formulation.problem, formulation
+        return written(solve(problem, objective="step_time"))
+    room = list(limits)
     with contextlib.suppress(InfeasibleError):
         for _ in range(_ROUNDS):
-            writer = written(solved, solve(problem, stages=stages))
+            writer = written(solve(replace(problem, devices=devices_of(room)), objective="step_time"))
             if not writer.over_capacity():
                 return writer
             room = [_less(*each) for each in zip_longest(room, writer.peaks(), limits)]
-            solved, problem = careful, replace(careful.problem, devices=devices_of(room))
-    even = written(careful, solve_evenly(careful.problem, stages=stages))
+    even = written(solve_evenly(problem))
     if even.over_capacity():
         raise infeasible(even.peaks(), limits, exhaustive=False)
     return even
@@ -130,8 +119,6 @@ class _Writer:
         pairs = zip(formulation.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
         self.stage_of = assign(self.traced, solved, stages=partition.stages)
-        self.checked = check(formulation.problem, partition.assignment)
-        self.copies = copy_bytes(self.traced, costs, options, self.stage_of)
         self.fullest, self.unreplayed = self._replayed()
 
     def _replayed(self) -> tuple[tuple[Fullest, ...], str | None]:
@@ -147,7 +134,7 @@ class _Writer:
         """Return the peak of every stage: replayed, or where that was not possible by the solver's formula."""
         if self.fullest:
             return [stage.peak_bytes for stage in self.fullest]
-        return [stage.peak_bytes + self.copies.get(i, 0) for i, stage in enumerate(self.checked.stages)]
+        return list(self.partition.stage_bytes)
 
     def over_capacity(self) -> bool:
         """Tell whether a stage needs more than a capacity that the solver kept by its formula."""
@@ -164,7 +151,7 @@ class _Writer:
             validate(build(self.schedule, stages=len(stages), microbatches=len(self.sizes))),
             forward_s=[stage.forward_s for stage in stages],
             backward_s=[stage.backward_s for stage in stages],
-            transfers=self._transfers(boundaries),
+            transfers=self._transfers(),
         )
         fits = fit_of(stages)
         return Plan(
@@ -176,11 +163,12 @@ class _Writer:
             microbatch_rows=self.sizes,
             schedule=self.schedule,
             optimizer=str(self.options.optimizer),
-            step_s=timeline.step_s + self._shared_s(boundaries),
+            step_s=self.partition.value_s + self._shared_s() + self._sent_s(boundaries),
             bubble=timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
-            lower_bound_s=self.partition.lower_bound_s,
+            lower_bound_s=self.partition.lower_bound_s + self._shared_s(),
             status=self.partition.status,
+            objective="step_time",
             fits=fits,
             verdict="borderline" if fits is None else "fits" if fits else "no",
             class_flops=self._class_flops(),
@@ -217,7 +205,7 @@ class _Writer:
             full = self.fullest[index]
             gradients, activations = full.of("gradients"), full.of("activations", "whole_batch", "casts")
         else:
-            activations = self.checked.stages[index].activation_bytes
+            activations = self.partition.costs.stages[index].activation_bytes
         return StageMemory(
             parameter_bytes=parameters,
             buffer_bytes=buffers,
@@ -254,29 +242,28 @@ class _Writer:
                     value=state.name, producer=stages[0], consumers=tuple(stages[1:]), bytes=state.bytes, per_step=True
                 )
 
-    def _transfers(self, boundaries: Sequence[Boundary]) -> tuple[TransferTime, ...]:
-        counts: dict[tuple[int, int], int] = {}
-        for boundary in boundaries:
-            for consumer in boundary.consumers:
-                if 0 <= boundary.producer < consumer and not boundary.per_step:
-                    pair = boundary.producer, consumer
-                    counts[pair] = counts.get(pair, 0) + boundary.bytes
-        return tuple(
-            TransferTime(producer, consumer, seconds, seconds)
-            for (producer, consumer), count in counts.items()
-            for seconds in (link_seconds(self.options, count),)
-        )
+    def _transfers(self) -> tuple[TransferTime, ...]:
+        seconds: dict[tuple[int, int], tuple[float, float]] = {}
+        stages = self.partition.assignment
+        for net in self.formulation.problem.nets:
+            producer = stages[net.producer]
+            for consumer in sorted({stages[other] for other in net.consumers} - {producer}):
+                forward_s, backward_s = seconds.get((producer, consumer), (0.0, 0.0))
+                seconds[producer, consumer] = forward_s + net.forward_s, backward_s + net.backward_s
+        return tuple(TransferTime(*pair, *both) for pair, both in seconds.items())
 
-    def _shared_s(self, boundaries: Sequence[Boundary]) -> float:
-        """Return the time of what happens once per step: shared nodes, and shared values and copies there and back."""
+    def _shared_s(self) -> float:
+        """Return the time of the shared nodes: they run once per step, wherever the cut is."""
         shared = (i.name for _, i in self.traced.compute_nodes() if i.node_class is NodeClass.SHARED)
-        computed = sum(self.costs.nodes[name].forward_s + self.costs.nodes[name].backward_s for name in shared)
-        sent = sum(
+        return sum(self.costs.nodes[name].forward_s + self.costs.nodes[name].backward_s for name in shared)
+
+    def _sent_s(self, boundaries: Sequence[Boundary]) -> float:
+        """Return how long shared values travel, there and back; copies of parameters are in the partition's step."""
+        return 2 * sum(
             link_seconds(self.options, boundary.bytes) * len(boundary.consumers)
             for boundary in boundaries
-            if boundary.per_step and boundary.producer >= 0
+            if boundary.per_step and boundary.producer >= 0 and boundary.value not in self.costs.state
         )
-        return computed + 2 * sent
 
     def _class_flops(self) -> dict[str, float]:
         """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
-from autosplit.partition.costs import Costs, check
 from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
 from autosplit.partition.solve import Partition, solve
 from autosplit.planning.fingerprint import fingerprint_of
@@ -107,7 +106,6 @@ class _Writer:
         called = {path for path, seen in costs.modules.items() if seen.first is not None}
         self.stage_of = coarsened(dict(zip(units, self.partition.assignment, strict=True)), called=called)
         self.home = homes(model, self.stage_of)
-        self.checked: Costs = check(self.problem, self.partition.assignment)
 
     def _problem(self) -> Problem:
         static = [0] * len(self.units)
@@ -155,6 +153,7 @@ class _Writer:
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s,
             status=self.partition.status,
+            objective="bottleneck",
             fits=fits,
             verdict="borderline" if fits is None else "fits" if fits else "no",
             class_flops={"shared": 0.0, "micro": 0.0 if whole else 1.0, "full": 1.0 if whole else 0.0},
@@ -173,7 +172,7 @@ class _Writer:
         ]
         states = [state for state, _ in self.states if self.home[state.name] == index]
         totals = [state_bytes(state, self.options) for state in states]
-        memory, names = self.checked.stages[index], self._names(units)
+        memory, names = self.partition.costs.stages[index], self._names(units)
         return StagePlan(
             index=index,
             device=str(self.options.devices[index]),

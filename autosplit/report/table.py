@@ -286,11 +286,14 @@ def _prediction(plan: Plan) -> list[str]:
     mean = sum(totals) / len(totals)
     slowest = plan.stages[totals.index(max(totals))].index
     ratio = f"{max(totals) / mean:.2f}" if mean else "1.00"
+    steps = plan.objective == "step_time"
+    step = f"step       {format_seconds(plan.step_s)}, bubble {plan.bubble:.1%}"
+    bottleneck = f"bottleneck {format_seconds(plan.bottleneck_s)} per microbatch"
     return [
         "Prediction",
-        f"  step       {format_seconds(plan.step_s)}, bubble {plan.bubble:.1%}",
+        f"  {step}, {_proof(plan)}" if steps else f"  {step}",
         f"  imbalance  {ratio} (slowest stage over the mean; the slowest is stage {slowest})",
-        f"  bottleneck {format_seconds(plan.bottleneck_s)} per microbatch, {_proof(plan)}",
+        f"  {bottleneck}" if steps else f"  {bottleneck}, {_proof(plan)}",
         *_classes(plan),
         f"  memory     {_memory_verdict(plan)}",
     ]
@@ -302,7 +305,7 @@ def _proof(plan: Plan) -> str:
         return f"{bound}: optimal"
     if plan.lower_bound_s <= 0:
         return "no lower bound is known"
-    return f"{bound}: at most {plan.bottleneck_s / plan.lower_bound_s - 1:.1%} above the optimum"
+    return f"{bound}: at most {plan.gap:.1%} above the optimum"
 
 
 def _classes(plan: Plan) -> list[str]:

@@ -209,6 +209,9 @@ def test_the_proof_is_optimal_a_gap_or_unknown() -> None:
     assert line_of(make_plan(), label="bottleneck").endswith("lower bound 37.3 ms: optimal")
     gap = make_plan(status="bounded", bottleneck_s=0.050, lower_bound_s=0.040)
     assert line_of(gap, label="bottleneck").endswith("lower bound 40.0 ms: at most 25.0% above the optimum")
+    step = make_plan(status="bounded", objective="step_time", step_s=0.2, lower_bound_s=0.16)
+    assert line_of(step, label="step").endswith("lower bound 160 ms: at most 25.0% above the optimum")
+    assert line_of(step, label="bottleneck").endswith("37.3 ms per microbatch")
     unknown = make_plan(status="bounded", lower_bound_s=0.0)
     assert line_of(unknown, label="bottleneck").endswith("no lower bound is known")
 
