@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -20,8 +22,11 @@ from autosplit.planning.apply import sources
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from cost_models import registry
+from cost_models.specs import DeviceSpec, LinkSpec
 
 EPILOGUE = "epilogue"
+_UNKNOWN = "A100-PCIe-80GB"
+"""What a GPU that no data sheet names is taken for: its link is PCIe 4.0."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +88,23 @@ def link_seconds(options: Options, count: int) -> float:
     """Return how long ``count`` bytes take between two of the devices; lanes of one device pass them by reference."""
     if len(set(options.devices)) == 1:
         return 0.0
-    kind = "cpu-lane" if any(d.type == "cpu" for d in options.devices) else _known_device(options.devices[0])
-    return registry.link(kind, kind).transfer_s(count)
+    pairs = {(_name(first), _name(second)) for first, second in pairwise(options.devices) if first != second}
+    return max(_link(*pair).transfer_s(count) for pair in pairs)
 
 
-def _known_device(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device).replace(" ", "-")
-    matches = [known for known in registry.names() if known.split("-")[0] in name]
-    return matches[0] if matches else "A100-PCIe-80GB"
+def _name(device: torch.device) -> str:
+    return "" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+@lru_cache
+def _link(first: str, second: str) -> LinkSpec:
+    """Return the link between two devices by the names that their drivers give them; the CPU has none."""
+    return registry.link(*(_spec(name) for name in (first, second)))
+
+
+def _spec(driver_name: str) -> DeviceSpec:
+    known = registry.identify(driver_name) if driver_name else registry.device("cpu-lane")
+    return known or registry.device(_UNKNOWN)
 
 
 class _Formulator:
