@@ -1,0 +1,134 @@
+"""Oracles that look at everything: every assignment, and every chain of ideals, with nothing pruned or merged."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from autosplit.partition.problem import Problem
+from tests.partition.oracle_costs import Rules, bits
+
+
+@dataclass(frozen=True)
+class Best:
+    """The least value, infinite when nothing fits, and what has it."""
+
+    value: float
+    assignment: tuple[int, ...] | None
+    order: tuple[int, ...] | None = None
+
+
+def assignments(problem: Problem, *, stages: int, empty: bool = False) -> Iterator[tuple[int, ...]]:
+    """Yield every legal assignment, work by work; without ``empty`` each stage has a work."""
+    rules = Rules(problem, stages)
+    count = len(problem.works)
+    flows = {(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers} | set(problem.order)
+    earlier = [[(tail, head) for tail, head in flows if max(tail, head) == last] for last in range(count)]
+
+    def extend(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(prefix) == count:
+            if (empty or len(set(prefix)) == stages) and rules.legal(prefix):
+                yield prefix
+            return
+        for stage in range(stages):
+            longer = (*prefix, stage)
+            if all(longer[tail] <= longer[head] for tail, head in earlier[len(prefix)]):
+                yield from extend(longer)
+
+    return extend(())
+
+
+def most_stages(problem: Problem, *, stages: int) -> int:
+    """Return into how many non-empty stages, at most ``stages``, the problem can be cut."""
+    return max(count for count in range(1, stages + 1) if any(True for _ in assignments(problem, stages=count)))
+
+
+def orders(problem: Problem, *, positions: int) -> list[tuple[int, ...]]:
+    """Return the ways to put devices in the pipeline's positions."""
+    if problem.devices is None or not problem.free_order:
+        return [tuple(range(positions))]
+    seen = {}
+    for order in itertools.permutations(range(len(problem.devices)), positions):
+        seen.setdefault(tuple(problem.devices[device] for device in order), order)
+    return list(seen.values())
+
+
+def brute_force(problem: Problem, *, stages: int, empty: bool = False) -> Best:
+    """Return the least bottleneck over assignments, orders of devices and recompute options."""
+    count = stages if empty else most_stages(problem, stages=stages)
+    rules = Rules(problem, count)
+    best = Best(math.inf, None)
+    for order in orders(problem, positions=max(rules.lane) + 1):
+        for assignment in assignments(problem, stages=count, empty=empty):
+            value = rules.bottleneck_s(assignment, order=order)
+            if value < best.value:
+                best = Best(value, assignment, order)
+    return best
+
+
+def ideals_of(problem: Problem) -> list[int]:
+    """Return all sets of works that hold, with a work, all that must not come later, and whole colours."""
+    count = len(problem.works)
+    flows = {(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers} | set(problem.order)
+    flows |= {
+        (a, b)
+        for a, b in itertools.permutations(range(count), 2)
+        if problem.works[a].colour is not None and problem.works[a].colour == problem.works[b].colour
+    }
+    needs = [bits([tail for tail, head in flows if head == work]) for work in range(count)]
+    closed = []
+    for work in range(count):
+        mask = 1 << work
+        while True:
+            larger = mask
+            for other in range(count):
+                if mask >> other & 1:
+                    larger |= needs[other]
+            if larger == mask:
+                break
+            mask = larger
+        closed.append(mask)
+    found = {0}
+    fresh = [0]
+    while fresh:
+        ideal = fresh.pop()
+        for mask in closed:
+            if ideal | mask not in found:
+                found.add(ideal | mask)
+                fresh.append(ideal | mask)
+    return sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))
+
+
+def ideal_dp(problem: Problem, *, stages: int, empty: bool = False, order: Sequence[int] | None = None) -> float:
+    """Return the least bottleneck into exactly ``stages`` stages, one on each device, over all chains of ideals."""
+    assert problem.virtual_stages == 1
+    rules = Rules(problem, stages)
+    order = range(stages) if order is None else order
+    tied = bits([user for tie in problem.ties for user in tie.users])
+
+    @cache
+    def load_s(inside: int, before: int, stage: int) -> float:
+        option = rules.best_option(inside, before=before, stage=stage, device=order[stage])
+        return math.inf if option is None else option.load_s
+
+    ideals = ideals_of(problem)
+    best = {0: 0.0}
+    for stage in range(stages):
+        following: dict[int, float] = {}
+        for larger in ideals:
+            values = [
+                max(value, load_s(larger ^ ideal, ideal & tied, stage))
+                for ideal, value in best.items()
+                if ideal & larger == ideal and (empty or ideal != larger)
+            ]
+            following[larger] = min(values, default=math.inf)
+        best = {ideal: value for ideal, value in following.items() if value < math.inf}
+    return best.get((1 << len(problem.works)) - 1, math.inf)
+
+
+def free_order_dp(problem: Problem, *, stages: int, empty: bool = False) -> float:
+    """Return the least over all orders of the devices."""
+    return min(ideal_dp(problem, stages=stages, empty=empty, order=o) for o in orders(problem, positions=stages))

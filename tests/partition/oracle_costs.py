@@ -1,0 +1,232 @@
+"""What a cut costs, counted again from the definitions, for oracles: works of a stage are the bits of one number.
+
+Nothing of the solver or of its checker is used, only the problem itself and the schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
+from autosplit.schedule.catalog import build, in_flight
+
+
+@dataclass(frozen=True)
+class Option:
+    """One stage on one device under one recompute option; ``largest`` is what counts once among a device's stages."""
+
+    load_s: float
+    static: int
+    held: int
+    largest: int
+    recomputed_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at one moment when the stage is alone on its device."""
+        return self.static + self.held + self.largest
+
+
+def bits(indices: Sequence[int]) -> int:
+    """Return the number whose bits are the indices."""
+    return sum(1 << index for index in set(indices))
+
+
+def members(mask: int) -> list[int]:
+    """Return the indices whose bits are set."""
+    return [index for index in range(mask.bit_length()) if mask >> index & 1]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The definitions applied to a problem that is cut into ``stages`` stages, empty ones counted."""
+
+    problem: Problem
+    stages: int
+
+    @cached_property
+    def lane(self) -> tuple[int, ...]:
+        """The position in the pipeline of each stage's device."""
+        if self.problem.virtual_stages == 1:
+            return tuple(range(self.stages))
+        return self._schedule.stage_lane
+
+    @cached_property
+    def _schedule(self):
+        problem = self.problem
+        return build(
+            problem.schedule,
+            stages=self.stages,
+            microbatches=problem.microbatches,
+            virtual_stages=problem.virtual_stages,
+        )
+
+    @cached_property
+    def in_flight(self) -> list[int]:
+        """How many microbatches each stage holds."""
+        problem = self.problem
+        return [
+            in_flight(
+                problem.schedule,
+                stage=stage,
+                stages=self.stages,
+                microbatches=problem.microbatches,
+                virtual_stages=problem.virtual_stages,
+            )
+            for stage in range(self.stages)
+        ]
+
+    def device(self, number: int) -> Device:
+        """Return a device of the problem, or one like all others."""
+        return Device() if self.problem.devices is None else self.problem.devices[number]
+
+    def link(self, position: int) -> float:
+        """Return the slower of the links next to a position in the pipeline."""
+        links = self.problem.links
+        near = [] if links is None else links[max(position - 1, 0) : position + 1]
+        return max(near, default=1.0)
+
+    def works(self, inside: int, name: str) -> list:
+        """Return an attribute of each of the stage's works."""
+        return [getattr(work, name) for index, work in enumerate(self.problem.works) if inside >> index & 1]
+
+    def legal(self, assignment: Sequence[int]) -> bool:
+        """Tell whether colours stay together and nothing flows back."""
+        problem = self.problem
+        flows = [(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers]
+        if any(assignment[tail] > assignment[head] for tail, head in [*flows, *problem.order]):
+            return False
+        pairs = {(w.colour, stage) for w, stage in zip(problem.works, assignment, strict=True) if w.colour is not None}
+        return len({colour for colour, _ in pairs}) == len(pairs)
+
+    def net_s(self, inside: int) -> float:
+        """Return the seconds of the nets that the stage cuts."""
+        total = 0.0
+        for net in self.problem.nets:
+            here = [bool(inside >> end & 1) for end in net.consumers]
+            if not all(here) if inside >> net.producer & 1 else any(here):
+                total += net.forward_s + net.backward_s
+        return total
+
+    def tie_s(self, inside: int) -> float:
+        """Return the seconds, per step, of the tied parameters that the stage shares with others."""
+        users = [(tie, [bool(inside >> user & 1) for user in tie.users]) for tie in self.problem.ties]
+        return sum(tie.transfer_s for tie, here in users if any(here) and not all(here))
+
+    def load_s(self, inside: int, *, stage: int, device: int, recomputed_s: float) -> float:
+        """Return the stage's load per microbatch."""
+        own, link = self.device(device), self.link(self.lane[stage])
+        seconds = sum(self.works(inside, "forward_s")) + sum(self.works(inside, "backward_s")) + recomputed_s
+        each = (own.slowdown * seconds + link * self.net_s(inside)) / own.replicas
+        synced = sum(self.works(inside, "sync_s")) * (own.replicas - 1) / own.replicas
+        return each + (synced + link * self.tie_s(inside)) / self.problem.microbatches
+
+    def static(self, inside: int, before: int) -> int:
+        """Return the static bytes of a stage, ``before`` being the works of all earlier stages."""
+        total = sum(self.works(inside, "static_bytes"))
+        for tie in self.problem.ties:
+            users = bits(tie.users)
+            if users & inside:
+                total += tie.copy_bytes if users & before else tie.home_bytes
+        return total
+
+    def option(self, name: str, inside: int, *, before: int, stage: int, device: int) -> Option:
+        """Return what the stage costs under one recompute option."""
+        microbatches = self.problem.microbatches
+        again = {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(name, 1.0)
+        recomputed_s = again * sum(self.works(inside, "forward_s"))
+        kept = sum(hold.bytes for hold in self.problem.holds if _kept(hold, inside))
+        edge = sum(hold.bytes for hold in self.problem.holds if _boundary(hold, inside))
+        worst = max(self.works(inside, "transient_bytes"), default=0)
+        if name == "never":
+            resident, largest = kept, worst
+        elif name == "block":
+            resident, largest = self._blocks(inside)
+        else:
+            resident, largest = edge, kept - edge + worst
+        return Option(
+            load_s=self.load_s(inside, stage=stage, device=device, recomputed_s=recomputed_s),
+            static=self.static(inside, before),
+            held=self.in_flight[stage] * resident,
+            largest=largest,
+            recomputed_s=recomputed_s,
+        )
+
+    def _blocks(self, inside: int) -> tuple[int, int]:
+        problem = self.problem
+        # A work without a block is a block of its own.
+        block = [("own", index) if w.block is None else ("named", w.block) for index, w in enumerate(problem.works)]
+        resident = 0
+        for hold in problem.holds:
+            source = None if hold.producer is None else block[hold.producer]
+            ends = [end for end in (*hold.consumers, *hold.savers) if inside >> end & 1]
+            enters = any(block[end] != source for end in ends)
+            if _boundary(hold, inside) or (enters and _kept(hold, inside)):
+                resident += hold.bytes
+        largest = 0
+        for index in members(inside):
+            saved = sum(
+                hold.bytes
+                for hold in problem.holds
+                if hold.producer is not None
+                and block[hold.producer] == block[index]
+                and any(block[saver] == block[index] for saver in hold.savers)
+            )
+            largest = max(largest, saved + problem.works[index].transient_bytes)
+        return resident, largest
+
+    def best_option(self, inside: int, *, before: int, stage: int, device: int) -> Option | None:
+        """Return the fastest option that fits a stage alone on its device, None when none does."""
+        capacity = self.device(device).capacity_bytes
+        options = [
+            self.option(name, inside, before=before, stage=stage, device=device)
+            for name in RECOMPUTE
+            if name in self.problem.recompute
+        ]
+        fitting = [option for option in options if capacity is None or option.peak_bytes <= capacity]
+        return min(fitting, key=lambda option: option.load_s, default=None)
+
+    def stage_masks(self, assignment: Sequence[int]) -> list[int]:
+        """Return the works of each stage."""
+        return [bits([w for w, own in enumerate(assignment) if own == stage]) for stage in range(self.stages)]
+
+    def device_options(self, masks: Sequence[int], order: Sequence[int]) -> list[list[Option]] | None:
+        """Return the options of each position's stages, the fastest that fit; None when a device has none."""
+        chosen = []
+        for position, device in enumerate(order):
+            capacity = self.device(device).capacity_bytes
+            best: list[Option] | None = None
+            for name in (name for name in RECOMPUTE if name in self.problem.recompute):
+                own = [
+                    self.option(name, masks[stage], before=sum(masks[:stage]), stage=stage, device=device)
+                    for stage in range(self.stages)
+                    if self.lane[stage] == position
+                ]
+                peak = sum(o.static + o.held for o in own) + max(o.largest for o in own)
+                fits = capacity is None or peak <= capacity
+                if fits and (best is None or sum(o.load_s for o in own) < sum(o.load_s for o in best)):
+                    best = own
+            if best is None:
+                return None
+            chosen.append(best)
+        return chosen
+
+    def bottleneck_s(self, assignment: Sequence[int], *, order: Sequence[int] | None = None) -> float:
+        """Return the largest load of a device, infinite when a capacity is exceeded whatever is recomputed."""
+        order = range(max(self.lane) + 1) if order is None else order
+        options = self.device_options(self.stage_masks(assignment), order)
+        return math.inf if options is None else max(sum(o.load_s for o in own) for own in options)
+
+
+def _boundary(hold: Hold, inside: int) -> bool:
+    here = [bool(inside >> end & 1) for end in hold.consumers]
+    if hold.producer is not None and inside >> hold.producer & 1:
+        return not all(here)
+    return any(here)
+
+
+def _kept(hold: Hold, inside: int) -> bool:
+    return any(inside >> saver & 1 for saver in hold.savers) or _boundary(hold, inside)

@@ -1,0 +1,182 @@
+"""The partition as a mixed integer program for HiGHS: stages of up to about 40 works, on devices that may differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from autosplit.partition.problem import Problem
+from tests.partition.oracle_costs import Rules
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What HiGHS says: ``proven`` where value is the optimum (infinite: nothing fits); ``lower`` holds in any case."""
+
+    proven: bool
+    value: float
+    lower: float
+    assignment: tuple[int, ...] | None
+
+
+class _Program:
+    def __init__(self) -> None:
+        self.upper: list[float] = []
+        self.integral: list[int] = []
+        self.cells: list[tuple[int, int, float]] = []
+        self.limits: list[tuple[float, float]] = []
+
+    def variable(self, *, upper: float = 1.0, integral: bool = False) -> int:
+        self.upper.append(upper)
+        self.integral.append(int(integral))
+        return len(self.upper) - 1
+
+    def row(self, terms: list[tuple[int, float]], *, least: float = -math.inf, most: float = math.inf) -> None:
+        self.cells += [(len(self.limits), column, factor) for column, factor in terms]
+        self.limits.append((least, most))
+
+    def at_least(self, larger: int, terms: list[tuple[int, float]]) -> None:
+        """Demand ``larger >= sum of terms``."""
+        self.row([(larger, 1.0), *((column, -factor) for column, factor in terms)], least=0.0)
+
+    def solve(self, *, least: int, time_limit_s: float):
+        rows, columns, factors = zip(*self.cells, strict=True)
+        matrix = csr_array((factors, (rows, columns)), shape=(len(self.limits), len(self.upper)))
+        objective = np.zeros(len(self.upper))
+        objective[least] = 1.0
+        low, high = zip(*self.limits, strict=True)
+        return milp(
+            objective,
+            integrality=self.integral,
+            bounds=Bounds(0.0, self.upper),
+            constraints=LinearConstraint(matrix, low, high),
+            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+        )
+
+
+def solve_milp(problem: Problem, *, stages: int, empty: bool = False, time_limit_s: float = 20.0) -> Answer:
+    """Return the least bottleneck into ``stages`` stages in the devices' given order, without recompute."""
+    assert problem.recompute == ("never",)
+    assert problem.virtual_stages == 1
+    rules, program, count = Rules(problem, stages), _Program(), len(problem.works)
+    top = program.variable(upper=math.inf)
+    at = [[program.variable(integral=True) for _ in range(stages)] for _ in range(count)]
+    for work in range(count):
+        program.row([(cell, 1.0) for cell in at[work]], least=1.0, most=1.0)
+    for tail, head in _flows(problem):
+        for stage in range(stages - 1):
+            early = [(cell, 1.0) for cell in at[tail][: stage + 1]]
+            program.row([*early, *((cell, -1.0) for cell in at[head][: stage + 1])], least=0.0)
+    for left, right in _same(problem):
+        for stage in range(stages):
+            program.row([(at[left][stage], 1.0), (at[right][stage], -1.0)], least=0.0, most=0.0)
+    for stage in range(stages):
+        column = [cells[stage] for cells in at]
+        if not empty:
+            program.row([(cell, 1.0) for cell in column], least=1.0)
+        ties = _ties(program, problem, at=at, stage=stage)
+        _limit_load(program, rules, top=top, column=column, stage=stage)
+        _limit_bytes(program, rules, column=column, stage=stage, ties=ties)
+    return _answer(program.solve(least=top, time_limit_s=time_limit_s), at=at)
+
+
+def _answer(result, *, at: list[list[int]]) -> Answer:
+    if result.status == 2:
+        return Answer(proven=True, value=math.inf, lower=math.inf, assignment=None)
+    lower = -math.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
+    if result.x is None:
+        return Answer(proven=False, value=math.inf, lower=lower, assignment=None)
+    assignment = tuple(int(np.argmax(result.x[cells])) for cells in at)
+    return Answer(proven=result.status == 0, value=float(result.fun), lower=lower, assignment=assignment)
+
+
+def _flows(problem: Problem) -> list[tuple[int, int]]:
+    flows = [(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers]
+    return sorted({(tail, head) for tail, head in [*flows, *problem.order] if tail != head})
+
+
+def _same(problem: Problem) -> list[tuple[int, int]]:
+    first: dict[object, int] = {}
+    pairs = [
+        (first.setdefault(w.colour, index), index) for index, w in enumerate(problem.works) if w.colour is not None
+    ]
+    return [(left, right) for left, right in pairs if left != right]
+
+
+def _cut(program: _Program, column: list[int], producer: int | None, consumers: tuple[int, ...]) -> list[list]:
+    """Return the sums of which a variable must be at least each so as to be 1 where the stage cuts these pins."""
+    own = [] if producer is None else [(column[producer], 1.0)]
+    away = [(cell, -factor) for cell, factor in own]
+    demands = [[(column[end], 1.0), *away] for end in set(consumers) - {producer}]
+    if producer is not None:
+        demands += [[*own, (column[end], -1.0)] for end in set(consumers) - {producer}]
+    return demands
+
+
+def _limit_load(program: _Program, rules: Rules, *, top: int, column: list[int], stage: int) -> None:
+    problem, device, link = rules.problem, rules.device(stage), rules.link(rules.lane[stage])
+    each, once = 1 / device.replicas, 1 / problem.microbatches
+    terms = [
+        (
+            column[index],
+            device.slowdown * (work.forward_s + work.backward_s) * each
+            + work.sync_s * (device.replicas - 1) / device.replicas * once,
+        )
+        for index, work in enumerate(problem.works)
+    ]
+    for net in problem.nets:
+        cut = program.variable()
+        for demand in _cut(program, column, net.producer, net.consumers):
+            program.at_least(cut, demand)
+        terms.append((cut, link * (net.forward_s + net.backward_s) * each))
+    for tie in problem.ties:
+        cut = program.variable()
+        for left in tie.users:
+            for right in tie.users:
+                program.at_least(cut, [(column[left], 1.0), (column[right], -1.0)])
+        terms.append((cut, link * tie.transfer_s * once))
+    program.at_least(top, terms)
+
+
+def _ties(program: _Program, problem: Problem, *, at: list[list[int]], stage: int) -> list[tuple[int, float]]:
+    """Return the static bytes of tied parameters in a stage: a copy where an earlier stage holds a user."""
+    terms = []
+    for tie in problem.ties:
+        used, copied = program.variable(integral=True), program.variable(integral=True)
+        program.row([(used, 1.0), *((at[user][stage], -1.0) for user in tie.users)], most=0.0)
+        earlier = [(at[user][before], -1.0) for user in tie.users for before in range(stage)]
+        program.row([(copied, 1.0), *earlier], most=0.0)
+        program.at_least(used, [(copied, 1.0)])
+        for user in tie.users:
+            program.at_least(used, [(at[user][stage], 1.0)])
+            for other in tie.users:
+                for before in range(stage):
+                    # copied >= used + earlier - 1
+                    program.row([(copied, 1.0), (at[user][stage], -1.0), (at[other][before], -1.0)], least=-1.0)
+        terms += [(used, float(tie.home_bytes)), (copied, float(tie.copy_bytes - tie.home_bytes))]
+    return terms
+
+
+def _limit_bytes(
+    program: _Program, rules: Rules, *, column: list[int], stage: int, ties: list[tuple[int, float]]
+) -> None:
+    problem, capacity = rules.problem, rules.device(stage).capacity_bytes
+    if capacity is None:
+        return
+    largest = program.variable(upper=math.inf)
+    terms = [(largest, 1.0), *ties]
+    for index, work in enumerate(problem.works):
+        terms.append((column[index], float(work.static_bytes)))
+        program.at_least(largest, [(column[index], float(work.transient_bytes))])
+    for hold in problem.holds:
+        kept = program.variable()
+        for saver in set(hold.savers):
+            program.at_least(kept, [(column[saver], 1.0)])
+        for demand in _cut(program, column, hold.producer, hold.consumers):
+            program.at_least(kept, demand)
+        terms.append((kept, float(rules.in_flight[stage] * hold.bytes)))
+    program.row(terms, most=float(capacity))

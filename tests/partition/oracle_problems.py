@@ -1,0 +1,121 @@
+"""Random problems for the oracles: the same seed makes the same problem everywhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from autosplit.partition.problem import RECOMPUTE, Device, Hold, Net, Problem, Tie, Work
+
+_SHAPES = ("chain", "layered", "branches", "wide", "skips")
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a random problem contains; chances are per work or net."""
+
+    count: int
+    colours: float = 0.0
+    unordered: float = 0.0
+    zero: float = 0.3
+    whole: bool = True
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+
+
+def random_problem(seed: int, mix: Mix) -> Problem:
+    """Return a random graph of one of several shapes, with nets and holds of mixed weight."""
+    chance = random.Random(f"{seed} {mix}")
+    edges = _edges(chance, mix.count, shape=chance.choice(_SHAPES))
+    heavy = chance.choice((1, 4, 20))
+    works = tuple(_work(chance, index, mix) for index in range(mix.count))
+    nets, holds = [], []
+    for producer, consumers in sorted(edges.items()):
+        cost = _seconds(chance, mix) * heavy
+        nets.append(Net(producer, consumers, cost, _seconds(chance, mix) * heavy))
+        savers = tuple(end for end in (producer, *consumers) if chance.random() < 0.4)
+        holds.append(Hold(chance.randrange(30), producer, consumers, savers))
+        if chance.random() < mix.unordered:
+            # A gradient of one of the consumers back to the producer, and a value between works of no order.
+            nets.append(Net(consumers[-1], (producer,), 0.0, cost, ordered=False))
+            others = tuple(sorted(chance.sample(range(mix.count), min(2, mix.count))))
+            nets.append(Net(chance.randrange(mix.count), others, _seconds(chance, mix), 0.0, ordered=False))
+    for _ in range(chance.choice((0, 0, 1, 2))):
+        users = tuple(sorted(chance.sample(range(mix.count), min(mix.count, chance.randint(1, 3)))))
+        holds.append(Hold(chance.randrange(20), None, users, users[:1] if chance.random() < 0.5 else ()))
+    order = tuple(sorted(chance.sample(range(mix.count), 2)) for _ in range(chance.choice((0, 0, 1, 2))))
+    return Problem(
+        works,
+        tuple(nets),
+        tuple(holds),
+        tuple((tail, head) for tail, head in order),
+        microbatches=chance.choice((1, 2, 4, 8)),
+        schedule=chance.choice(mix.schedules),
+    )
+
+
+def _edges(chance: random.Random, count: int, *, shape: str) -> dict[int, tuple[int, ...]]:
+    ends: dict[int, set[int]] = {}
+    width = chance.randint(2, 4)
+    for head in range(1, count):
+        if shape == "chain":
+            tails = [head - 1]
+        elif shape == "layered":
+            tails = [chance.randrange(max(0, head - 3), head) for _ in range(chance.choice((1, 1, 2)))]
+        elif shape == "branches":
+            tails = [max(0, head - width)] if head % (3 * width) else range(max(0, head - width), head)
+        elif shape == "wide":
+            tails = [chance.randrange(head)] if chance.random() < 0.7 else []
+        else:
+            tails = [head - 1, *([chance.randrange(head)] if chance.random() < 0.2 else [])]
+        for tail in tails:
+            ends.setdefault(tail, set()).add(head)
+    return {tail: tuple(sorted(heads)) for tail, heads in ends.items()}
+
+
+def _seconds(chance: random.Random, mix: Mix) -> float:
+    if chance.random() < mix.zero:
+        return 0.0
+    return float(chance.randint(1, 9)) if mix.whole else chance.uniform(0.1, 9.0)
+
+
+def _work(chance: random.Random, index: int, mix: Mix) -> Work:
+    backward_s = _seconds(chance, mix)
+    return Work(
+        f"w{index}",
+        _seconds(chance, mix) * chance.choice((1, 1, 3)),
+        backward_s,
+        static_bytes=chance.choice((0, 0, chance.randrange(60))),
+        transient_bytes=chance.choice((0, chance.randrange(12))),
+        colour=chance.choice("abc") if chance.random() < mix.colours else None,
+        weight_s=backward_s * chance.random(),
+        block=chance.choice((None, index // 3)),
+    )
+
+
+def with_devices(problem: Problem, seed: int, *, stages: int, capacities: tuple[int | None, ...]) -> Problem:
+    """Return the problem on devices of two kinds, one twice as slow, with links that differ."""
+    chance = random.Random(f"devices {seed}")
+    devices = tuple(Device(chance.choice((1.0, 2.0)), capacity) for capacity in capacities[:stages])
+    links = tuple(chance.choice((1.0, 0.5, 3.0)) for _ in range(stages - 1)) if chance.random() < 0.5 else None
+    return replace(problem, devices=devices, links=links)
+
+
+def with_extras(problem: Problem, seed: int, *, ties: bool, recompute: bool, replicas: bool) -> Problem:
+    """Return the problem with tied parameters, recompute options, and devices that are several each."""
+    chance = random.Random(f"extras {seed}")
+    count = len(problem.works)
+    if ties:
+        found = []
+        for _ in range(chance.randint(1, 2)):
+            users = tuple(sorted(chance.sample(range(count), min(count, chance.randint(2, 3)))))
+            found.append(Tie(users, chance.randrange(40), chance.randrange(25), float(chance.randrange(8))))
+        problem = replace(problem, ties=tuple(found))
+    if recompute:
+        options = [option for option in RECOMPUTE if chance.random() < 0.6] or ["block"]
+        chance.shuffle(options)
+        problem = replace(problem, recompute=tuple(options))
+    if replicas and problem.devices is not None:
+        works = tuple(replace(work, sync_s=float(chance.randrange(6))) for work in problem.works)
+        devices = tuple(replace(device, replicas=chance.choice((1, 2))) for device in problem.devices)
+        problem = replace(problem, works=works, devices=devices)
+    return problem
