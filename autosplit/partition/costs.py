@@ -2,38 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from autosplit.memory.stage import StageBytes, stage_bytes
-from autosplit.partition.problem import Hold, Net, Problem
-from autosplit.schedule.catalog import in_flight
+from autosplit.memory.stage import StageBytes
+from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
+from autosplit.schedule.catalog import build, in_flight
+from autosplit.schedule.simulate import TransferTime, simulate
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Loads and bytes of each stage of an assignment."""
+    """Loads and bytes of each stage of an assignment.
+
+    ``order[position]`` is the device (an index into the problem's) at that place of the pipeline, ``lane`` the position
+    of each stage, ``recompute`` what each stage does again.
+    """
 
     loads_s: tuple[float, ...]
     stages: tuple[StageBytes, ...]
+    recompute: tuple[str, ...]
+    order: tuple[int, ...]
+    lane: tuple[int, ...]
+    cut: _Cut = field(repr=False, compare=False)
+
+    @property
+    def device_loads_s(self) -> tuple[float, ...]:
+        """The load of the device at each position: of all its stages."""
+        return tuple(sum(self.loads_s[stage] for stage in _on(self.lane, place)) for place in range(len(self.order)))
+
+    @property
+    def device_bytes(self) -> tuple[int, ...]:
+        """Peak bytes of the device at each position."""
+        own = [[self.stages[stage] for stage in _on(self.lane, place)] for place in range(len(self.order))]
+        return tuple(map(_peak_bytes, own))
 
     @property
     def bottleneck_s(self) -> float:
-        """The largest load."""
-        return max(self.loads_s)
+        """The largest load of a device."""
+        return max(self.device_loads_s)
 
     @property
     def stage_bytes(self) -> tuple[int, ...]:
-        """Peak bytes of each stage."""
+        """Peak bytes of each stage, alone on its device."""
         return tuple(stage.peak_bytes for stage in self.stages)
 
+    @cached_property
+    def step_s(self) -> float:
+        """How long one step takes, simulated, and what its stages do once per step at most."""
+        return self.cut.step_s(self.recompute, order=self.order)
 
-def check(problem: Problem, assignment: Sequence[int]) -> Costs:
+
+def check(
+    problem: Problem,
+    assignment: Sequence[int],
+    *,
+    recompute: Sequence[str] | None = None,
+    order: Sequence[int] | None = None,
+) -> Costs:
     """Return the costs of ``assignment[work] = stage``; raise ValueError when it is not legal.
 
-    The load of a stage is the time of its works plus, once for each net that it cuts, that net's transfer. Stages may
-    be empty; capacities are not looked at.
+    ``order[position]`` is the device there, by default their own order. ``recompute[stage]`` is by default, on each
+    device, the option with the least load that fits it, or the leanest where none does. Stages may be empty;
+    capacities play no other part.
     """
+    _check_legal(problem, assignment)
+    each = problem.virtual_stages
+    positions = -(-(max(assignment) + 1) // each)
+    order = tuple(range(positions)) if order is None else tuple(order[:positions])
+    known = positions if problem.devices is None else len(problem.devices)
+    if len(order) < positions or len(set(order)) < positions or not all(0 <= device < known for device in order):
+        raise ValueError(f"order is {order}; it names {positions} of {known} devices, each once")
+    cut = _Cut(problem, tuple(assignment), positions * each)
+    chosen = list(recompute) if recompute is not None else [""] * cut.count
+    if recompute is None:
+        for place, device in enumerate(order):
+            own = _on(cut.lane, place)
+            option = cut.fastest(own, device=cut.device(device))
+            for stage in own:
+                chosen[stage] = option
+    return Costs(
+        loads_s=tuple(
+            cut.load_s(stage, chosen[stage], device=cut.device(order[cut.lane[stage]])) for stage in range(cut.count)
+        ),
+        stages=tuple(cut.stage_bytes(stage, option) for stage, option in enumerate(chosen)),
+        recompute=tuple(chosen),
+        order=order,
+        lane=cut.lane,
+        cut=cut,
+    )
+
+
+def _check_legal(problem: Problem, assignment: Sequence[int]) -> None:
     if len(assignment) != len(problem.works):
         raise ValueError(f"{len(assignment)} stages are assigned to {len(problem.works)} works")
     for before, after in problem.precedence:
@@ -46,33 +107,175 @@ def check(problem: Problem, assignment: Sequence[int]) -> Costs:
     for work, stage in zip(problem.works, assignment, strict=True):
         if work.colour is not None and colours.setdefault(work.colour, stage) != stage:
             raise ValueError(f"colour {work.colour!r} is in stages {colours[work.colour]} and {stage}")
-    stages = max(assignment) + 1
-    members = [{index for index, own in enumerate(assignment) if own == stage} for stage in range(stages)]
-    return Costs(
-        loads_s=tuple(_load_s(problem, inside) for inside in members),
-        stages=tuple(_bytes(problem, inside, stage=stage, stages=stages) for stage, inside in enumerate(members)),
-    )
 
 
-def _load_s(problem: Problem, inside: set[int]) -> float:
-    works_s = sum(problem.works[index].forward_s + problem.works[index].backward_s for index in inside)
-    return works_s + sum(net.forward_s + net.backward_s for net in problem.nets if _cuts(net, inside))
+def _on(lane: Sequence[int], place: int) -> list[int]:
+    return [stage for stage, own in enumerate(lane) if own == place]
 
 
-def _bytes(problem: Problem, inside: set[int], *, stage: int, stages: int) -> StageBytes:
-    return stage_bytes(
-        static_bytes=sum(problem.works[index].static_bytes for index in inside),
-        resident_bytes=sum(hold.bytes for hold in problem.holds if _keeps(hold, inside)),
-        in_flight=in_flight(problem.schedule, stage=stage, stages=stages, microbatches=problem.microbatches),
-        transients=(problem.works[index].transient_bytes for index in inside),
-    )
+def _peak_bytes(stages: Sequence[StageBytes]) -> int:
+    """Return what stages need that share a device: the worst transient counts once."""
+    held = sum(stage.static_bytes + stage.activation_bytes for stage in stages)
+    return held + max((stage.transient_bytes for stage in stages), default=0)
 
 
-def _cuts(pins: Net | Hold, inside: set[int]) -> bool:
-    if pins.producer in inside:
-        return not inside.issuperset(pins.consumers)
-    return not inside.isdisjoint(pins.consumers)
+class _Cut:
+    """A legal assignment, taken apart by stage."""
 
+    def __init__(self, problem: Problem, assignment: tuple[int, ...], count: int) -> None:
+        self.problem, self.assignment, self.count = problem, assignment, count
+        self.size = {
+            "stages": count,
+            "microbatches": problem.microbatches,
+            "virtual_stages": problem.virtual_stages,
+        }
+        one_each = problem.virtual_stages == 1
+        self.lane = tuple(range(count)) if one_each else build(problem.schedule, **self.size).stage_lane
+        self.members: list[list[int]] = [[] for _ in range(count)]
+        for work, stage in enumerate(assignment):
+            self.members[stage].append(work)
+        self.net_s = [0.0] * count
+        for net in problem.nets:
+            for stage in self._apart((net.producer, *net.consumers)):
+                self.net_s[stage] += net.forward_s + net.backward_s
+        self.tie_s = [0.0] * count
+        self.tied_bytes = [0] * count
+        for tie in problem.ties:
+            touched = {assignment[user] for user in tie.users}
+            for stage in touched:
+                self.tied_bytes[stage] += tie.home_bytes if stage == min(touched) else tie.copy_bytes
+            for stage in self._apart(tie.users):
+                self.tie_s[stage] += tie.transfer_s
+        self._weigh_holds()
 
-def _keeps(hold: Hold, inside: set[int]) -> bool:
-    return not inside.isdisjoint(hold.savers) or _cuts(hold, inside)
+    def _apart(self, pins: Iterable[int]) -> set[int]:
+        """Return the stages of the pins, none when they are all in one."""
+        touched = {self.assignment[pin] for pin in pins}
+        return touched if len(touched) > 1 else set()
+
+    def _weigh_holds(self) -> None:
+        """Sum, by stage, what is kept, what of it crosses boundaries, and what is left when blocks are done again."""
+        self.kept, self.boundary, self.of_blocks = ([0] * self.count for _ in range(3))
+        self.saved: dict[object, int] = {}
+        stage_of = self.assignment
+        for hold in self.problem.holds:
+            source = hold.producer
+            crossed = {stage_of[pin] for pin in hold.consumers}
+            if source is not None:
+                crossed = self._apart((source, *hold.consumers))
+            kept = crossed | {stage_of[saver] for saver in hold.savers}
+            entered = {stage_of[pin] for pin in self._entering(hold)}
+            for sums, stages in (
+                (self.kept, kept),
+                (self.boundary, crossed),
+                (self.of_blocks, crossed | kept & entered),
+            ):
+                for stage in stages:
+                    sums[stage] += hold.bytes
+            if source is not None and any(self._block(saver) == self._block(source) for saver in hold.savers):
+                self.saved[self._block(source)] = self.saved.get(self._block(source), 0) + hold.bytes
+
+    def _entering(self, hold: Hold) -> Iterator[int]:
+        """Yield the works for which the storage comes from another block."""
+        source = None if hold.producer is None else self._block(hold.producer)
+        return (pin for pin in (*hold.consumers, *hold.savers) if self._block(pin) != source)
+
+    def _block(self, work: int) -> tuple[bool, object]:
+        named = self.problem.works[work].block
+        return (False, work) if named is None else (True, named)
+
+    def device(self, index: int) -> Device:
+        """Return the device, a plain one where the problem has none."""
+        return Device() if self.problem.devices is None else self.problem.devices[index]
+
+    def _recomputed_s(self, stage: int, option: str) -> float:
+        microbatches = self.problem.microbatches
+        share = {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(option, 1.0)
+        return share * sum(self.problem.works[work].forward_s for work in self.members[stage])
+
+    def load_s(self, stage: int, option: str, *, device: Device) -> float:
+        """Return the seconds per microbatch, a share of what is done once per step included."""
+        own = [self.problem.works[work] for work in self.members[stage]]
+        works_s = sum(work.forward_s + work.backward_s for work in own) + self._recomputed_s(stage, option)
+        each_s = (device.slowdown * works_s + self._link(stage) * self.net_s[stage]) / device.replicas
+        return each_s + self._once_s(stage, device=device) / self.problem.microbatches
+
+    def _once_s(self, stage: int, *, device: Device) -> float:
+        sync_s = sum(self.problem.works[work].sync_s for work in self.members[stage])
+        return sync_s * (device.replicas - 1) / device.replicas + self._link(stage) * self.tie_s[stage]
+
+    def _link(self, stage: int) -> float:
+        """Return the slower of the links next to the stage's position."""
+        place = self.lane[stage]
+        return max((self.problem.links or ())[max(place - 1, 0) : place + 1], default=1.0)
+
+    def stage_bytes(self, stage: int, option: str) -> StageBytes:
+        """Return the stage's bytes under a recompute option."""
+        own = self.members[stage]
+        transient = max((self.problem.works[work].transient_bytes for work in own), default=0)
+        resident = self.kept[stage]
+        if option in ("always", "except_last"):
+            resident = self.boundary[stage]
+            transient += self.kept[stage] - resident
+        elif option == "block":
+            resident = self.of_blocks[stage]
+            again = (self.saved.get(self._block(work), 0) + self.problem.works[work].transient_bytes for work in own)
+            transient = max(again, default=0)
+        return StageBytes(
+            static_bytes=sum(self.problem.works[work].static_bytes for work in own) + self.tied_bytes[stage],
+            resident_bytes=resident,
+            in_flight=in_flight(self.problem.schedule, stage=stage, **self.size),
+            transient_bytes=transient,
+        )
+
+    def fastest(self, stages: Sequence[int], *, device: Device) -> str:
+        """Return the recompute option with the least load on a device with these stages among those that fit it."""
+        options = [option for option in RECOMPUTE if option in self.problem.recompute]
+        if len(options) == 1:
+            return options[0]
+        needed = {option: _peak_bytes([self.stage_bytes(stage, option) for stage in stages]) for option in options}
+        limit = device.capacity_bytes
+        fitting = [option for option in options if limit is None or needed[option] <= limit]
+        if not fitting:
+            return min(options, key=lambda option: needed[option])
+        return min(fitting, key=lambda option: sum(self.load_s(stage, option, device=device) for stage in stages))
+
+    def step_s(self, recompute: Sequence[str], *, order: Sequence[int]) -> float:
+        """Simulate one step."""
+        schedule = build(self.problem.schedule, **self.size)
+        forward, backward, weight, once = ([0.0] * self.count for _ in range(4))
+        for stage, own in enumerate(self.members):
+            device = self.device(order[self.lane[stage]])
+            works = [self.problem.works[work] for work in own]
+            each = device.slowdown / device.replicas
+            forward[stage] = each * sum(work.forward_s for work in works)
+            weight[stage] = each * sum(work.weight_s for work in works)
+            again_s = self._recomputed_s(stage, recompute[stage])
+            backward[stage] = each * (sum(work.backward_s for work in works) + again_s)
+            once[stage] = self._once_s(stage, device=device)
+        timeline = simulate(
+            schedule,
+            forward_s=forward,
+            backward_s=backward,
+            input_gradient_s=[whole - own for whole, own in zip(backward, weight, strict=True)],
+            weight_gradient_s=weight,
+            transfers=self._transfers(),
+        )
+        return timeline.step_s + max(once)
+
+    def _transfers(self) -> tuple[TransferTime, ...]:
+        """Return what travels between stages: each net once per stage that consumes it, all between two in sequence."""
+        seconds: dict[tuple[int, int], list[float]] = {}
+        for net in self.problem.nets:
+            source = self.assignment[net.producer]
+            for stage in {self.assignment[consumer] for consumer in net.consumers} - {source}:
+                pair = seconds.setdefault((min(source, stage), max(source, stage)), [0.0, 0.0])
+                # What is not ordered is a gradient.
+                pair[0] += net.forward_s if net.ordered else 0.0
+                pair[1] += net.backward_s if net.ordered else net.forward_s + net.backward_s
+        found = []
+        for (producer, consumer), (forward_s, backward_s) in sorted(seconds.items()):
+            ends = sorted((self.lane[producer], self.lane[consumer]))
+            link = max((self.problem.links or ())[ends[0] : ends[1]], default=1.0)
+            found.append(TransferTime(producer, consumer, link * forward_s, link * backward_s))
+        return tuple(found)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from autosplit.schedule.catalog import SCHEDULES
+
+FREE_ORDERS = 4096
+"""Devices in free order may be of so many kinds that this many different subsets of them can be in use, no more."""
 
 RECOMPUTE = ("never", "except_last", "always", "block")
 """What a stage may do again in its backward so as not to keep it: nothing, all but the last microbatch, all, blocks."""
@@ -102,7 +106,7 @@ class Problem:
         microbatches, schedule, virtual_stages: set how many microbatches each stage holds in flight, and which stages
             share a device (more than one under interleaved, looped_bfs and zb_v).
         devices: in pipeline order; None stands for equal ones without a limit, as many as stages are asked for.
-        free_order: the devices may be put in any order.
+        free_order: the devices may be put in any order; they are of few kinds.
         links: how many times slower than what nets say the link between neighbouring devices is, one fewer than
             devices; a transfer further than that is as slow as the slowest link between. None: all alike.
         recompute: what a stage may choose among, the fastest that fits.
@@ -131,25 +135,49 @@ class Problem:
         unknown = [option for option in self.recompute if option not in RECOMPUTE]
         if unknown or not self.recompute:
             raise ValueError(f"recompute is {self.recompute!r}; choose among {', '.join(RECOMPUTE)}")
+        self._check_virtual_stages()
         self._check_devices()
+        self._check_links()
         self._check_costs()
 
+    def _check_virtual_stages(self) -> None:
+        allowed, asked = SCHEDULES[self.schedule].virtual_stages, self.virtual_stages
+        if asked < 2 if allowed is None else asked != allowed:
+            takes = "2 or more stages" if allowed is None else f"{allowed} stage{'s' if allowed > 1 else ''}"
+            raise ValueError(f"virtual_stages is {asked}; {self.schedule} puts {takes} on a device")
+
     def _check_devices(self) -> None:
-        for device in self.devices or ():
+        if self.devices is None:
+            return
+        if not self.devices:
+            raise ValueError("devices is empty; give at least one, or None for equal ones without a limit")
+        for device in self.devices:
             if not (device.slowdown > 0 and math.isfinite(device.slowdown)) or device.replicas < 1:
                 raise ValueError(f"{device}: slowdown must be positive and finite, replicas at least 1")
-        if self.links is not None:
-            if self.devices is None or len(self.links) != len(self.devices) - 1:
-                raise ValueError(f"{len(self.links)} links are given for {len(self.devices or ())} devices")
-            if not all(link >= 0 and math.isfinite(link) for link in self.links):
-                raise ValueError(f"links are {self.links}; none may be negative, infinite or NaN")
-            if self.free_order and len(set(self.links)) > 1:
-                raise ValueError("devices in free order need links that are all alike")
+            if device.capacity_bytes is not None and not 0 <= device.capacity_bytes < math.inf:
+                raise ValueError(f"{device}: capacity_bytes is not negative, and None where there is no limit")
+        if self.free_order and math.prod(count + 1 for count in Counter(self.devices).values()) > FREE_ORDERS:
+            raise ValueError(
+                f"{len(self.devices)} devices in free order are of {len(set(self.devices))} kinds: too many orders to "
+                "compare; fix the order, or make similar devices equal"
+            )
+
+    def _check_links(self) -> None:
+        if self.links is None:
+            return
+        if self.devices is None or len(self.links) != len(self.devices) - 1:
+            raise ValueError(f"{len(self.links)} links are given for {len(self.devices or ())} devices")
+        if not all(link >= 0 and math.isfinite(link) for link in self.links):
+            raise ValueError(f"links are {self.links}; none may be negative, infinite or NaN")
+        if self.free_order and len(set(self.links)) > 1:
+            raise ValueError("devices in free order need links that are all alike")
 
     def _check_costs(self) -> None:
         for work in self.works:
             numbers = (work.forward_s, work.backward_s, work.weight_s, work.sync_s)
             _check_numbers(work, (*numbers, work.static_bytes, work.transient_bytes))
+            if work.weight_s > work.backward_s:
+                raise ValueError(f"{work}: weight_s is a part of backward_s")
         for net in self.nets:
             _check_numbers(net, (net.forward_s, net.backward_s))
             self._check_indices(net, (net.producer, *net.consumers))
@@ -160,6 +188,8 @@ class Problem:
         for tie in self.ties:
             _check_numbers(tie, (tie.home_bytes, tie.copy_bytes, tie.transfer_s))
             self._check_indices(tie, tie.users)
+            if not tie.users:
+                raise ValueError(f"{tie} has no user")
         for pair in self.order:
             self._check_indices(pair, pair)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
+from autosplit.partition.problem import Device, Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.partition.solve import smallest_capacity, solve
 
 CHAIN = Problem(
@@ -106,6 +107,12 @@ def test_the_checker_refuses_what_is_not_legal(assignment: tuple[int, ...], mess
         check(CHAIN, assignment)
 
 
+@pytest.mark.parametrize("order", [(0,), (0, 0), (0, 2), (-1, 0)])
+def test_the_checker_refuses_what_is_no_order_of_devices(order: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"it names 2 of 2 devices, each once"):
+        check(replace(CHAIN, devices=devices_of((None, None))), (0, 0, 1, 1), order=order)
+
+
 def test_the_checker_refuses_a_torn_colour() -> None:
     problem = Problem((Work("a", 1.0, 0.0, colour="red"), Work("b", 1.0, 0.0, colour="red")), (), microbatches=1)
     with pytest.raises(ValueError, match="colour 'red' is in stages 0 and 1"):
@@ -127,6 +134,35 @@ ONE = (Work("a", 1.0, 0.0),)
         ({"holds": (Hold(-1, 0, (), ()),)}, "negative cost"),
         ({"holds": (Hold(1, None, (), (3,)),)}, r"outside 0\.\.0"),
         ({"order": ((0, 1),)}, r"outside 0\.\.0"),
+        ({"works": (Work("a", math.nan, 0.0),)}, "infinite or NaN"),
+        ({"works": (Work("a", 1.0, math.inf),)}, "infinite or NaN"),
+        ({"works": (Work("a", 1.0, 0.0, sync_s=math.nan),)}, "infinite or NaN"),
+        ({"works": (Work("a", 1.0, 1.0, weight_s=2.0),)}, "weight_s is a part of backward_s"),
+        ({"ties": (Tie((), 1, 1),)}, "has no user"),
+        ({"ties": (Tie((0, 1), 1, 1),)}, r"outside 0\.\.0"),
+        ({"ties": (Tie((0,), 1, -1),)}, "negative cost"),
+        ({"ties": (Tie((0,), 1, 1, math.nan),)}, "infinite or NaN"),
+        ({"recompute": ()}, r"recompute is \(\); choose among never"),
+        ({"recompute": ("sometimes",)}, "choose among never, except_last, always, block"),
+        ({"virtual_stages": 0}, "virtual_stages is 0; 1f1b puts 1 stage on a device"),
+        ({"virtual_stages": 2}, "virtual_stages is 2; 1f1b puts 1 stage on a device"),
+        ({"schedule": "interleaved"}, "virtual_stages is 1; interleaved puts 2 or more stages on a device"),
+        ({"schedule": "zb_v", "virtual_stages": 3}, "virtual_stages is 3; zb_v puts 2 stages on a device"),
+        ({"devices": ()}, "devices is empty"),
+        ({"devices": (Device(slowdown=0.0),)}, "slowdown must be positive"),
+        ({"devices": (Device(slowdown=math.nan),)}, "slowdown must be positive"),
+        ({"devices": (Device(slowdown=math.inf),)}, "slowdown must be positive"),
+        ({"devices": (Device(replicas=0),)}, "replicas at least 1"),
+        ({"devices": (Device(capacity_bytes=-1),)}, "capacity_bytes is not negative"),
+        ({"devices": (Device(),) * 3, "links": (1.0,)}, "1 links are given for 3 devices"),
+        ({"links": ()}, "0 links are given for 0 devices"),
+        ({"devices": (Device(),) * 2, "links": (-1.0,)}, "none may be negative"),
+        ({"devices": (Device(),) * 2, "links": (math.nan,)}, "none may be negative, infinite or NaN"),
+        ({"devices": (Device(),) * 3, "links": (1.0, 2.0), "free_order": True}, "links that are all alike"),
+        (
+            {"devices": tuple(Device(1.0 + kind) for kind in range(13)), "free_order": True},
+            "13 devices in free order are of 13 kinds: too many orders",
+        ),
     ],
 )
 def test_a_problem_is_checked_when_it_is_made(arguments: dict[str, object], message: str) -> None:
