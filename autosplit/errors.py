@@ -14,7 +14,14 @@ class ProfileError(AutosplitError):
 
 
 class InfeasibleError(AutosplitError):
-    """No partition satisfies the limits that were given."""
+    """No partition satisfies the limits that were given.
+
+    ``smallest_bytes`` is the smallest limit per device that was found to be met, None where memory is not what binds.
+    """
+
+    def __init__(self, message: str, *, smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
 
 
 class PlanError(AutosplitError):

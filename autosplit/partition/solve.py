@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import Costs, check
+from autosplit.partition.infeasible import no_fit
 from autosplit.partition.problem import Problem
 from autosplit.partition.search import TOLERANCE, Outcome, search
-from autosplit.units import format_bytes
 
 IDEAL_LIMIT = 20_000
 
@@ -79,7 +78,7 @@ def solve(
     stages = _stages(problem, stages)
     outcome = search(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit)
     if outcome.found is None:
-        raise _infeasible(problem, stages=stages, outcome=outcome, ideal_limit=ideal_limit)
+        raise _infeasible(problem, stages=stages, empty=empty, outcome=outcome, ideal_limit=ideal_limit)
     costs = check(problem, outcome.found.assignment)
     optimal = costs.bottleneck_s <= outcome.lower_bound * (1 + 3 * TOLERANCE)
     return Partition(
@@ -122,30 +121,17 @@ def _stages(problem: Problem, stages: int | None) -> int:
     return stages
 
 
-def _infeasible(problem: Problem, *, stages: int, outcome: Outcome, ideal_limit: int) -> InfeasibleError:
-    assert problem.capacity_bytes is not None, "without limits every graph can be cut"
-    even = solve_evenly(problem, stages=stages, ideal_limit=ideal_limit)
-    return infeasible(even.stage_bytes, problem.capacity_bytes, exhaustive=outcome.exhaustive)
-
-
-def infeasible(
-    stage_bytes: Sequence[int], capacity_bytes: Sequence[int | None], *, exhaustive: bool
-) -> InfeasibleError:
-    """Return the error for stages that do not fit where they need the fewest bytes that any cut needs.
-
-    ``exhaustive``: no other cut was left out.
-    """
-    given = zip(stage_bytes, capacity_bytes, strict=False)
-    pairs = [(needed, needed if capacity is None else capacity) for needed, capacity in given]
-    over = max(range(len(pairs)), key=lambda stage: pairs[stage][0] - pairs[stage][1])
-    needed, capacity = pairs[over]
-    fact = "no partition fits" if exhaustive else "no partition was found that fits"
-    return InfeasibleError(
-        f"{fact} {len(pairs)} stages: with the most even use of memory stage {over} needs {_exact(needed)}, its device "
-        f"has {_exact(capacity)}; devices of {_exact(max(stage_bytes))} each would hold it, or use more "
-        "devices or smaller microbatches"
+def _infeasible(problem: Problem, *, stages: int, empty: bool, outcome: Outcome, ideal_limit: int) -> InfeasibleError:
+    """Return the error that says what binds, and which limit could be met."""
+    assert problem.devices is not None, "without limits every graph can be cut"
+    even = search(problem, stages=stages, least="bytes", empty=empty, ideal_limit=ideal_limit)
+    assert even.found is not None, "without limits every graph can be cut"
+    no_room = tuple(replace(device, capacity_bytes=0) for device in problem.devices)
+    return no_fit(
+        problem,
+        stages=stages,
+        assignment=even.found.assignment,
+        costs=check(replace(problem, devices=no_room), even.found.assignment),
+        exhaustive=outcome.exhaustive,
+        smallest=even.exhaustive,
     )
-
-
-def _exact(count: int) -> str:
-    return f"{format_bytes(count)} ({count:,} bytes)"

@@ -12,8 +12,9 @@ from torch import nn
 
 from autosplit.errors import InfeasibleError
 from autosplit.options import Options
+from autosplit.partition.infeasible import over_capacity
 from autosplit.partition.problem import Problem, devices_of
-from autosplit.partition.solve import Partition, infeasible, solve, solve_evenly
+from autosplit.partition.solve import Partition, solve, solve_evenly
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, formulate, link_seconds, state_bytes
@@ -77,7 +78,7 @@ def _cut(problem: Problem, written: Callable[[Partition], _Writer]) -> _Writer:
             room = [_less(*each) for each in zip_longest(room, writer.peaks(), limits)]
     even = written(solve_evenly(problem))
     if even.over_capacity():
-        raise infeasible(even.peaks(), limits, exhaustive=False)
+        raise over_capacity(even.peaks(), limits)
     return even
 
 

@@ -83,15 +83,15 @@ def test_what_does_not_fit_is_said_with_its_numbers() -> None:
         solve(replace(CHAIN, devices=devices_of((247, 247))), stages=2)
     assert str(error.value) == (
         "no partition fits 2 stages: with the most even use of memory stage 0 needs 248 B (248 bytes), its device has "
-        "247 B (247 bytes); devices of 248 B (248 bytes) each would hold it, or use more devices or smaller "
-        "microbatches"
+        "247 B (247 bytes), and work 1 'w1' alone needs at least 118 B (118 bytes) of it; the smallest limit that can "
+        "be met is 248 B (248 bytes) per device, or use more devices or smaller microbatches"
     )
 
 
 def test_an_incomplete_search_says_so() -> None:
     works = tuple(Work(f"w{index}", 1.0, 0.0, static_bytes=100) for index in range(12))
     problem = Problem(works, (), microbatches=1, devices=devices_of((10, 10)))
-    with pytest.raises(InfeasibleError, match="no partition was found that fits"):
+    with pytest.raises(InfeasibleError, match="the smallest limit that was found to be met is"):
         solve(problem, stages=2, ideal_limit=8)
 
 

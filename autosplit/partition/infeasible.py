@@ -1,0 +1,183 @@
+"""What to say when no partition will do: what binds, and the smallest limit that could be met."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from autosplit.errors import InfeasibleError
+from autosplit.partition.costs import Costs
+from autosplit.partition.graph import base_graph
+from autosplit.partition.problem import Problem
+from autosplit.units import format_bytes
+
+_SHOWN = 3
+_SHOWN_CHARACTERS = 60
+_TRIED_COLOURS = 64
+"""Of a great many colours only the largest are tried for whether one alone binds."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Works that no partition can separate, and the fewest bytes that they need on any device."""
+
+    works: tuple[int, ...]
+    bytes: int
+
+
+def no_fit(
+    problem: Problem, *, stages: int, assignment: Sequence[int], costs: Costs, exhaustive: bool, smallest: bool
+) -> InfeasibleError:
+    """Return the error for capacities that no partition into ``stages`` stages was found to keep.
+
+    ``assignment`` uses memory most evenly, at ``costs``. ``exhaustive``: no cut was left out when one that fits was
+    looked for. ``smallest``: no assignment's fullest device needs less than this one's.
+    """
+    limit = max(costs.device_bytes)
+    given = [limit if own is None else own for own in problem.capacity_bytes or ()]
+    groups = _groups(problem)
+    heaviest = max(groups, key=lambda group: group.bytes)
+    static = sum(work.static_bytes for work in problem.works)
+    fact = f"no partition fits {stages} stages"
+    ways = [f"the smallest limit that {'can be' if smallest else 'was found to be'} met is {_exact(limit)} per device"]
+    if heaviest.bytes > max(given):
+        why = f"{_needs(problem, heaviest)} on one device, none has more than {_exact(max(given))}"
+    elif static > sum(given):
+        why = (
+            f"the works have {_exact(static)} of static memory, all devices together {_exact(sum(given))}, and "
+            f"{_needs(problem, heaviest)} of it"
+        )
+        ways.append("or use more devices")
+    else:
+        fact = fact if exhaustive else f"no partition was found that fits {stages} stages"
+        room = [given[device] for device in costs.order]
+        over = max(range(len(room)), key=lambda place: costs.device_bytes[place] - room[place])
+        inside = [group for group in groups if costs.lane[assignment[group.works[0]]] == over]
+        why = (
+            f"with the most even use of memory {'device' if problem.virtual_stages > 1 else 'stage'} {over} needs "
+            f"{_exact(costs.device_bytes[over])}, its device has {_exact(room[over])}, and "
+            f"{_needs(problem, max(inside, key=lambda group: group.bytes))} of it"
+        )
+        ways.append("or use more devices or smaller microbatches" if problem.holds else "or use more devices")
+    return InfeasibleError(f"{fact}: {why}; {', '.join(ways)}", smallest_bytes=limit)
+
+
+def over_capacity(stage_bytes: Sequence[int], capacity_bytes: Sequence[int | None]) -> InfeasibleError:
+    """Return the error for stages that need more than their devices have, by a count that the search does not see."""
+    given = zip(stage_bytes, capacity_bytes, strict=False)
+    pairs = [(needed, needed if capacity is None else capacity) for needed, capacity in given]
+    over = max(range(len(pairs)), key=lambda stage: pairs[stage][0] - pairs[stage][1])
+    needed, capacity = pairs[over]
+    limit = max(stage_bytes)
+    return InfeasibleError(
+        f"no partition was found that fits {len(pairs)} stages: with the most even use of memory stage {over} needs "
+        f"{_exact(needed)}, its device has {_exact(capacity)}; devices of {_exact(limit)} each would hold it, or use "
+        "more devices or smaller microbatches",
+        smallest_bytes=limit,
+    )
+
+
+def require_separable(problem: Problem, *, stages: int) -> None:
+    """Raise InfeasibleError where several stages are asked for and colours leave nothing to cut."""
+    groups = _groups(problem)
+    if stages > 1 and len(groups) == 1 and len(problem.works) > 1:
+        raise InfeasibleError(
+            f"{stages} stages were asked for, and there is nothing to cut: {_held(problem, groups[0])}; "
+            "ask for 1 stage, or give fewer works that colour"
+        )
+
+
+def _groups(problem: Problem) -> list[_Group]:
+    """Return what colours and cycles leave to be separated, with the bytes that no use of a device goes below."""
+    members: dict[int, list[int]] = {}
+    group_of = base_graph(problem).group_of
+    for work, group in enumerate(group_of):
+        members.setdefault(group, []).append(work)
+    least = dict.fromkeys(members, 0)
+    if "block" not in problem.recompute:  # a stage that does blocks again never holds all that they save at once
+        for hold in problem.holds:
+            for group in {group_of[saver] for saver in hold.savers}:
+                least[group] += hold.bytes
+    for tie in problem.ties:
+        for group in {group_of[user] for user in tie.users}:
+            least[group] += min(tie.home_bytes, tie.copy_bytes)
+    for group, own in members.items():
+        works = [problem.works[work] for work in own]
+        least[group] += sum(work.static_bytes for work in works) + max(work.transient_bytes for work in works)
+    return [_Group(tuple(own), least[group]) for group, own in sorted(members.items())]
+
+
+def _needs(problem: Problem, group: _Group) -> str:
+    if len(group.works) > 1:
+        return f"{_held(problem, group)}, which need at least {_exact(group.bytes)}"
+    return f"work {_named(problem, group.works[0])} alone needs at least {_exact(group.bytes)}"
+
+
+def _held(problem: Problem, group: _Group) -> str:
+    """Return which colours hold a group together, and its works."""
+    colours = _binding_colours(problem, group.works)
+    shown = ", ".join(_short(colour) for colour in colours[:_SHOWN])
+    more = f" and {len(colours) - _SHOWN} more" if len(colours) > _SHOWN else ""
+    names = ", ".join(_named(problem, work) for work in group.works[:_SHOWN])
+    rest = f" and {len(group.works) - _SHOWN} more" if len(group.works) > _SHOWN else ""
+    who = f"colour{'s' if len(colours) > 1 else ''} {shown}{more} hold{'' if len(colours) > 1 else 's'}"
+    if not colours:
+        who = "their order, a cycle, holds"
+    return f"{who} {len(group.works)} works together ({names}{rest})"
+
+
+def _binding_colours(problem: Problem, works: Sequence[int]) -> list[Hashable]:
+    """Return the colours that hold works together: one that does so alone where there is one, else all, largest first.
+
+    A colour that is met once holds nothing.
+    """
+    counts = Counter(colour for work in works if (colour := problem.works[work].colour) is not None)
+    colours = [colour for colour, count in counts.most_common() if count > 1]
+    inside = set(works)
+    pairs = [pair for pair in problem.precedence if inside.issuperset(pair)]
+    if _connected(problem, works, pairs, colours=()):
+        return []
+    for colour in colours[:_TRIED_COLOURS]:
+        if _connected(problem, works, pairs, colours=(colour,)):
+            return [colour]
+    return colours
+
+
+def _connected(
+    problem: Problem, works: Sequence[int], pairs: Iterable[tuple[int, int]], *, colours: Collection[Hashable]
+) -> bool:
+    """Tell whether works hang together in a cycle when those of these colours are one."""
+    label: dict[int, object] = {}
+    for work in works:
+        colour = problem.works[work].colour
+        label[work] = (colour,) if colour in colours else work
+    after: dict[object, set[object]] = {own: set() for own in label.values()}
+    before: dict[object, set[object]] = {own: set() for own in label.values()}
+    for tail, head in pairs:
+        after[label[tail]].add(label[head])
+        before[label[head]].add(label[tail])
+    return all(_reached(label[works[0]], next_to) == len(after) for next_to in (after, before))
+
+
+def _reached(start: object, next_to: dict[object, set[object]]) -> int:
+    seen, waiting = {start}, [start]
+    while waiting:
+        for other in next_to[waiting.pop()] - seen:
+            seen.add(other)
+            waiting.append(other)
+    return len(seen)
+
+
+def _named(problem: Problem, work: int) -> str:
+    """Return a work's number and its name, in short: names come from strangers."""
+    return f"{work} {_short(problem.works[work].name)}"
+
+
+def _short(name: object) -> str:
+    text = repr(name)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def _exact(count: int) -> str:
+    return f"{format_bytes(count)} ({count:,} bytes)"

@@ -1,0 +1,151 @@
+"""Limits that no partition can keep: what is named, and that the limit in the message is the smallest."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from autosplit.errors import InfeasibleError
+from autosplit.partition.costs import check
+from autosplit.partition.infeasible import require_separable
+from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
+from autosplit.partition.solve import solve
+from tests.partition.oracle_brute import assignments, most_stages
+from tests.partition.oracle_problems import Mix, random_problem
+
+
+def chain(*sizes: int, colours: str = "", limit: int, stages: int) -> Problem:
+    """Works in a row, of one second and these bytes; a dot is no colour."""
+    names = colours or "." * len(sizes)
+    works = tuple(
+        Work(f"w{index}", 1.0, 0.0, size, colour=None if names[index] == "." else names[index])
+        for index, size in enumerate(sizes)
+    )
+    nets = tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(len(sizes) - 1))
+    return Problem(works, nets, microbatches=2, devices=devices_of((limit,) * stages))
+
+
+def refusal(problem: Problem, *, stages: int, empty: bool = False) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        solve(problem, stages=stages, empty=empty)
+    return caught.value
+
+
+def test_a_work_that_fits_nowhere_is_named() -> None:
+    error = refusal(chain(5, 90, 5, limit=80, stages=2), stages=2)
+    assert str(error) == (
+        "no partition fits 2 stages: work 1 'w1' alone needs at least 90 B (90 bytes) on one device, none has more "
+        "than 80 B (80 bytes); the smallest limit that can be met is 95 B (95 bytes) per device"
+    )
+    assert error.smallest_bytes == 95
+
+
+def test_a_colour_that_fits_nowhere_is_named_with_what_lies_between_its_works() -> None:
+    error = refusal(chain(30, 40, 10, 30, 1, colours="r..rb", limit=80, stages=3), stages=3)
+    assert str(error) == (
+        "no partition fits 3 stages: colour 'r' holds 4 works together (0 'w0', 1 'w1', 2 'w2' and 1 more), which need "
+        "at least 110 B (110 bytes) on one device, none has more than 80 B (80 bytes); the smallest limit that can be "
+        "met is 110 B (110 bytes) per device"
+    )
+
+
+def test_too_little_room_in_all_says_so_with_the_largest_part() -> None:
+    error = refusal(chain(30, 40, 10, 30, limit=50, stages=2), stages=2)
+    assert str(error) == (
+        "no partition fits 2 stages: the works have 110 B (110 bytes) of static memory, all devices together 100 B "
+        "(100 bytes), and work 1 'w1' alone needs at least 40 B (40 bytes) of it; the smallest limit that can be met "
+        "is 70 B (70 bytes) per device, or use more devices"
+    )
+
+
+def test_a_stage_that_is_over_is_named_with_its_largest_part() -> None:
+    error = refusal(chain(30, 40, 10, 30, limit=60, stages=2), stages=2)
+    assert str(error) == (
+        "no partition fits 2 stages: with the most even use of memory stage 0 needs 70 B (70 bytes), its device has "
+        "60 B (60 bytes), and work 1 'w1' alone needs at least 40 B (40 bytes) of it; the smallest limit that can be "
+        "met is 70 B (70 bytes) per device, or use more devices"
+    )
+
+
+def test_a_work_counts_what_it_saves_and_its_tied_parameters() -> None:
+    problem = replace(
+        chain(10, 10, limit=20, stages=2),
+        holds=(Hold(7, 0, (1,), (1,)),),
+        ties=(Tie((1,), home_bytes=9, copy_bytes=5),),
+    )
+    assert "work 1 'w1' alone needs at least 22 B" in str(refusal(problem, stages=2))
+
+
+def test_a_name_from_a_stranger_is_short_and_harmless() -> None:
+    works = (Work("\x1b[31m\n" + "x" * 500, 1.0, 0.0, 90),)
+    error = refusal(Problem(works, (), microbatches=1, devices=devices_of((80,))), stages=1)
+    assert r"\x1b[31m\nxxx" in str(error)
+    assert str(error).isprintable()
+    assert len(str(error)) < 300
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
+    refused = 0
+    for seed in range(120):
+        problem = random_problem(seed, Mix(count=3 + seed % 5, colours=0.2))
+        stages = most_stages(problem, stages=1 + seed % 3)
+        every = [
+            max(check(problem, assignment).stage_bytes)
+            for assignment in assignments(problem, stages=stages, empty=empty)
+        ]
+        least = min(every)
+        if not least:
+            continue
+        limited = replace(problem, devices=devices_of((least - 1 - seed % 2 * (least // 2),) * stages))
+        error = refusal(limited, stages=stages, empty=empty)
+        assert error.smallest_bytes == least, seed
+        met = replace(problem, devices=devices_of((error.smallest_bytes,) * stages))
+        assert max(solve(met, stages=stages, empty=empty).stage_bytes) <= least
+        refused += 1
+    assert refused > 100
+
+
+def test_an_incomplete_search_names_a_limit_that_it_can_meet() -> None:
+    works = tuple(Work(f"w{index}", 1.0, 0.0, 10 + index) for index in range(12))
+    problem = Problem(works, (), microbatches=1, devices=devices_of((70, 70)))
+    with pytest.raises(InfeasibleError, match="the smallest limit that was found to be met is") as caught:
+        solve(problem, stages=2, ideal_limit=8)
+    limit = caught.value.smallest_bytes
+    assert limit is not None
+    met = replace(problem, devices=devices_of((limit, limit)))
+    assert max(solve(met, stages=2, ideal_limit=8).stage_bytes) <= limit
+
+
+def test_the_error_survives_a_process() -> None:
+    error = pickle.loads(pickle.dumps(refusal(chain(90, limit=80, stages=1), stages=1)))
+    assert (type(error), error.smallest_bytes) == (InfeasibleError, 90)
+
+
+def test_one_colour_that_leaves_nothing_to_cut_is_named() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        require_separable(chain(1, 1, 1, 1, colours="rbbr", limit=9, stages=3), stages=3)
+    assert str(caught.value) == (
+        "3 stages were asked for, and there is nothing to cut: colour 'r' holds 4 works together (0 'w0', 1 'w1', "
+        "2 'w2' and 1 more); ask for 1 stage, or give fewer works that colour"
+    )
+    assert caught.value.smallest_bytes is None
+
+
+def test_colours_that_only_together_leave_nothing_to_cut_are_named() -> None:
+    with pytest.raises(InfeasibleError, match="colours 'r', 'b' hold 4 works together"):
+        require_separable(chain(1, 1, 1, 1, colours="rbrb", limit=9, stages=2), stages=2)
+
+
+def test_a_cycle_of_order_needs_no_colour() -> None:
+    problem = replace(chain(1, 1, limit=9, stages=2), order=((1, 0),))
+    with pytest.raises(InfeasibleError, match="their order, a cycle, holds 2 works together"):
+        require_separable(problem, stages=2)
+
+
+@pytest.mark.parametrize(("colours", "stages"), [("rbbr", 1), ("rbr.", 2), ("....", 9)])
+def test_what_can_be_cut_is_left_alone(colours: str, stages: int) -> None:
+    require_separable(chain(1, 1, 1, 1, colours=colours, limit=9, stages=stages), stages=stages)
+    require_separable(chain(1, limit=9, stages=2), stages=2)
