@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from autosplit.partition.problem import Problem
-from tests.partition.oracle_costs import Rules, bits
+from tests.partition.oracle_costs import Rules, bits, members
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ def assignments(problem: Problem, *, stages: int, empty: bool = False) -> Iterat
     """Yield every legal assignment, work by work; without ``empty`` each stage has a work."""
     rules = Rules(problem, stages)
     count = len(problem.works)
-    flows = {(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers} | set(problem.order)
-    earlier = [[(tail, head) for tail, head in flows if max(tail, head) == last] for last in range(count)]
+    earlier = [[(tail, head) for tail, head in _flows(problem) if max(tail, head) == last] for last in range(count)]
 
     def extend(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(prefix) == count:
@@ -43,7 +42,7 @@ def assignments(problem: Problem, *, stages: int, empty: bool = False) -> Iterat
 
 def most_stages(problem: Problem, *, stages: int) -> int:
     """Return into how many non-empty stages, at most ``stages``, the problem can be cut."""
-    return max(count for count in range(1, stages + 1) if any(True for _ in assignments(problem, stages=count)))
+    return min(stages, len(set(closures(problem))))
 
 
 def orders(problem: Problem, *, positions: int) -> list[tuple[int, ...]]:
@@ -69,28 +68,25 @@ def brute_force(problem: Problem, *, stages: int, empty: bool = False) -> Best:
     return best
 
 
+def closures(problem: Problem) -> list[int]:
+    """Return for each work the works that cannot lie in a later stage than it, itself and whole colours included."""
+    count = len(problem.works)
+    needs = [1 << work for work in range(count)]
+    for tail, head in [*_flows(problem), *_same(problem)]:
+        needs[head] |= 1 << tail
+    while True:
+        larger = list(needs)
+        for work, mask in enumerate(needs):
+            for other in members(mask):
+                larger[work] |= needs[other]
+        if larger == needs:
+            return needs
+        needs = larger
+
+
 def ideals_of(problem: Problem) -> list[int]:
     """Return all sets of works that hold, with a work, all that must not come later, and whole colours."""
-    count = len(problem.works)
-    flows = {(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers} | set(problem.order)
-    flows |= {
-        (a, b)
-        for a, b in itertools.permutations(range(count), 2)
-        if problem.works[a].colour is not None and problem.works[a].colour == problem.works[b].colour
-    }
-    needs = [bits([tail for tail, head in flows if head == work]) for work in range(count)]
-    closed = []
-    for work in range(count):
-        mask = 1 << work
-        while True:
-            larger = mask
-            for other in range(count):
-                if mask >> other & 1:
-                    larger |= needs[other]
-            if larger == mask:
-                break
-            mask = larger
-        closed.append(mask)
+    closed = set(closures(problem))
     found = {0}
     fresh = [0]
     while fresh:
@@ -100,6 +96,18 @@ def ideals_of(problem: Problem) -> list[int]:
                 found.add(ideal | mask)
                 fresh.append(ideal | mask)
     return sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))
+
+
+def _flows(problem: Problem) -> set[tuple[int, int]]:
+    flows = {(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers}
+    return flows | set(problem.order)
+
+
+def _same(problem: Problem) -> Iterator[tuple[int, int]]:
+    for tail, head in itertools.permutations(range(len(problem.works)), 2):
+        colour = problem.works[tail].colour
+        if colour is not None and colour == problem.works[head].colour:
+            yield tail, head
 
 
 def ideal_dp(problem: Problem, *, stages: int, empty: bool = False, order: Sequence[int] | None = None) -> float:

@@ -6,12 +6,13 @@ Nothing of the solver or of its checker is used, only the problem itself and the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
 from autosplit.schedule.catalog import build, in_flight
+from autosplit.schedule.simulate import TransferTime, simulate
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,51 @@ class Rules:
         order = range(max(self.lane) + 1) if order is None else order
         options = self.device_options(self.stage_masks(assignment), order)
         return math.inf if options is None else max(sum(o.load_s for o in own) for own in options)
+
+    def step_s(self, assignment: Sequence[int], *, order: Sequence[int] | None = None) -> float:
+        """Return the length of a simulated step, infinite when a capacity is exceeded whatever is recomputed."""
+        order = range(max(self.lane) + 1) if order is None else order
+        masks = self.stage_masks(assignment)
+        options = self.device_options(masks, order)
+        if options is None:
+            return math.inf
+        # A device's options are in the order of its stages.
+        left = [iter(own) for own in options]
+        chosen = [next(left[position]) for position in self.lane]
+        devices = [self.device(order[position]) for position in self.lane]
+        each = [device.slowdown / device.replicas for device in devices]
+        stages = list(zip(masks, each, chosen, strict=True))
+        backward = [k * (sum(self.works(mask, "backward_s")) + own.recomputed_s) for mask, k, own in stages]
+        weight = [k * sum(self.works(mask, "weight_s")) for mask, k, _ in stages]
+        once = [
+            sum(self.works(mask, "sync_s")) * (device.replicas - 1) / device.replicas + self.link(at) * self.tie_s(mask)
+            for mask, device, at in zip(masks, devices, self.lane, strict=True)
+        ]
+        timeline = simulate(
+            self._schedule,
+            forward_s=[k * sum(self.works(mask, "forward_s")) for mask, k, _ in stages],
+            backward_s=backward,
+            input_gradient_s=[whole - part for whole, part in zip(backward, weight, strict=True)],
+            weight_gradient_s=weight,
+            transfers=tuple(self._transfers(assignment)),
+        )
+        return timeline.step_s + max(once)
+
+    def _transfers(self, assignment: Sequence[int]) -> Iterator[TransferTime]:
+        for low in range(self.stages):
+            for high in range(low + 1, self.stages):
+                forward_s = backward_s = 0.0
+                for net in self.problem.nets:
+                    source, ends = assignment[net.producer], {assignment[end] for end in net.consumers}
+                    down, up = source == low and high in ends, source == high and low in ends
+                    if net.ordered and down:
+                        forward_s, backward_s = forward_s + net.forward_s, backward_s + net.backward_s
+                    elif down or up:
+                        backward_s += net.forward_s + net.backward_s
+                links = self.problem.links or ()
+                between = links[min(self.lane[low], self.lane[high]) : max(self.lane[low], self.lane[high])]
+                slow = max(between, default=1.0)
+                yield TransferTime(low, high, slow * forward_s, slow * backward_s)
 
 
 def _boundary(hold: Hold, inside: int) -> bool:

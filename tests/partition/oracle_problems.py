@@ -42,7 +42,7 @@ def random_problem(seed: int, mix: Mix) -> Problem:
     for _ in range(chance.choice((0, 0, 1, 2))):
         users = tuple(sorted(chance.sample(range(mix.count), min(mix.count, chance.randint(1, 3)))))
         holds.append(Hold(chance.randrange(20), None, users, users[:1] if chance.random() < 0.5 else ()))
-    order = tuple(sorted(chance.sample(range(mix.count), 2)) for _ in range(chance.choice((0, 0, 1, 2))))
+    order = [sorted(chance.choices(range(mix.count), k=2)) for _ in range(chance.choice((0, 0, 1, 2)))]
     return Problem(
         works,
         tuple(nets),
