@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autosplit.partition.chains import Chain, Goal, best_chain
+from autosplit.partition.chains import Chain, best_chain
 from autosplit.partition.condense import Concern, condense, glue_costly
+from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, Tensor, base_graph, merge
 from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.problem import Problem
 from autosplit.partition.table import Table
-from autosplit.schedule.catalog import in_flight
 
 TOLERANCE = 1e-9
 """Values that differ by less, relatively, are the same."""
@@ -74,14 +74,7 @@ class _Search:
         self.least = least
         self.ideal_limit = ideal_limit
         count = stages if empty else min(stages, self.base.size)
-        self.goal = Goal(
-            in_flight=tuple(
-                in_flight(problem.schedule, stage=stage, stages=count, microbatches=problem.microbatches)
-                for stage in range(count)
-            ),
-            least=least,
-            empty=empty,
-        )
+        self.goal = Goal.of(problem, stages=count, least=least, empty=empty)
         self.capacity = self._binding_capacity() if least == "load" else None
         self.concern = Concern(loads=least == "load", bytes=least == "bytes" or self.capacity is not None)
         self.best: Found | None = None
@@ -204,7 +197,7 @@ class _Search:
         limit = math.inf if self.best is None else self.best.chain.value * (1 + TOLERANCE)
         if self.least == "load":
             return replace(self.goal, load_limit_s=limit, capacity_bytes=capacity)
-        return replace(self.goal, capacity_bytes=(limit,) * self.goal.stages)
+        return replace(self.goal, capacity_bytes=(limit,) * self.goal.slots)
 
     def _closed(self) -> bool:
         return self.best is not None and self.best.chain.value <= self.lower * (1 + TOLERANCE)

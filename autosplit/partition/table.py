@@ -7,9 +7,10 @@ by the stage according to how many of its pins lie in ``J`` and not in ``I``; on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,29 +23,73 @@ Bits = NDArray[np.uint64]
 
 _SAVER = 2**15
 _PRODUCER = 2**30
+_ENTERING = 2**31
 _QUANTA = 2**40
 """Weights are whole numbers of about this many parts of the total: sums in float64 are exact, so order is safe."""
 
 
 @dataclass(frozen=True)
+class Row:
+    """A tensor or storage: what a stage pays, and the groups it concerns; the producer is none of its consumers.
+
+    A stage pays when the boundary cuts the row, and when a saver is inside; where there are ``entering`` groups, only
+    when one of these is inside as well as a saver.
+    """
+
+    cost: float
+    producer: int | None
+    consumers: frozenset[int]
+    savers: frozenset[int] = frozenset()
+    entering: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
 class Pins:
-    """Which pins of each tensor or storage (rows) lie in each ideal (columns), as one number per pair.
+    """Which pins of each row lie in each ideal (columns), as one number per pair.
 
-        bit 30: the producer | bits 15-29: number of savers | bits 0-14: number of consumers
+        bits 31-45: number of entering groups | bit 30: the producer | bits 15-29: savers | bits 0-14: consumers
 
-    No field shrinks from an ideal to a larger one, so the number of a stage is a difference. The stage pays unless that
-    is 0 (no pin inside) or ``whole`` (producer and all consumers inside, no saver).
+    No field shrinks from an ideal to a larger one, so the number of a stage is a difference. Without entering groups
+    the stage pays unless that is 0 (no pin inside) or ``whole`` (producer and all consumers inside, no saver).
     """
 
     cost: Floats
-    inside: NDArray[np.int32]
-    whole: NDArray[np.int32]
-    every: NDArray[np.int32]
+    inside: Ints | NDArray[np.int32]
+    whole: Ints | NDArray[np.int32]
+    every: Ints | NDArray[np.int32]
     """The number when all pins are inside."""
     closed_cost: Floats
     """What an ideal pays for a row even when all its pins are inside."""
     paid: Floats
     """Sum of what the whole ideal, as one stage, pays, per ideal."""
+    entered: bool
+
+    @classmethod
+    def of(cls, columns: NDArray[np.bool_], rows: Iterable[Row]) -> Pins:
+        """Return the pins of rows; ``columns[group]`` tells for each ideal whether it contains the group."""
+        merged: dict[Row, float] = {}
+        for row in rows:
+            bare = replace(row, cost=0.0)
+            merged[bare] = merged.get(bare, 0.0) + row.cost
+        entered = any(row.entering is not None for row in merged)
+        kind = np.int64 if entered else np.int32
+        inside = np.zeros((len(merged), columns.shape[1]), dtype=kind)
+        paid = np.zeros(columns.shape[1])
+        whole = np.array([_PRODUCER + len(row.consumers) for row in merged], dtype=kind)
+        every = np.zeros(len(merged), dtype=kind)
+        for index, (row, cost) in enumerate(merged.items()):
+            own = frozenset() if row.producer is None else frozenset((row.producer,))
+            fields = ((own, _PRODUCER), (row.consumers, 1), (row.savers, _SAVER), (row.entering or (), _ENTERING))
+            for groups, unit in fields:
+                every[index] += len(groups) * unit
+                for group in groups:
+                    inside[index] += columns[group] * kind(unit)
+            paid += cost * _pays(inside[index], whole[index], entered=entered)
+        costs: Floats = np.array(list(merged.values()), dtype=np.float64)
+        closed_cost: Floats = np.where(_pays(every, whole, entered=entered), costs, 0.0)
+        return cls(
+            cost=costs, inside=inside, whole=whole, every=every, closed_cost=closed_cost, paid=paid, entered=entered
+        )
 
     def stage_cost(self, ideal: int, larger: Ints) -> Floats:
         """Return what the stages ``larger`` minus ``ideal`` pay."""
@@ -54,9 +99,35 @@ class Pins:
         if len(rows):
             block = self.inside[np.ix_(rows, larger)]
             whole = self.whole[rows][:, None]
-            pays = _pays(block - own[rows][:, None], whole).astype(np.int8) - _pays(block, whole)
-            cost += self.cost[rows] @ pays
+            pays = _pays(block - own[rows][:, None], whole, entered=self.entered).astype(np.int8)
+            cost += self.cost[rows] @ (pays - _pays(block, whole, entered=self.entered))
         return cost
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest of a number over the groups of a stage, read from bits in descending order of it."""
+
+    values: Floats
+    bits: Bits
+
+    @classmethod
+    def among(cls, values: Sequence[float], columns: NDArray[np.bool_]) -> Worst:
+        """Return it for these values, one per group."""
+        numbers = np.array(values, dtype=np.float64)
+        rank = np.argsort(-numbers, kind="stable")
+        return cls(numbers[rank], _pack(columns[rank].T))
+
+    def of(self, ideal: int, larger: Ints) -> Floats:
+        """Return the largest in each of the stages ``larger`` minus ``ideal``."""
+        if not self.values[0]:
+            return np.zeros(len(larger))
+        # The lowest bit of the difference is the worst group.
+        added = self.bits[larger] & ~self.bits[ideal]
+        word = np.argmax(added != 0, axis=1)
+        value = added[np.arange(len(larger)), word]
+        lowest = np.log2((value & (~value + np.uint64(1))).astype(np.float64)).astype(np.int64)
+        return self.values[word * 64 + lowest]
 
 
 class Table:
@@ -64,7 +135,6 @@ class Table:
 
     def __init__(self, graph: Graph, pool: Sequence[int], *, by_bytes: bool = False) -> None:
         weights = np.array(graph.static_bytes if by_bytes else graph.times_s, dtype=np.float64)
-        rank = np.argsort(-np.array(graph.transient_bytes), kind="stable")
         total = float(weights.sum())
         self.by_bytes = by_bytes
         self.quantum = total / _QUANTA if total else 1.0
@@ -78,22 +148,22 @@ class Table:
         self.time_s: Floats = member @ np.array(graph.times_s)
         self.static: Floats = member @ np.array(graph.static_bytes, dtype=np.float64)
         self.resident: Floats = member @ np.array(graph.resident_bytes, dtype=np.float64)
-        self.transients: Floats = np.array(graph.transient_bytes, dtype=np.float64)[rank]
-        self.bits = _pack(member[:, rank])
         self.columns = np.ascontiguousarray(member.T).astype(np.bool_)
+        self.worst = Worst.among(graph.transient_bytes, self.columns)
+        self.bits = self.worst.bits
 
     @cached_property
     def tensors(self) -> Pins:
         """What crosses cuts in time."""
         tensors = self.graph.tensors
-        return _pins(self.columns, [(item.cost_s, item.producer, item.consumers, frozenset()) for item in tensors])
+        return Pins.of(self.columns, (Row(item.cost_s, item.producer, item.consumers) for item in tensors))
 
     @cached_property
     def storages(self) -> Pins:
         """What stages keep in bytes."""
         storages = self.graph.storages
-        rows = [(float(item.bytes), item.producer, item.consumers, item.savers) for item in storages]
-        return _pins(self.columns, rows)
+        rows = (Row(item.bytes, item.producer, item.consumers, item.savers) for item in storages)
+        return Pins.of(self.columns, rows)
 
     def __len__(self) -> int:
         return len(self.ideals)
@@ -106,50 +176,33 @@ class Table:
                 keep &= (self.bits[start:stop, word] & own) == own
         return start + np.flatnonzero(keep)
 
+    def works_s(self, ideal: int, larger: Ints) -> Floats:
+        """Return the seconds of the works in the stages ``larger`` minus ``ideal``."""
+        return self.time_s[larger] - self.time_s[ideal]
+
+    def nets_s(self, ideal: int, larger: Ints) -> Floats:
+        """Return the seconds of the tensors that the stages cut."""
+        return self.tensors.stage_cost(ideal, larger)
+
     def loads(self, ideal: int, larger: Ints) -> Floats:
         """Return the loads of the stages ``larger`` minus ``ideal``, in seconds."""
-        return self.time_s[larger] - self.time_s[ideal] + self.tensors.stage_cost(ideal, larger)
+        return self.works_s(ideal, larger) + self.nets_s(ideal, larger)
 
     def static_and_transient(self, ideal: int, larger: Ints) -> Floats:
         """Return the bytes of the stages that do not depend on the microbatches in flight."""
-        bytes_ = self.static[larger] - self.static[ideal]
-        if not self.transients[0]:
-            return bytes_
-        # Bits are in descending order of transient bytes: the lowest bit of the difference is the worst node.
-        added = self.bits[larger] & ~self.bits[ideal]
-        word = np.argmax(added != 0, axis=1)
-        value = added[np.arange(len(larger)), word]
-        lowest = np.log2((value & (~value + np.uint64(1))).astype(np.float64)).astype(np.int64)
-        return bytes_ + self.transients[word * 64 + lowest]
+        return self.static[larger] - self.static[ideal] + self.worst.of(ideal, larger)
 
     def residents(self, ideal: int, larger: Ints) -> Floats:
         """Return the bytes that the stages keep per microbatch in flight."""
         return self.resident[larger] - self.resident[ideal] + self.storages.stage_cost(ideal, larger)
 
 
-def _pays(inside: NDArray[np.int32], whole: NDArray[np.int32]) -> NDArray[np.bool_]:
-    return (inside != 0) & (inside != whole)
-
-
-def _pins(columns: NDArray[np.bool_], rows: Sequence[tuple[float, int | None, frozenset[int], frozenset[int]]]) -> Pins:
-    inside = np.zeros((len(rows), columns.shape[1]), dtype=np.int32)
-    paid = np.zeros(columns.shape[1])
-    whole = np.array([_PRODUCER + len(consumers) for _, _, consumers, _ in rows], dtype=np.int32)
-    for row, (each, producer, consumers, savers) in enumerate(rows):
-        for consumer in consumers:
-            inside[row] += columns[consumer]
-        for saver in savers:
-            inside[row] += columns[saver] * np.int32(_SAVER)
-        if producer is not None:
-            inside[row] += columns[producer] * np.int32(_PRODUCER)
-        paid += each * _pays(inside[row], whole[row])
-    cost: Floats = np.array([row[0] for row in rows], dtype=np.float64)
-    every = np.array(
-        [(own is not None) * _PRODUCER + len(savers) * _SAVER + len(consumers) for _, own, consumers, savers in rows],
-        dtype=np.int32,
-    )
-    closed_cost: Floats = np.where(_pays(every, whole), cost, 0.0)
-    return Pins(cost=cost, inside=inside, whole=whole, every=every, closed_cost=closed_cost, paid=paid)
+def _pays(inside: NDArray[Any], whole: NDArray[Any], *, entered: bool) -> NDArray[np.bool_]:
+    if not entered:
+        return (inside != 0) & (inside != whole)
+    crossing = inside & (_PRODUCER | (_SAVER - 1))
+    saved = (inside & (_PRODUCER - _SAVER) != 0) & (inside >= _ENTERING)
+    return (crossing != 0) & (crossing != whole) | saved
 
 
 def _membership(pool: Sequence[int], size: int) -> Floats:

@@ -101,7 +101,9 @@ def test_solve_under_capacities_equals_brute_force(problem: Problem, stages: int
     every = brute_force(problem, stages=stages)
     # Capacities around what some assignment needs, so that they bind.
     basis = data.draw(st.sampled_from(every))[1]
-    capacity = tuple(basis[min(stage, len(basis) - 1)] + data.draw(st.integers(-2, 1)) for stage in range(stages))
+    capacity = tuple(
+        max(0, basis[min(stage, len(basis) - 1)] + data.draw(st.integers(-2, 1))) for stage in range(stages)
+    )
     problem = replace(problem, devices=devices_of(capacity))
     fitting = [cost for cost, bytes_ in every if all(need <= cap for need, cap in zip(bytes_, capacity, strict=False))]
     if fitting:

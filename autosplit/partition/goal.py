@@ -1,0 +1,145 @@
+"""What a chain of stages is to make least, within which limits, and on which devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from autosplit.partition.problem import Problem
+from autosplit.schedule.catalog import build, in_flight
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a device counts seconds, per microbatch: of works, of tensors cut, of gradients synchronised, of ties."""
+
+    work: float = 1.0
+    net: float = 1.0
+    sync: float = 0.0
+    tie: float = 0.0
+
+
+PLAIN = Terms()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What to minimise over the stages, the maximum load or the maximum bytes, and within which limits.
+
+    Attributes:
+        in_flight: one entry per stage, and so how many stages there are.
+        least: what is made least, "load" or "bytes".
+        load_limit_s: no stage may have more.
+        capacity_bytes: per slot; None where bytes have no limit.
+        empty: stages without a group are allowed.
+        terms: per slot; None where all are plain.
+        free_order: the stages may take the slots in any order, and need not take all. Else stage ``i`` has slot ``i``.
+        extras: where ties, synchronisation and recompute options are read from; None where there are none.
+    """
+
+    in_flight: tuple[int, ...]
+    least: str = "load"
+    load_limit_s: float = math.inf
+    capacity_bytes: tuple[float, ...] | None = None
+    empty: bool = False
+    terms: tuple[Terms, ...] | None = None
+    free_order: bool = False
+    extras: Problem | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, problem: Problem, *, stages: int, least: str = "load", empty: bool = False) -> Goal:
+        """Return the problem's goal for so many stages; ``least="bytes"`` has no capacities.
+
+        A slot is a place for one stage on a device, so there are ``virtual_stages`` of each device. Where these are
+        several the goal is a relaxation: each stage alone must fit its device, and free order frees the slots.
+        """
+        each = problem.virtual_stages
+        lane = lanes(problem, stages=stages)
+        positions = range(max(lane) + 1)
+        if problem.devices is not None and problem.free_order and least == "load":
+            lane = tuple(device for device in range(len(problem.devices)) for _ in range(each))
+            positions = range(len(problem.devices))
+        terms = [_terms(problem, position) for position in positions]
+        capacity = None
+        if problem.capacity_bytes is not None and least == "load":
+            capacity = tuple(_unlimited(problem.capacity_bytes[device]) for device in lane)
+        return cls(
+            in_flight=tuple(
+                in_flight(
+                    problem.schedule,
+                    stage=stage,
+                    stages=stages,
+                    microbatches=problem.microbatches,
+                    virtual_stages=each,
+                )
+                for stage in range(stages)
+            ),
+            least=least,
+            capacity_bytes=capacity,
+            empty=empty,
+            terms=None if all(own == PLAIN for own in terms) else tuple(terms[device] for device in lane),
+            free_order=problem.free_order and least == "load",
+            extras=problem if has_extras(problem) else None,
+        )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.in_flight)
+
+    @property
+    def slots(self) -> int:
+        """Number of places for stages."""
+        given = self.terms if self.terms is not None else self.capacity_bytes
+        return self.stages if given is None else len(given)
+
+    @property
+    def needs_bytes(self) -> bool:
+        """Whether bytes matter at all."""
+        return self.least == "bytes" or self.capacity_bytes is not None
+
+    @property
+    def plain(self) -> bool:
+        """Whether stage ``i`` is on device ``i``, all equally fast, and nothing but works and tensors costs."""
+        return self.terms is None and self.extras is None and not self.free_order
+
+    def relaxed(self) -> Goal:
+        """Return the goal without capacities and extras: no load is larger, so its best value is a lower bound."""
+        return replace(self, capacity_bytes=None, extras=None)
+
+
+def lanes(problem: Problem, *, stages: int) -> tuple[int, ...]:
+    """Return the position of each stage's device."""
+    if problem.virtual_stages == 1:
+        return tuple(range(stages))
+    return build(
+        problem.schedule,
+        stages=stages,
+        microbatches=problem.microbatches,
+        virtual_stages=problem.virtual_stages,
+    ).stage_lane
+
+
+def has_extras(problem: Problem) -> bool:
+    """Tell whether more than works, tensors and storages costs time or bytes."""
+    copies = any(device.replicas > 1 for device in problem.devices or ())
+    synced = copies and any(work.sync_s for work in problem.works)
+    return bool(problem.ties) or synced or problem.recompute != ("never",)
+
+
+def _terms(problem: Problem, position: int) -> Terms:
+    link = max((problem.links or ())[max(position - 1, 0) : position + 1], default=1.0)
+    tie = link / problem.microbatches if problem.ties else 0.0
+    if problem.devices is None:
+        return Terms(tie=tie)
+    device = problem.devices[position]
+    return Terms(
+        work=device.slowdown / device.replicas,
+        net=link / device.replicas,
+        sync=(device.replicas - 1) / device.replicas / problem.microbatches,
+        tie=tie,
+    )
+
+
+def _unlimited(limit: int | None) -> float:
+    return math.inf if limit is None else limit

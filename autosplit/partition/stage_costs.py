@@ -1,0 +1,205 @@
+"""What candidate stages between ideals cost on the places that they may take: device, capacity, microbatches in flight.
+
+Under each recompute option a stage has a load and bytes; it takes the fastest that fits, which is exact, as what one
+stage takes is no other's business. Where several stages share a device that is a relaxation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from autosplit.partition.goal import PLAIN, Goal, Terms
+from autosplit.partition.moves import Place
+from autosplit.partition.problem import RECOMPUTE, Problem
+from autosplit.partition.table import Floats, Ints, Pins, Row, Table, Worst
+
+NONE_FITS = -1
+
+
+class StageCosts:
+    """Costs of the stages from one ideal to larger ones, for one goal."""
+
+    def __init__(self, table: Table, goal: Goal) -> None:
+        self.table, self.goal = table, goal
+        self.extras = None if goal.extras is None else Extras(table, goal.extras)
+        self._needs_loads = goal.least == "load" or math.isfinite(goal.load_limit_s)
+
+    def of(self, ideal: int, larger: Ints, places: Sequence[Place]) -> tuple[Ints, Floats]:
+        """Return which of ``larger`` may end a stage on one of the places at least, and the costs: [place, larger].
+
+        Where a stage is beyond a limit its cost is infinite.
+        """
+        if self.extras is not None:
+            costs = np.stack([self._chosen(ideal, larger, place)[0] for place in places])
+            kept = np.isfinite(costs).any(axis=0)
+            return larger[kept], costs[:, kept]
+        if not self._needs_loads:
+            return larger, self._plain_bytes(ideal, larger, places)
+        loads = self._loads(ideal, larger, places)
+        within = loads <= self.goal.load_limit_s
+        if not within.all():
+            kept = within.any(axis=0)
+            larger, loads = larger[kept], np.where(within, loads, np.inf)[:, kept]
+        if not self.goal.needs_bytes or not len(larger):
+            return larger, loads
+        needed = self._plain_bytes(ideal, larger, places)
+        if self.goal.least == "bytes":
+            return larger, np.where(np.isfinite(loads), needed, np.inf)
+        return larger, np.where(np.isfinite(needed), loads, np.inf)
+
+    def options(self, ideal: int, larger: Ints, place: Place) -> Ints:
+        """Return the recompute option of each stage, an index into RECOMPUTE, or NONE_FITS."""
+        if self.extras is not None:
+            return self._chosen(ideal, larger, place)[1]
+        kept = np.isfinite(self._plain_bytes(ideal, larger, (place,))[0])
+        return np.where(kept, 0, NONE_FITS)
+
+    def _loads(self, ideal: int, larger: Ints, places: Sequence[Place]) -> Floats:
+        if all(place.terms == PLAIN for place in places):
+            row = self.table.loads(ideal, larger)
+            return np.broadcast_to(row, (len(places), len(larger)))
+        works_s, nets_s = self.table.works_s(ideal, larger), self.table.nets_s(ideal, larger)
+        return np.stack([place.terms.work * works_s + place.terms.net * nets_s for place in places])
+
+    def _plain_bytes(self, ideal: int, larger: Ints, places: Sequence[Place]) -> Floats:
+        """Return what the stages need where nothing is tied or recomputed, infinite beyond the capacity."""
+        fixed, resident = self.table.static_and_transient(ideal, larger), self.table.residents(ideal, larger)
+        in_flight = np.array([[place.in_flight] for place in places])
+        capacity = np.array([[place.capacity_bytes] for place in places])
+        needed = fixed + in_flight * resident
+        return np.where(needed <= capacity, needed, np.inf)
+
+    def _chosen(self, ideal: int, larger: Ints, place: Place) -> tuple[Floats, Ints]:
+        """Return the cost under the option that each stage takes, and that option."""
+        goal, extras = self.goal, self.extras
+        assert extras is not None
+        cost, option = np.full(len(larger), np.inf), np.full(len(larger), NONE_FITS)
+        loads = extras.loads(ideal, larger, place.terms) if self._needs_loads else None
+        needed_bytes = goal.least == "bytes" or math.isfinite(place.capacity_bytes)
+        leanest = goal.least == "bytes" and loads is None
+        for index, again in extras.again:
+            fits = np.ones(len(larger), dtype=np.bool_)
+            if needed_bytes:
+                needed = extras.bytes(ideal, larger, option=index, in_flight=place.in_flight)
+                fits = needed <= place.capacity_bytes
+            if loads is not None:
+                own = loads if not again else loads + place.terms.work * again * extras.forward(ideal, larger)
+                value = needed if goal.least == "bytes" else own
+            else:
+                own, value = needed, needed
+            take = fits & (value < cost) if leanest else fits & (option == NONE_FITS)
+            option[take] = index
+            cost[take] = value[take]
+            if loads is not None:
+                cost[take & (own > goal.load_limit_s)] = np.inf
+        return cost, option
+
+
+class Extras:
+    """What ties, synchronisation and recompute options add, read from the problem's works through a table's groups."""
+
+    def __init__(self, table: Table, problem: Problem) -> None:
+        self.table, self.problem = table, problem
+        self.group_of = table.graph.group_of
+        share = {"never": 0.0, "except_last": (problem.microbatches - 1) / problem.microbatches}
+        ranked = [(share.get(name, 1.0), index) for index, name in enumerate(RECOMPUTE) if name in problem.recompute]
+        self.again = [(index, again) for again, index in sorted(ranked)]
+        """Recompute options, the fastest first, and which part of the forward each does again."""
+        self.forward_s = self._sum(work.forward_s for work in problem.works)
+        self.sync_s = self._sum(work.sync_s for work in problem.works)
+        users = [sorted({self.group_of[user] for user in tie.users}) for tie in problem.ties]
+        self.user_count = np.array([len(own) for own in users], dtype=np.int64)
+        self.user_inside = np.zeros((len(users), len(table)), dtype=np.int64)
+        for row, own in enumerate(users):
+            self.user_inside[row] = table.columns[own].sum(axis=0)
+        self.home = np.array([tie.home_bytes for tie in problem.ties], dtype=np.float64)
+        self.copy = np.array([tie.copy_bytes for tie in problem.ties], dtype=np.float64)
+        self.transfer_s = np.array([tie.transfer_s for tie in problem.ties])
+
+    def _sum(self, numbers: Iterable[float]) -> Floats:
+        """Return the sum over the works in each ideal."""
+        groups = np.zeros(self.table.graph.size)
+        np.add.at(groups, np.array(self.group_of), np.fromiter(numbers, dtype=np.float64))
+        return groups @ self.table.columns
+
+    def forward(self, ideal: int, larger: Ints) -> Floats:
+        """Return the forward seconds of the stages."""
+        return self.forward_s[larger] - self.forward_s[ideal]
+
+    def loads(self, ideal: int, larger: Ints, terms: Terms) -> Floats:
+        """Return the loads without what is recomputed."""
+        loads = terms.work * self.table.works_s(ideal, larger) + terms.net * self.table.nets_s(ideal, larger)
+        if terms.sync:
+            loads += terms.sync * (self.sync_s[larger] - self.sync_s[ideal])
+        if len(self.transfer_s):
+            inside = self._users(ideal, larger)
+            loads += terms.tie * (self.transfer_s @ ((inside > 0) & (inside < self.user_count[:, None])))
+        return loads
+
+    def bytes(self, ideal: int, larger: Ints, *, option: int, in_flight: int) -> Floats:
+        """Return the peak bytes of the stages under one recompute option."""
+        table, name = self.table, RECOMPUTE[option]
+        static = table.static[larger] - table.static[ideal]
+        if len(self.home):
+            before = self.user_inside[:, ideal] > 0
+            static += np.where(before, self.copy, self.home) @ (self._users(ideal, larger) > 0)
+        if name == "block":
+            return (
+                static
+                + in_flight * self._of_blocks.stage_cost(ideal, larger)
+                + self._block_transients.of(ideal, larger)
+            )
+        transient = table.worst.of(ideal, larger)
+        kept = table.residents(ideal, larger)
+        if name == "never":
+            return static + in_flight * kept + transient
+        boundary = self._boundaries.stage_cost(ideal, larger)
+        return static + in_flight * boundary + (kept - boundary) + transient
+
+    def _users(self, ideal: int, larger: Ints) -> Ints:
+        return self.user_inside[:, larger] - self.user_inside[:, ideal][:, None]
+
+    @cached_property
+    def _boundaries(self) -> Pins:
+        """What crosses the boundaries of stages."""
+        return Pins.of(self.table.columns, (replace(row, savers=frozenset()) for row in self._holds()))
+
+    @cached_property
+    def _of_blocks(self) -> Pins:
+        """What stays while blocks are done again: what crosses, and what is saved where it comes from another block."""
+        rows = []
+        for hold, row in zip(self.problem.holds, self._holds(), strict=True):
+            source = None if hold.producer is None else self._block(hold.producer)
+            entering = (pin for pin in (*hold.consumers, *hold.savers) if self._block(pin) != source)
+            rows.append(replace(row, entering=self._groups(entering)))
+        return Pins.of(self.table.columns, rows)
+
+    @cached_property
+    def _block_transients(self) -> Worst:
+        saved: dict[object, int] = {}
+        for hold in self.problem.holds:
+            block = None if hold.producer is None else self._block(hold.producer)
+            if block is not None and any(self._block(saver) == block for saver in hold.savers):
+                saved[block] = saved.get(block, 0) + hold.bytes
+        worst = [0] * self.table.graph.size
+        for work, group in enumerate(self.group_of):
+            again = saved.get(self._block(work), 0) + self.problem.works[work].transient_bytes
+            worst[group] = max(worst[group], again)
+        return Worst.among(worst, self.table.columns)
+
+    def _holds(self) -> Iterator[Row]:
+        for hold in self.problem.holds:
+            source = None if hold.producer is None else self.group_of[hold.producer]
+            yield Row(hold.bytes, source, self._groups(hold.consumers) - {source}, self._groups(hold.savers))
+
+    def _block(self, work: int) -> tuple[bool, object]:
+        block = self.problem.works[work].block
+        return (False, work) if block is None else (True, block)
+
+    def _groups(self, works: Iterable[int]) -> frozenset[int]:
+        return frozenset(self.group_of[work] for work in works)
