@@ -1,131 +1,216 @@
 """Merges that no optimal solution minds, so that fewer ideals remain to be searched.
 
-Let ``head`` have ``tail`` as its only predecessor and lie in a later stage. Moving it into its tail's stage
-adds to that stage at most ``time(head) + outgoing(head)`` and takes away the tensors that only they share, and
-takes from its old stage its time and those same tensors, adding at most ``outgoing(head)``:
+A tensor is paid for by each stage that holds some of its pins (producer and consumers) but not all, whoever produces
+and whether or not its stages are in order. Let ``v`` and ``u`` lie in different stages and move ``v`` to that of ``u``:
 
-    A [.. tail ]--private-->[ head ]--outgoing--> ..  B          A [.. tail head ]--outgoing--> ..  B
+    A [ .. u ]  <--  v  [ .. ] B        (the stages may lie in either order, any number of others between them)
 
-So when ``time + outgoing <= private`` neither load grows and no third stage notices. The mirror image moves a tail
-with one successor down to its head. Bytes obey the same argument with storages in the place of tensors.
-A stage may become empty: the search for exactly N non-empty stages treats the result as a relaxation.
+* A tensor of both was paid for by A and B as it lay across them: moving a pin makes neither pay more. If its pins are
+  just ``u`` and ``v`` ("private"), both pay it no longer.
+* A tensor of ``v`` without a pin at ``u`` ("foreign") costs A, and B, its price more at worst.
+* A gains the time of ``v``, B loses it. No other stage notices.
+
+So where ``time(v) + foreign(v) <= private`` no load grows. What remains is that ``v`` may lie where ``u`` does: coming
+from a later stage, that all direct predecessors of ``v`` are ``u`` or before it (so none lies after A), unless ``v`` is
+before ``u`` and never comes from a later stage; and the mirror image. Merging the two then leaves the best value as it
+was, and closes no cycle. The rule covers leaves and sources without time, cheap works behind a dear tensor, and works
+without time beside each other.
+
+Several merges at once are right if each moves its own ``v`` once and no two follow each other in a circle: taken in
+turn from the last target back, a target only grows: tensors become private and never foreign, and more lies before it.
+
+Bytes obey the same argument with storages in the place of tensors, save that savers keep a storage wherever they are,
+and the transient bytes of ``v`` must not be above those of ``u``. Neither the kept nor the boundary bytes of any stage
+grow, so the merges also hold under recompute. A stage may become empty: the search for exactly N non-empty stages
+treats the result as a relaxation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 
-from autosplit.partition.graph import Graph, merge
+from autosplit.partition.graph import Graph, Storage, merge
+
+_MANY = 8
+"""Pairs are counted for tensors of at most so many pins."""
 
 
 @dataclass(frozen=True)
 class Concern:
-    """What a merge must not make worse in any stage: its load, its bytes, or both."""
+    """What a merge must not make worse in any stage: its load, its bytes, or both.
+
+    ``pinned`` works are never moved, though others may join them: those whose place costs something that the graph does
+    not show.
+    """
 
     loads: bool
     bytes: bool
+    pinned: frozenset[int] = frozenset()
 
 
 def condense(graph: Graph, *, concern: Concern) -> Graph:
     """Return the graph after all merges that keep the best value over any number of non-empty stages."""
     while True:
-        smaller = merge(graph, _merge_heads(graph, concern))
-        smaller = merge(smaller, _merge_tails(smaller, concern))
+        smaller = merge(graph, _Moves(graph, concern).labels())
         if smaller.size == graph.size:
-            return smaller
+            return graph
         graph = smaller
 
 
 def glue_costly(graph: Graph, *, bound_s: float) -> Graph:
-    """Merge what a solution no worse than ``bound_s`` cannot separate: a cut there alone would cost a stage more."""
+    """Merge what a solution no worse than ``bound_s`` cannot separate.
+
+    Were two groups in different stages, each of these stages would pay for the tensors of both, besides its own group.
+    """
     limit = bound_s * (1 + 1e-9)
     while True:
         labels = list(range(graph.size))
+        together: dict[tuple[int, int], float] = {}
         for tensor in graph.tensors:
-            sole = tensor.cost_s + graph.times_s[min(tensor.consumers)] if len(tensor.consumers) == 1 else 0.0
-            if max(tensor.cost_s + graph.times_s[tensor.producer], sole) > limit:
-                for consumer in tensor.consumers:
-                    _join(labels, consumer, tensor.producer)
+            pins = sorted(tensor.pins)
+            if tensor.cost_s + max(graph.times_s[pin] for pin in pins) > limit:
+                for pin in pins[1:]:
+                    _join(labels, pins[0], pin)
+            elif len(pins) <= _MANY:
+                for pair in combinations(pins, 2):
+                    together[pair] = together.get(pair, 0.0) + tensor.cost_s
+        for (left, right), cost_s in together.items():
+            if cost_s + max(graph.times_s[left], graph.times_s[right]) > limit:
+                _join(labels, left, right)
         smaller = merge(graph, [_root(labels, group) for group in range(graph.size)])
         if smaller.size == graph.size:
             return graph
         graph = smaller
 
 
-def _merge_heads(graph: Graph, concern: Concern) -> list[int]:
-    """Label each group that may join its only predecessor with that predecessor's label."""
-    slack = _slack(graph, concern, toward_tail=True)
-    labels = list(range(graph.size))
-    for head, before in enumerate(graph.predecessors()):
-        if len(before) == 1:
-            tail = min(before)
-            if slack.allows(head, tail=tail, head=head):
-                labels[head] = labels[tail]
-    return labels
-
-
-def _merge_tails(graph: Graph, concern: Concern) -> list[int]:
-    """Label each group that may join its only successor with that successor's label."""
-    slack = _slack(graph, concern, toward_tail=False)
-    labels = list(range(graph.size))
-    for tail, after in reversed(list(enumerate(graph.successors()))):
-        if len(after) == 1:
-            head = min(after)
-            if slack.allows(tail, tail=tail, head=head):
-                labels[tail] = labels[head]
-    return labels
-
-
 @dataclass(frozen=True)
-class _Slack:
-    """What a moved group brings along at worst, and what a pair of groups shares with nobody else."""
+class _Reach:
+    """For each group, as bits: itself and all before it, itself and all after it, its direct neighbours."""
 
-    graph: Graph
-    concern: Concern
-    brings_s: Sequence[float]
-    brings_bytes: Sequence[int]
-    private_s: dict[tuple[int, int], float]
-    private_bytes: dict[tuple[int, int], int]
-    spared_bytes: dict[tuple[int, int], int]
+    before: Sequence[int]
+    after: Sequence[int]
+    direct_before: Sequence[int]
+    direct_after: Sequence[int]
 
-    def allows(self, moved: int, *, tail: int, head: int) -> bool:
-        """Tell whether ``moved`` may join the other of ``tail`` and ``head`` without making any stage worse."""
-        graph, pair = self.graph, (tail, head)
-        if self.concern.loads and self.brings_s[moved] > self.private_s.get(pair, 0.0):
-            return False
-        if not self.concern.bytes:
-            return True
-        other = tail if moved == head else head
-        return (
-            graph.static_bytes[moved] == 0
-            and graph.transient_bytes[moved] <= graph.transient_bytes[other]
-            and self.brings_bytes[moved] - self.spared_bytes.get(pair, 0) <= self.private_bytes.get(pair, 0)
-        )
+    def joins(self, moved: int, target: int) -> bool:
+        """Tell whether ``moved`` may lie in the stage of ``target``, whatever the stages of all others."""
+        up = self.after[moved] >> target & 1 or not self.direct_before[moved] & ~self.before[target]
+        down = self.before[moved] >> target & 1 or not self.direct_after[moved] & ~self.after[target]
+        return bool(up and down)
 
 
-def _slack(graph: Graph, concern: Concern, *, toward_tail: bool) -> _Slack:
-    brings_s, private_s = list(graph.times_s), dict[tuple[int, int], float]()
-    for tensor in graph.tensors:
-        for group in (tensor.producer,) if toward_tail else tensor.consumers:
-            brings_s[group] += tensor.cost_s
-        if len(tensor.consumers) == 1:
-            pair = (tensor.producer, min(tensor.consumers))
-            private_s[pair] = private_s.get(pair, 0.0) + tensor.cost_s
-    brings_bytes, private_bytes = list(graph.resident_bytes), dict[tuple[int, int], int]()
-    spared_bytes: dict[tuple[int, int], int] = {}
-    for storage in graph.storages:
-        for group in storage.pins:
-            brings_bytes[group] += storage.bytes
-        if storage.producer is None:
-            continue
-        # Both stages hold a storage that crosses between them, so moving a pin of it to its other side adds nothing.
-        for consumer in storage.consumers:
-            pair = (storage.producer, consumer)
-            spared_bytes[pair] = spared_bytes.get(pair, 0) + storage.bytes
-            if len(storage.consumers) == 1 and not storage.savers:
-                private_bytes[pair] = private_bytes.get(pair, 0) + storage.bytes
-    return _Slack(graph, concern, brings_s, brings_bytes, private_s, private_bytes, spared_bytes)
+class _Moves:
+    """Which group may join which."""
+
+    def __init__(self, graph: Graph, concern: Concern) -> None:
+        self.graph = graph
+        self.concern = concern
+        self.pinned = {graph.group_of[work] for work in concern.pinned}
+        self.predecessors, self.successors = graph.predecessors(), graph.successors()
+        self.tensors = _by_pin(graph.size, ((tensor.pins, tensor.cost_s) for tensor in graph.tensors))
+        boundaries = ((_ends(storage), float(storage.bytes)) for storage in graph.storages)
+        self.boundaries = _by_pin(graph.size, boundaries)
+        self.kept = [float(bytes_) for bytes_ in graph.resident_bytes]
+        for storage in graph.storages:
+            for pin in storage.pins:
+                self.kept[pin] += storage.bytes
+        unsaved = (storage for storage in graph.storages if storage.producer is not None and not storage.savers)
+        self.unsaved = _by_pin(graph.size, ((_ends(storage), float(storage.bytes)) for storage in unsaved))
+
+    def labels(self) -> list[int]:
+        """Return for each group the one that it joins in the end, itself if none."""
+        target = [-1] * self.graph.size
+        for moved in range(self.graph.size):
+            if moved in self.pinned:
+                continue
+            joined = next((other for other in self._allowed(moved) if _end(target, other) != moved), None)
+            if joined is not None:
+                target[moved] = joined
+        return [_end(target, group) for group in range(self.graph.size)]
+
+    @cached_property
+    def reach(self) -> _Reach:
+        graph = self.graph
+        before, after = [0] * graph.size, [0] * graph.size
+        for group, tails in enumerate(self.predecessors):
+            before[group] = _union(before, tails) | 1 << group
+        for group in reversed(range(graph.size)):
+            after[group] = _union(after, self.successors[group]) | 1 << group
+        bits = [1 << group for group in range(graph.size)]
+        direct_before = [_union(bits, tails) for tails in self.predecessors]
+        return _Reach(before, after, direct_before, [_union(bits, heads) for heads in self.successors])
+
+    def _allowed(self, moved: int) -> Iterable[int]:
+        graph = self.graph
+        others = dict.fromkeys(sorted(self.predecessors[moved] | self.successors[moved]))
+        if self.concern.loads:
+            cheap = _targets(self.tensors[moved], moved, own=graph.times_s[moved], others=others)
+            others = dict.fromkeys(cheap)
+        if self.concern.bytes and others:
+            # What is kept beyond boundaries (savers, storages within the group) moves along whatever the target.
+            own = self.kept[moved] - sum(bytes_ for _, bytes_ in self.boundaries[moved])
+            light = _targets(self.boundaries[moved], moved, own=own, others=others, private=self.unsaved[moved])
+            others = dict.fromkeys(
+                other
+                for other in light
+                if not graph.static_bytes[moved] and graph.transient_bytes[moved] <= graph.transient_bytes[other]
+                if not self.concern.loads or other in others
+            )
+        return (other for other in others if self.reach.joins(moved, other))
+
+
+def _targets(
+    costs: Sequence[tuple[frozenset[int], float]],
+    moved: int,
+    *,
+    own: float,
+    others: Iterable[int],
+    private: Sequence[tuple[frozenset[int], float]] | None = None,
+) -> list[int]:
+    """Return the groups for which ``own`` and the costs that they have no part in are at most the private ones."""
+    alone: dict[int, float] = {}
+    for pins, cost in costs if private is None else private:
+        if len(pins) == 2:
+            other = min(pins - {moved})
+            alone[other] = alone.get(other, 0.0) + cost
+    if own > max(alone.values(), default=0.0):
+        return []
+    shared = dict.fromkeys(others, 0.0)
+    total = 0.0
+    for pins, cost in costs:
+        total += cost
+        for other in sorted(pins - {moved}):
+            shared[other] = shared.get(other, 0.0) + cost
+    return [other for other, part in shared.items() if own + max(total - part, 0.0) <= alone.get(other, 0.0)]
+
+
+def _ends(storage: Storage) -> frozenset[int]:
+    """Return the pins that make a storage cross a boundary."""
+    return storage.consumers if storage.producer is None else storage.consumers | {storage.producer}
+
+
+def _by_pin(size: int, costs: Iterable[tuple[frozenset[int], float]]) -> list[list[tuple[frozenset[int], float]]]:
+    found: list[list[tuple[frozenset[int], float]]] = [[] for _ in range(size)]
+    for pins, cost in costs:
+        for pin in pins:
+            found[pin].append((pins, cost))
+    return found
+
+
+def _union(masks: Sequence[int], groups: Iterable[int]) -> int:
+    union = 0
+    for group in groups:
+        union |= masks[group]
+    return union
+
+
+def _end(target: Sequence[int], group: int) -> int:
+    while target[group] >= 0:
+        group = target[group]
+    return group
 
 
 def _root(labels: list[int], group: int) -> int:

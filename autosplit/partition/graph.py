@@ -18,6 +18,11 @@ class Tensor:
     producer: int
     consumers: frozenset[int]
 
+    @property
+    def pins(self) -> frozenset[int]:
+        """All groups that the tensor touches."""
+        return self.consumers | {self.producer}
+
 
 @dataclass(frozen=True)
 class Storage:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -40,6 +42,26 @@ def thin_graph(seed: int) -> Graph:
     return base_graph(Problem(works, tuple(nets), tuple(holds), microbatches=4))
 
 
+def tangled_graph(seed: int) -> Graph:
+    """A graph with tensors that flow against the order or beside it, and storages that anyone may save."""
+    chance = random.Random(seed)
+    count = chance.randint(3, 8)
+    works = tuple(
+        Work(f"w{index}", chance.choice((0, 0, 0, 1, 4)), 0.0, chance.choice((0, 0, 0, 3)), chance.choice((0, 0, 1, 5)))
+        for index in range(count)
+    )
+    nets, holds = [], []
+    for producer, _ in itertools.product(range(count), range(2)):
+        ordered = chance.random() < 0.5
+        pool = [index for index in range(producer + 1 if ordered else 0, count) if index != producer]
+        if pool and chance.random() < 0.7:
+            consumers = tuple(sorted({chance.choice(pool) for _ in range(chance.choice((1, 1, 2, 3)))}))
+            nets.append(Net(producer, consumers, chance.choice((0, 1, 2, 5)), 0.0, ordered))
+            savers = tuple(sorted({chance.randrange(count) for _ in range(chance.choice((0, 0, 1, 2)))}))
+            holds.append(Hold(chance.choice((0, 1, 4)), chance.choice((producer, producer, None)), consumers, savers))
+    return base_graph(Problem(works, tuple(nets), tuple(holds), microbatches=4))
+
+
 def value(graph: Graph, goal: Goal) -> float:
     ideals = all_ideals(graph, limit=10**6)
     assert ideals is not None
@@ -48,11 +70,12 @@ def value(graph: Graph, goal: Goal) -> float:
 
 
 @pytest.mark.parametrize("name", GOALS)
-def test_condensing_keeps_the_best_value_when_stages_may_be_empty(name: str) -> None:
+@pytest.mark.parametrize("make", [thin_graph, tangled_graph])
+def test_condensing_keeps_the_best_value_when_stages_may_be_empty(make: Callable[[int], Graph], name: str) -> None:
     goal, concern = GOALS[name]
     merged = finite = 0
-    for seed in range(700):
-        graph = thin_graph(seed)
+    for seed in range(500):
+        graph = make(seed)
         smaller = condense(graph, concern=concern)
         expected = value(graph, replace(goal, empty=True))
         assert value(smaller, replace(goal, empty=True)) == pytest.approx(expected), seed
@@ -65,13 +88,24 @@ def test_condensing_keeps_the_best_value_when_stages_may_be_empty(name: str) -> 
 def test_gluing_what_is_dear_to_cut_keeps_the_optimum() -> None:
     glued = 0
     for seed in range(300):
-        graph = thin_graph(seed)
+        graph = (thin_graph, tangled_graph)[seed % 2](seed)
         goal = Goal((1,) * min(3, graph.size))
         least = value(graph, goal)
         smaller = glue_costly(graph, bound_s=least)
         assert value(smaller, goal) == pytest.approx(least), seed
         glued += smaller.size < graph.size
     assert glued > 30
+
+
+def test_a_pinned_work_is_not_moved_but_may_be_joined() -> None:
+    works = (Work("a", 1.0, 0.0), Work("leaf", 0.0, 0.0), Work("b", 4.0, 0.0), Work("late", 0.0, 0.0))
+    nets = (Net(0, (1,), 2.0, 0.0), Net(0, (2,), 0.5, 0.0), Net(2, (3,), 2.0, 0.0))
+    graph = base_graph(Problem(works, nets, microbatches=2))
+    assert condense(graph, concern=Concern(loads=True, bytes=False)).size == 2
+    assert condense(graph, concern=Concern(loads=True, bytes=False, pinned=frozenset((0, 1, 2, 3)))).size == 4
+    smaller = condense(graph, concern=Concern(loads=True, bytes=False, pinned=frozenset((1, 2))))
+    assert smaller.size == 3
+    assert smaller.group_of[3] == smaller.group_of[2]
 
 
 def test_ideals_of_a_diamond() -> None:
