@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from autosplit.partition.chains import Goal, best_chain
+from autosplit.partition.chains import best_chain
 from autosplit.partition.condense import Concern, condense, glue_costly
+from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.problem import Hold, Net, Problem, Work
