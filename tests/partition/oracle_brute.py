@@ -25,7 +25,8 @@ def assignments(problem: Problem, *, stages: int, empty: bool = False) -> Iterat
     """Yield every legal assignment, work by work; without ``empty`` each stage has a work."""
     rules = Rules(problem, stages)
     count = len(problem.works)
-    earlier = [[(tail, head) for tail, head in _flows(problem) if max(tail, head) == last] for last in range(count)]
+    flows = _flows(problem) | set(_same(problem))
+    earlier = [[(tail, head) for tail, head in flows if max(tail, head) == last] for last in range(count)]
 
     def extend(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(prefix) == count:
@@ -34,7 +35,8 @@ def assignments(problem: Problem, *, stages: int, empty: bool = False) -> Iterat
             return
         for stage in range(stages):
             longer = (*prefix, stage)
-            if all(longer[tail] <= longer[head] for tail, head in earlier[len(prefix)]):
+            reachable = empty or stages - len(set(longer)) <= count - len(longer)
+            if reachable and all(longer[tail] <= longer[head] for tail, head in earlier[len(prefix)]):
                 yield from extend(longer)
 
     return extend(())

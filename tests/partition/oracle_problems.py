@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Net, Problem, Tie, Work
+from tests.partition.oracle_costs import Rules
 
 _SHAPES = ("chain", "layered", "branches", "wide", "skips")
 
@@ -92,10 +94,32 @@ def _work(chance: random.Random, index: int, mix: Mix) -> Work:
     )
 
 
-def with_devices(problem: Problem, seed: int, *, stages: int, capacities: tuple[int | None, ...]) -> Problem:
+def limited(problem: Problem, seed: int, *, assignment: Sequence[int], stages: int) -> Problem:
+    """Return the problem with capacities near what the assignment needs under some recompute option, so that they bind.
+
+    Devices keep their speed.
+    """
+    chance = random.Random(f"limits {seed}")
+    rules = Rules(problem, stages)
+    needed, before = [], 0
+    for stage, inside in enumerate(rules.stage_masks(assignment)):
+        option = chance.choice(problem.recompute)
+        needed.append(rules.option(option, inside, before=before, stage=stage, device=stage).peak_bytes)
+        before |= inside
+    share = chance.choice((0.7, 0.9, 1.0, 1.0, 1.1))
+    if chance.random() < 0.5:
+        needed = [max(needed)] * stages
+    capacities = [max(0, int(share * bytes_) + chance.randint(-2, 2)) for bytes_ in needed]
+    devices = problem.devices or (Device(),) * stages
+    pairs = zip(devices, capacities, strict=True)
+    return replace(problem, devices=tuple(replace(device, capacity_bytes=capacity) for device, capacity in pairs))
+
+
+def with_devices(problem: Problem, seed: int, *, stages: int, capacities: Sequence[int | None] = ()) -> Problem:
     """Return the problem on devices of two kinds, one twice as slow, with links that differ."""
     chance = random.Random(f"devices {seed}")
-    devices = tuple(Device(chance.choice((1.0, 2.0)), capacity) for capacity in capacities[:stages])
+    capacities = capacities or (None,) * stages
+    devices = tuple(Device(chance.choice((1.0, 2.0)), capacity) for capacity in capacities)
     links = tuple(chance.choice((1.0, 0.5, 3.0)) for _ in range(stages - 1)) if chance.random() < 0.5 else None
     return replace(problem, devices=devices, links=links)
 

@@ -55,5 +55,6 @@ def _assert_legal(problem: Problem, partition: Partition, *, stages: int, empty:
     costs = check(problem, partition.assignment, recompute=partition.costs.recompute, order=partition.costs.order)
     assert (costs.loads_s, costs.stage_bytes) == (partition.loads_s, partition.stage_bytes)
     assert costs.bottleneck_s == partition.value_s
-    for needed, device in zip(costs.stage_bytes, problem.devices or (), strict=False):
-        assert device.capacity_bytes is None or needed <= device.capacity_bytes
+    for needed, index in zip(costs.device_bytes, costs.order, strict=True):
+        capacity = None if problem.devices is None else problem.devices[index].capacity_bytes
+        assert capacity is None or needed <= capacity
