@@ -79,7 +79,7 @@ class Goal:
             empty=empty,
             terms=None if all(own == PLAIN for own in terms) else tuple(terms[device] for device in lane),
             free_order=problem.free_order and least == "load",
-            extras=problem if has_extras(problem) else None,
+            extras=problem if has_extras(problem, bytes_matter=capacity is not None or least == "bytes") else None,
         )
 
     @property
@@ -120,11 +120,12 @@ def lanes(problem: Problem, *, stages: int) -> tuple[int, ...]:
     ).stage_lane
 
 
-def has_extras(problem: Problem) -> bool:
-    """Tell whether more than works, tensors and storages costs time or bytes."""
+def has_extras(problem: Problem, *, bytes_matter: bool) -> bool:
+    """Tell whether more than works, tensors and storages costs time or bytes; without limits nothing is recomputed."""
     copies = any(device.replicas > 1 for device in problem.devices or ())
     synced = copies and any(work.sync_s for work in problem.works)
-    return bool(problem.ties) or synced or problem.recompute != ("never",)
+    chosen = problem.recompute != ("never",) and (bytes_matter or "never" not in problem.recompute)
+    return bool(problem.ties) or synced or chosen
 
 
 def _terms(problem: Problem, position: int) -> Terms:

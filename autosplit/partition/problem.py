@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autosplit.schedule.catalog import SCHEDULES
 
@@ -214,6 +214,12 @@ class Problem:
 def devices_of(capacities: Iterable[int | None]) -> tuple[Device, ...]:
     """Return devices of equal speed, with these many bytes each."""
     return tuple(Device(capacity_bytes=capacity) for capacity in capacities)
+
+
+def without_room(problem: Problem, *, stages: int) -> Problem:
+    """Return the problem on devices in order on which nothing fits: there each stage takes its leanest option."""
+    devices = problem.devices or (Device(),) * -(-stages // problem.virtual_stages)
+    return replace(problem, devices=tuple(replace(own, capacity_bytes=0) for own in devices), free_order=False)
 
 
 def _check_numbers(owner: object, numbers: Iterable[float]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import Costs, check
 from autosplit.partition.infeasible import no_fit
-from autosplit.partition.problem import Problem
-from autosplit.partition.search import TOLERANCE, Outcome, search
+from autosplit.partition.problem import Problem, without_room
+from autosplit.partition.search import TOLERANCE
+from autosplit.partition.uneven import Answer, find
 
 IDEAL_LIMIT = 20_000
 
@@ -76,16 +77,16 @@ def solve(
     the condensed graph number at most ``ideal_limit``; after ``time_limit_s`` the best so far comes back.
     """
     stages = _stages(problem, stages)
-    outcome = search(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit)
-    if outcome.found is None:
-        raise _infeasible(problem, stages=stages, empty=empty, outcome=outcome, ideal_limit=ideal_limit)
-    costs = check(problem, outcome.found.assignment)
-    optimal = costs.bottleneck_s <= outcome.lower_bound * (1 + 3 * TOLERANCE)
+    answer = find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit)
+    if answer.assignment is None:
+        raise _infeasible(problem, stages=stages, empty=empty, answer=answer, ideal_limit=ideal_limit)
+    costs = check(problem, answer.assignment, order=answer.order)
+    optimal = costs.bottleneck_s <= answer.lower_bound * (1 + 3 * TOLERANCE)
     return Partition(
-        assignment=outcome.found.assignment,
+        assignment=answer.assignment,
         objective=objective,
         value_s=costs.bottleneck_s,
-        lower_bound_s=min(outcome.lower_bound, costs.bottleneck_s),
+        lower_bound_s=min(answer.lower_bound, costs.bottleneck_s),
         status="optimal" if optimal else "bounded",
         costs=costs,
     )
@@ -93,10 +94,10 @@ def solve(
 
 def solve_evenly(problem: Problem, *, stages: int | None = None, ideal_limit: int = IDEAL_LIMIT) -> Partition:
     """Return the partition whose fullest stage needs the fewest bytes, whatever its time; capacities play no part."""
-    outcome = search(problem, stages=_stages(problem, stages), least="bytes", empty=False, ideal_limit=ideal_limit)
-    assert outcome.found is not None, "without limits every graph can be cut"
-    costs = check(problem, outcome.found.assignment)
-    return Partition(outcome.found.assignment, "bottleneck", costs.bottleneck_s, 0.0, "bounded", costs)
+    answer = find(problem, stages=_stages(problem, stages), least="bytes", empty=False, ideal_limit=ideal_limit)
+    assert answer.assignment is not None, "without limits every graph can be cut"
+    costs = check(without_room(problem, stages=max(answer.assignment) + 1), answer.assignment)
+    return Partition(answer.assignment, "bottleneck", costs.bottleneck_s, 0.0, "bounded", costs)
 
 
 def smallest_capacity(problem: Problem, *, stages: int | None = None, ideal_limit: int = IDEAL_LIMIT) -> int:
@@ -104,7 +105,7 @@ def smallest_capacity(problem: Problem, *, stages: int | None = None, ideal_limi
 
     The problem's own capacities play no part. Where the ideals are more than ``ideal_limit`` it is the least found.
     """
-    return max(solve_evenly(problem, stages=stages, ideal_limit=ideal_limit).stage_bytes)
+    return max(solve_evenly(problem, stages=stages, ideal_limit=ideal_limit).costs.device_bytes)
 
 
 def _stages(problem: Problem, stages: int | None) -> int:
@@ -121,17 +122,16 @@ def _stages(problem: Problem, stages: int | None) -> int:
     return stages
 
 
-def _infeasible(problem: Problem, *, stages: int, empty: bool, outcome: Outcome, ideal_limit: int) -> InfeasibleError:
+def _infeasible(problem: Problem, *, stages: int, empty: bool, answer: Answer, ideal_limit: int) -> InfeasibleError:
     """Return the error that says what binds, and which limit could be met."""
     assert problem.devices is not None, "without limits every graph can be cut"
-    even = search(problem, stages=stages, least="bytes", empty=empty, ideal_limit=ideal_limit)
-    assert even.found is not None, "without limits every graph can be cut"
-    no_room = tuple(replace(device, capacity_bytes=0) for device in problem.devices)
+    even = find(problem, stages=stages, least="bytes", empty=empty, ideal_limit=ideal_limit)
+    assert even.assignment is not None, "without limits every graph can be cut"
     return no_fit(
         problem,
         stages=stages,
-        assignment=even.found.assignment,
-        costs=check(replace(problem, devices=no_room), even.found.assignment),
-        exhaustive=outcome.exhaustive,
+        assignment=even.assignment,
+        costs=check(without_room(problem, stages=stages), even.assignment),
+        exhaustive=answer.exhaustive,
         smallest=even.exhaustive,
     )

@@ -106,10 +106,7 @@ class Extras:
     def __init__(self, table: Table, problem: Problem) -> None:
         self.table, self.problem = table, problem
         self.group_of = table.graph.group_of
-        share = {"never": 0.0, "except_last": (problem.microbatches - 1) / problem.microbatches}
-        ranked = [(share.get(name, 1.0), index) for index, name in enumerate(RECOMPUTE) if name in problem.recompute]
-        self.again = [(index, again) for again, index in sorted(ranked)]
-        """Recompute options, the fastest first, and which part of the forward each does again."""
+        self.again = again_shares(problem)
         self.forward_s = self._sum(work.forward_s for work in problem.works)
         self.sync_s = self._sum(work.sync_s for work in problem.works)
         users = [sorted({self.group_of[user] for user in tie.users}) for tie in problem.ties]
@@ -174,32 +171,46 @@ class Extras:
         """What stays while blocks are done again: what crosses, and what is saved where it comes from another block."""
         rows = []
         for hold, row in zip(self.problem.holds, self._holds(), strict=True):
-            source = None if hold.producer is None else self._block(hold.producer)
-            entering = (pin for pin in (*hold.consumers, *hold.savers) if self._block(pin) != source)
+            source = None if hold.producer is None else block_of(self.problem, hold.producer)
+            entering = (pin for pin in (*hold.consumers, *hold.savers) if block_of(self.problem, pin) != source)
             rows.append(replace(row, entering=self._groups(entering)))
         return Pins.of(self.table.columns, rows)
 
     @cached_property
     def _block_transients(self) -> Worst:
-        saved: dict[object, int] = {}
-        for hold in self.problem.holds:
-            block = None if hold.producer is None else self._block(hold.producer)
-            if block is not None and any(self._block(saver) == block for saver in hold.savers):
-                saved[block] = saved.get(block, 0) + hold.bytes
-        worst = [0] * self.table.graph.size
-        for work, group in enumerate(self.group_of):
-            again = saved.get(self._block(work), 0) + self.problem.works[work].transient_bytes
-            worst[group] = max(worst[group], again)
-        return Worst.among(worst, self.table.columns)
+        return Worst.among(block_bytes(self.problem, self.group_of, size=self.table.graph.size), self.table.columns)
 
     def _holds(self) -> Iterator[Row]:
         for hold in self.problem.holds:
             source = None if hold.producer is None else self.group_of[hold.producer]
             yield Row(hold.bytes, source, self._groups(hold.consumers) - {source}, self._groups(hold.savers))
 
-    def _block(self, work: int) -> tuple[bool, object]:
-        block = self.problem.works[work].block
-        return (False, work) if block is None else (True, block)
-
     def _groups(self, works: Iterable[int]) -> frozenset[int]:
         return frozenset(self.group_of[work] for work in works)
+
+
+def again_shares(problem: Problem) -> list[tuple[int, float]]:
+    """Return the recompute options, the fastest first: an index into RECOMPUTE, the part of the forward done again."""
+    shares = {"never": 0.0, "except_last": (problem.microbatches - 1) / problem.microbatches}
+    ranked = [(shares.get(name, 1.0), index) for index, name in enumerate(RECOMPUTE) if name in problem.recompute]
+    return [(index, again) for again, index in sorted(ranked)]
+
+
+def block_of(problem: Problem, work: int) -> tuple[bool, object]:
+    """Return what tells a work's block from others: a work without one is a block of its own."""
+    block = problem.works[work].block
+    return (False, work) if block is None else (True, block)
+
+
+def block_bytes(problem: Problem, group_of: Sequence[int], *, size: int) -> list[int]:
+    """Return for each group the most that a work of it needs while its block is done again."""
+    saved: dict[object, int] = {}
+    for hold in problem.holds:
+        block = None if hold.producer is None else block_of(problem, hold.producer)
+        if block is not None and any(block_of(problem, saver) == block for saver in hold.savers):
+            saved[block] = saved.get(block, 0) + hold.bytes
+    worst = [0] * size
+    for work, group in enumerate(group_of):
+        again = saved.get(block_of(problem, work), 0) + problem.works[work].transient_bytes
+        worst[group] = max(worst[group], again)
+    return worst

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autosplit.partition.cuts import Cuts
 from autosplit.partition.graph import Graph
 
 Floats = NDArray[np.float64]
@@ -54,9 +55,9 @@ class Pins:
     """
 
     cost: Floats
-    inside: Ints | NDArray[np.int32]
-    whole: Ints | NDArray[np.int32]
-    every: Ints | NDArray[np.int32]
+    inside: NDArray[Any]
+    whole: NDArray[Any]
+    every: NDArray[Any]
     """The number when all pins are inside."""
     closed_cost: Floats
     """What an ideal pays for a row even when all its pins are inside."""
@@ -150,13 +151,13 @@ class Table:
         self.resident: Floats = member @ np.array(graph.resident_bytes, dtype=np.float64)
         self.columns = np.ascontiguousarray(member.T).astype(np.bool_)
         self.worst = Worst.among(graph.transient_bytes, self.columns)
-        self.bits = self.worst.bits
+        self.words = np.ascontiguousarray(self.worst.bits.T)
+        self.full: Ints = np.argmax(self.worst.bits != ~np.uint64(0), axis=1)
 
     @cached_property
-    def tensors(self) -> Pins:
+    def tensors(self) -> Cuts:
         """What crosses cuts in time."""
-        tensors = self.graph.tensors
-        return Pins.of(self.columns, (Row(item.cost_s, item.producer, item.consumers) for item in tensors))
+        return Cuts(self.columns, self.graph.tensors)
 
     @cached_property
     def storages(self) -> Pins:
@@ -171,9 +172,10 @@ class Table:
     def supersets(self, ideal: int, *, start: int, stop: int) -> Ints:
         """Return the positions in ``start..stop-1`` whose ideal contains the one at ``ideal``."""
         keep = np.ones(stop - start, dtype=np.bool_)
-        for word, own in enumerate(self.bits[ideal]):
+        for word in range(int(self.full[start:stop].min()), self.words.shape[0]):
+            own = self.words[word, ideal]
             if own:
-                keep &= (self.bits[start:stop, word] & own) == own
+                keep &= (self.words[word, start:stop] & own) == own
         return start + np.flatnonzero(keep)
 
     def works_s(self, ideal: int, larger: Ints) -> Floats:
@@ -212,7 +214,7 @@ def _membership(pool: Sequence[int], size: int) -> Floats:
     return bits.astype(np.float64)
 
 
-def _pack(member: Floats) -> Bits:
+def _pack(member: NDArray[Any]) -> Bits:
     ideals, size = member.shape
     padded = np.zeros((ideals, (size + 63) // 64 * 64), dtype=np.uint8)
     padded[:, :size] = member
