@@ -1,4 +1,4 @@
-"""The command line: ``autosplit report``, ``verify``, ``profile``, ``devices`` (or ``python -m autosplit``).
+"""The command line: ``autosplit report``, ``verify``, ``profile``, ``solve``, ``devices`` (or ``python -m autosplit``).
 
 Exit codes: 0 done; 1 done, and the answer is no (does not fit, not equal); 2 bad usage or input. Stdout carries the
 result and nothing else; errors, warnings and whatever the model prints go to stderr.
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from autosplit import cli_devices, cli_profile
+from autosplit import cli_devices, cli_profile, cli_solve
 from autosplit.api import autosplit, own_sample
 from autosplit.cli_common import (
     ANSWER_IS_NO,
@@ -76,6 +76,7 @@ def _commands() -> None:
 
 app.command(epilog=cli_devices.EXAMPLES)(cli_devices.devices)
 app.command("profile", epilog=cli_profile.EXAMPLES)(cli_profile.profile_command)
+app.command("solve", epilog=cli_solve.EXAMPLES)(cli_solve.solve_command)
 
 Devices = Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")]
 Chunks = Annotated[int, typer.Option(help="Number of microbatches.")]

@@ -62,7 +62,7 @@ class _File(_Header):
     name: str = ""
     unit: Literal["ms"] = "ms"
     mem_cap: Annotated[float, Field(ge=0)] | None = None
-    nodes: Annotated[tuple[_Node, ...], Field(min_length=1)]
+    nodes: tuple[_Node, ...]
     edges: tuple[_Edge, ...]
 
 
@@ -123,6 +123,8 @@ class _Refused(Exception):
 
 def _workload(file: _File) -> Workload:
     _check_spelling("the file", file.model_extra, known=("mem_cap", "unit", "nodes", "edges"))
+    if not file.nodes:
+        raise _Refused("nodes is empty; a workload has at least one")
     for index, node in enumerate(file.nodes):
         _check_spelling(f"nodes[{index}]", node.model_extra, known=("fwd", "bwd", "mem", "color"))
         _check_id(file.nodes, index)

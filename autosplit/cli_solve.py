@@ -1,0 +1,184 @@
+"""``autosplit solve``: the best cut of a workload file into stages, with its proof."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from tabulate import tabulate
+
+from autosplit.cli_common import DONE, Debug, beside_stdout, exit_code
+from autosplit.errors import InfeasibleError, InputError
+from autosplit.partition.infeasible import require_separable
+from autosplit.partition.solve import Objective, Partition, solve
+from autosplit.partition.workload import FORMAT, Workload, load_workload
+from autosplit.units import format_bytes, parse_bytes
+
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+SCHEDULES = ("gpipe", "1f1b")
+EXAMPLES = """Examples:
+
+\b
+  autosplit solve gnmt.json --stages 8
+  autosplit solve gnmt.json --stages 8 --memory-cap 16GiB --json | jq .assignment
+  autosplit solve gnmt.json --stages 8 --objective step_time --microbatches 32 --schedule gpipe
+  autosplit solve huge.json --stages 64 --time-limit 10
+
+The file has the format autosplit-workload/1: nodes with times in ms and bytes, edges that carry tensors, colors that
+keep nodes together. A bottleneck is the largest load of a stage, the time of its nodes and of the tensors that cross
+its boundaries. The answer is "optimal", or "bounded" and then nothing is below lower_bound. Stages may stay empty.
+
+The JSON has the keys assignment (the stage of each node), bottleneck, lower_bound (of the objective), status, seconds
+(what solving took), and beside them unit, objective, gap, loads and bytes of the stages, and step_time where that is
+the objective. Times other than seconds are in ms, as in the file. Without --json and --table a terminal gets a table,
+everything else JSON.
+
+Exit codes: 0 done; 1 no partition fits; 2 bad usage or input.
+"""
+_MS_PER_S = 1e3
+_NAME_WIDTH = 32
+
+
+def solve_command(
+    workload: Annotated[Path, typer.Argument(metavar="WORKLOAD.json", help=f"A file in the format {FORMAT}.")],
+    stages: Annotated[int, typer.Option(min=1, help="Number of stages, one per device.")],
+    objective: Annotated[
+        str, typer.Option(help="What is made least: bottleneck, or step_time (simulated).")
+    ] = "bottleneck",
+    microbatches: Annotated[int, typer.Option(min=1, help="Of a step; counts for step_time.")] = 8,
+    schedule: Annotated[str, typer.Option(help=f"{' or '.join(SCHEDULES)}; counts for step_time.")] = "1f1b",
+    memory_cap: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Of a stage, such as 16GiB (default: the file's mem_cap).")
+    ] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds after which the best so far is the answer.")
+    ] = None,
+    as_json: Annotated[
+        bool | None, typer.Option("--json/--table", help="Print JSON or a table (default: a table on a terminal).")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Cut a workload file into stages: the best partition, and the proof or how far from the best it may be."""
+
+    def answer() -> int:
+        _check_choice("--objective", objective, OBJECTIVES)
+        _check_choice("--schedule", schedule, SCHEDULES)
+        if time_limit is not None and not time_limit > 0:
+            raise InputError(f"--time-limit {time_limit} is no number of seconds above 0")
+        found = load_workload(workload)
+        # More stages than nodes would all stay empty.
+        used = min(stages, len(found.works))
+        problem = found.problem(
+            stages=used, capacity_bytes=_capacity(memory_cap), microbatches=microbatches, schedule=schedule
+        )
+        prints_json = as_json if as_json is not None else not sys.stdout.isatty()
+        started = time.perf_counter()
+        try:
+            require_separable(problem, stages=stages)
+            with beside_stdout():
+                partition = solve(
+                    problem, stages=used, objective=_objective(objective), empty=True, time_limit_s=time_limit
+                )
+        except InfeasibleError as error:
+            if prints_json:
+                typer.echo(json.dumps(_refusal(error, objective=objective, seconds=time.perf_counter() - started)))
+            raise
+        seconds = time.perf_counter() - started
+        if prints_json:
+            typer.echo(json.dumps(_answer(partition, stages=stages, seconds=seconds)))
+        else:
+            typer.echo(_table(found, partition, stages=stages, seconds=seconds))
+        return DONE
+
+    raise typer.Exit(exit_code(answer, debug=debug))
+
+
+def _check_choice(option: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise InputError(f"{option} {value!r} is none of {', '.join(valid)}")
+
+
+def _objective(name: str) -> Objective:
+    return next(objective for objective in OBJECTIVES if objective == name)
+
+
+def _capacity(text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except (InputError, OverflowError) as error:
+        raise InputError(f"--memory-cap {text!r} is no size in bytes; write a number, or such as 16GiB") from error
+
+
+def _ms(seconds: float) -> float:
+    """Return the file's unit, without the digits that the way to seconds and back has left."""
+    return float(f"{seconds * _MS_PER_S:.12g}")
+
+
+def _answer(partition: Partition, *, stages: int, seconds: float) -> dict[str, Any]:
+    empty = stages - partition.stages
+    value, bound = _ms(partition.value_s), _ms(partition.lower_bound_s)
+    found = {
+        "assignment": partition.assignment,
+        "bottleneck": _ms(partition.bottleneck_s),
+        "lower_bound": bound,
+        "status": partition.status,
+        "seconds": round(seconds, 6),
+        "unit": "ms",
+        "objective": partition.objective,
+        "gap": value / bound - 1 if bound else None if value else 0.0,
+        "loads": [*map(_ms, partition.loads_s), *[0.0] * empty],
+        "bytes": [*partition.stage_bytes, *[0] * empty],
+    }
+    return found | ({"step_time": value} if partition.objective == "step_time" else {})
+
+
+def _refusal(error: InfeasibleError, *, objective: str, seconds: float) -> dict[str, Any]:
+    return {
+        "assignment": None,
+        "bottleneck": None,
+        "lower_bound": None,
+        "status": "infeasible",
+        "seconds": round(seconds, 6),
+        "unit": "ms",
+        "objective": objective,
+        "smallest_memory_cap": error.smallest_bytes,
+    }
+
+
+def _table(workload: Workload, partition: Partition, *, stages: int, seconds: float) -> str:
+    members: list[list[int]] = [[] for _ in range(partition.stages)]
+    for node, stage in enumerate(partition.assignment):
+        members[stage].append(node)
+    has_bytes = any(partition.stage_bytes)
+    header = ["stage", "nodes", "first", "last", "load"] + ["memory"] * has_bytes
+    rows = []
+    for stage, own in enumerate(members):
+        ends = [f"{node} {_short(workload.works[node].name)}" for node in (own[0], own[-1])] if own else ["-", "-"]
+        load = f"{_ms(partition.loads_s[stage]):.6g} ms"
+        rows.append([stage, len(own), *ends, load] + [format_bytes(partition.stage_bytes[stage])] * has_bytes)
+    align = ("right", "right", "left", "left", "right", "right")[: len(header)]
+    table = tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True, colalign=align)
+    unused = f"; {stages - partition.stages} more stay empty" if stages > partition.stages else ""
+    title = f"{_short(workload.name)}: {len(workload.works)} nodes, {partition.stages} stages{unused}"
+    return f"{title}\n\n{table}\n\n{_verdict(partition, seconds=seconds)}"
+
+
+def _verdict(partition: Partition, *, seconds: float) -> str:
+    proof = "optimal: no partition has less"
+    if partition.status != "optimal":
+        proof = f"none is below {_ms(partition.lower_bound_s):.7g} ms: at most {partition.gap:.2%} above the best"
+    rows = [["bottleneck", f"{_ms(partition.bottleneck_s):.7g} ms"], ["solved in", f"{seconds:.2f} s"]]
+    if partition.objective == "step_time":
+        rows.insert(0, ["step time", f"{_ms(partition.value_s):.7g} ms"])
+    rows[0][1] += f", {proof}"
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def _short(name: str) -> str:
+    """Return a name in few characters, none of which a terminal obeys."""
+    text = repr(name)[1:-1]
+    return text if len(text) <= _NAME_WIDTH else f"{text[: _NAME_WIDTH - 3]}..."
