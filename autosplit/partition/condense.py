@@ -34,6 +34,9 @@ from itertools import combinations
 
 from autosplit.partition.graph import Graph, Storage, merge
 
+_ROUNDING = 1 + 1e-14
+"""Sums of the same numbers in another order may differ by so much."""
+
 _MANY = 8
 """Pairs are counted for tensors of at most so many pins."""
 
@@ -176,15 +179,17 @@ def _targets(
         if len(pins) == 2:
             other = min(pins - {moved})
             alone[other] = alone.get(other, 0.0) + cost
-    if own > max(alone.values(), default=0.0):
+    if own > max(alone.values(), default=0.0) * _ROUNDING:
         return []
-    shared = dict.fromkeys(others, 0.0)
-    total = 0.0
-    for pins, cost in costs:
-        total += cost
-        for other in sorted(pins - {moved}):
-            shared[other] = shared.get(other, 0.0) + cost
-    return [other for other, part in shared.items() if own + max(total - part, 0.0) <= alone.get(other, 0.0)]
+    touched = dict.fromkeys(others)
+    for pins, _ in costs:
+        touched |= dict.fromkeys(sorted(pins - {moved}))
+    found = []
+    for other in touched:
+        most = alone.get(other, 0.0) * _ROUNDING
+        if own <= most and own + sum(cost for pins, cost in costs if other not in pins) <= most:
+            found.append(other)
+    return found
 
 
 def _ends(storage: Storage) -> frozenset[int]:
