@@ -60,36 +60,40 @@ def check(
     *,
     recompute: Sequence[str] | None = None,
     order: Sequence[int] | None = None,
+    stages: int | None = None,
 ) -> Costs:
     """Return the costs of ``assignment[work] = stage``; raise ValueError when it is not legal.
 
     ``order[position]`` is the device there, by default their own order. ``recompute[stage]`` is by default, on each
     device, the option with the least load that fits it, or the leanest where none does. Stages may be empty;
-    capacities play no other part.
+    capacities play no other part. ``stages`` says how many the schedule is made for, by default as many as up to the
+    last with a work; empty ones at the end, each alone on its device, are left out of the costs.
     """
     _check_legal(problem, assignment)
     each = problem.virtual_stages
-    positions = -(-(max(assignment) + 1) // each)
+    used = max(assignment) + 1 if each == 1 else max(max(assignment) + 1, stages or 0)
+    positions = -(-used // each)
     order = tuple(range(positions)) if order is None else tuple(order[:positions])
     known = positions if problem.devices is None else len(problem.devices)
     if len(order) < positions or len(set(order)) < positions or not all(0 <= device < known for device in order):
         raise ValueError(f"order is {order}; it names {positions} of {known} devices, each once")
-    cut = _Cut(problem, tuple(assignment), positions * each)
-    chosen = list(recompute) if recompute is not None else [""] * cut.count
+    count = positions * each
+    cut = _Cut(problem, tuple(assignment), max(count, stages or 0))
+    chosen = list(recompute) if recompute is not None else [""] * count
     if recompute is None:
         for place, device in enumerate(order):
-            own = _on(cut.lane, place)
+            own = _on(cut.lane[:count], place)
             option = cut.fastest(own, device=cut.device(device))
             for stage in own:
                 chosen[stage] = option
     return Costs(
         loads_s=tuple(
-            cut.load_s(stage, chosen[stage], device=cut.device(order[cut.lane[stage]])) for stage in range(cut.count)
+            cut.load_s(stage, chosen[stage], device=cut.device(order[cut.lane[stage]])) for stage in range(count)
         ),
         stages=tuple(cut.stage_bytes(stage, option) for stage, option in enumerate(chosen)),
         recompute=tuple(chosen),
         order=order,
-        lane=cut.lane,
+        lane=cut.lane[:count],
         cut=cut,
     )
 
@@ -245,6 +249,8 @@ class _Cut:
         schedule = build(self.problem.schedule, **self.size)
         forward, backward, weight, once = ([0.0] * self.count for _ in range(4))
         for stage, own in enumerate(self.members):
+            if not own:
+                continue
             device = self.device(order[self.lane[stage]])
             works = [self.problem.works[work] for work in own]
             each = device.slowdown / device.replicas

@@ -80,8 +80,7 @@ class _Judge:
     def key(self, cut: Sequence[int], order: tuple[int, ...]) -> _Key:
         """Return what is compared: the bytes beyond the capacities, then the worst device, then all others."""
         stage_of = [cut[group] for group in self.graph.group_of]
-        # The checker counts stages up to the last that has a work.
-        costs = check(self.problem, stage_of, order=order)
+        costs = check(self.problem, stage_of, order=order, stages=self.stages)
         self.left -= 1
         if self.least == "bytes":
             return (0.0, *sorted(map(float, costs.device_bytes), reverse=True))

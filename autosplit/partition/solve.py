@@ -50,8 +50,18 @@ class Partition:
         return self.costs.stage_bytes
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """The device at each position of the pipeline."""
+        return self.costs.order
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """What each stage does again."""
+        return self.costs.recompute
+
+    @property
     def bottleneck_s(self) -> float:
-        """The largest load."""
+        """The largest load of a device."""
         return self.costs.bottleneck_s
 
     @property
@@ -80,7 +90,7 @@ def solve(
     answer = find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit)
     if answer.assignment is None:
         raise _infeasible(problem, stages=stages, empty=empty, answer=answer, ideal_limit=ideal_limit)
-    costs = check(problem, answer.assignment, order=answer.order)
+    costs = check(problem, answer.assignment, order=answer.order, stages=stages if empty else None)
     optimal = costs.bottleneck_s <= answer.lower_bound * (1 + 3 * TOLERANCE)
     return Partition(
         assignment=answer.assignment,
@@ -131,7 +141,7 @@ def _infeasible(problem: Problem, *, stages: int, empty: bool, answer: Answer, i
         problem,
         stages=stages,
         assignment=even.assignment,
-        costs=check(without_room(problem, stages=stages), even.assignment),
+        costs=check(without_room(problem, stages=stages), even.assignment, stages=stages if empty else None),
         exhaustive=answer.exhaustive,
         smallest=even.exhaustive,
     )
