@@ -45,7 +45,7 @@ def no_fit(
         why = f"{_needs(problem, heaviest)} on one device, none has more than {_exact(max(given))}"
     elif static > sum(given):
         why = (
-            f"the works have {_exact(static)} of static memory, all devices together {_exact(sum(given))}, and "
+            f"the nodes have {_exact(static)} of static memory, all devices together {_exact(sum(given))}, and "
             f"{_needs(problem, heaviest)} of it"
         )
         ways.append("or use more devices")
@@ -63,17 +63,22 @@ def no_fit(
     return InfeasibleError(f"{fact}: {why}; {', '.join(ways)}", smallest_bytes=limit)
 
 
-def over_capacity(stage_bytes: Sequence[int], capacity_bytes: Sequence[int | None]) -> InfeasibleError:
-    """Return the error for stages that need more than their devices have, by a count that the search does not see."""
-    given = zip(stage_bytes, capacity_bytes, strict=False)
+def over_capacity(problem: Problem, assignment: Sequence[int], *, stage_bytes: Sequence[int]) -> InfeasibleError:
+    """Return the error for stages that need more than their devices have by a count that the search does not see.
+
+    ``assignment`` uses memory most evenly; its stages need ``stage_bytes``, each alone on its device.
+    """
+    given = zip(stage_bytes, problem.capacity_bytes or (), strict=False)
     pairs = [(needed, needed if capacity is None else capacity) for needed, capacity in given]
     over = max(range(len(pairs)), key=lambda stage: pairs[stage][0] - pairs[stage][1])
     needed, capacity = pairs[over]
     limit = max(stage_bytes)
+    largest = max(_groups(problem), key=lambda group: (assignment[group.works[0]] == over, group.bytes))
+    part = f"node {_named(problem, largest.works[0])}" if len(largest.works) == 1 else _held(problem, largest)
     return InfeasibleError(
         f"no partition was found that fits {len(pairs)} stages: with the most even use of memory stage {over} needs "
-        f"{_exact(needed)}, its device has {_exact(capacity)}; devices of {_exact(limit)} each would hold it, or use "
-        "more devices or smaller microbatches",
+        f"{_exact(needed)} (its largest part that cannot be cut: {part}), its device has {_exact(capacity)}; devices "
+        f"of {_exact(limit)} each would hold it, or use more devices or smaller microbatches",
         smallest_bytes=limit,
     )
 
@@ -84,7 +89,7 @@ def require_separable(problem: Problem, *, stages: int) -> None:
     if stages > 1 and len(groups) == 1 and len(problem.works) > 1:
         raise InfeasibleError(
             f"{stages} stages were asked for, and there is nothing to cut: {_held(problem, groups[0])}; "
-            "ask for 1 stage, or give fewer works that colour"
+            "ask for 1 stage, or give fewer nodes that colour"
         )
 
 
@@ -111,7 +116,7 @@ def _groups(problem: Problem) -> list[_Group]:
 def _needs(problem: Problem, group: _Group) -> str:
     if len(group.works) > 1:
         return f"{_held(problem, group)}, which need at least {_exact(group.bytes)}"
-    return f"work {_named(problem, group.works[0])} alone needs at least {_exact(group.bytes)}"
+    return f"node {_named(problem, group.works[0])} alone needs at least {_exact(group.bytes)}"
 
 
 def _held(problem: Problem, group: _Group) -> str:
@@ -124,7 +129,7 @@ def _held(problem: Problem, group: _Group) -> str:
     who = f"colour{'s' if len(colours) > 1 else ''} {shown}{more} hold{'' if len(colours) > 1 else 's'}"
     if not colours:
         who = "their order, a cycle, holds"
-    return f"{who} {len(group.works)} works together ({names}{rest})"
+    return f"{who} {len(group.works)} nodes together ({names}{rest})"
 
 
 def _binding_colours(problem: Problem, works: Sequence[int]) -> list[Hashable]:

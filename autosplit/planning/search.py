@@ -78,7 +78,7 @@ def _cut(problem: Problem, written: Callable[[Partition], _Writer]) -> _Writer:
             room = [_less(*each) for each in zip_longest(room, writer.peaks(), limits)]
     even = written(solve_evenly(problem))
     if even.over_capacity():
-        raise over_capacity(even.peaks(), limits)
+        raise over_capacity(problem, even.partition.assignment, stage_bytes=even.peaks())
     return even
 
 

@@ -63,8 +63,8 @@ def test_the_block_partition_is_the_installed_packages(monkeypatch: pytest.Monke
 
 def test_what_is_asked() -> None:
     assert failed(row()) == []
-    assert failed(row(ours=10.0001)) == ["w, 2 stages: apart from the optimum"]
-    assert failed(row(ours=9.9999)) == ["w, 2 stages: apart from the optimum"]
+    assert failed(row(ours=10.0001)) == ["w, 2 stages: millionths apart from the optimum"]
+    assert failed(row(ours=9.9999)) == ["w, 2 stages: millionths apart from the optimum"]
     assert failed(row(status="bounded", gap=0.01)) == ["w, 2 stages: gap where the optimum is known"]
     assert failed(row(cpu_s=5.1)) == ["w, 2 stages: CPU seconds"]
     assert failed(*[row(cpu_s=4.9)] * 13) == ["all together: CPU seconds"]
@@ -73,7 +73,7 @@ def test_what_is_asked() -> None:
     assert failed(open_ended) == []
     assert failed(replace(open_ended, ours=9.0)) == []
     assert failed(replace(open_ended, ours=10.1, gap=0.04)) == [
-        "w, 2 stages, capped: above the reference",
+        "w, 2 stages, capped: millionths above the reference",
         "w, 2 stages, capped: gap",
     ]
 

@@ -125,7 +125,7 @@ def test_what_does_not_fit_exits_with_1_and_the_smallest_cap(run: Run, written: 
     found = answer(result, code=1)
     assert (found["assignment"], found["status"], found["smallest_memory_cap"]) == (None, "infeasible", 20)
     assert result.stderr.startswith(
-        "error: no partition fits 2 stages: the works have 40 B (40 bytes) of static memory"
+        "error: no partition fits 2 stages: the nodes have 40 B (40 bytes) of static memory"
     )
     assert answer(run(path, "--stages", 2, "--memory-cap", found["smallest_memory_cap"]))["bytes"] == [20, 20]
     as_table = run(path, "--stages", 2, "--memory-cap", 15, "--table")
@@ -137,7 +137,7 @@ def test_colours_that_leave_nothing_to_cut_exit_with_1(run: Run, written: Callab
     data["nodes"][0]["color"] = data["nodes"][2]["color"] = "blue"
     result = run(written(data), "--stages", 2)
     assert answer(result, code=1)["smallest_memory_cap"] is None
-    assert "there is nothing to cut: colour 'blue' holds 3 works together (0 'n0', 1 'n1', 2 'n2')" in result.stderr
+    assert "there is nothing to cut: colour 'blue' holds 3 nodes together (0 'n0', 1 'n1', 2 'n2')" in result.stderr
     assert answer(run(written(data), "--stages", 1))["assignment"] == [0, 0, 0]
 
 

@@ -155,6 +155,7 @@ def test_a_memory_limit_that_cannot_hold_names_the_smallest_that_can(unchanged: 
         split(model, sample=sample, memory_limit=1000)
     smallest = re.search(r"\(([0-9,]+) bytes\) each would hold it", str(caught.value))
     assert smallest is not None, f"no way out in {caught.value}"
+    assert re.search(r"largest part that cannot be cut: node \d+ '\w+", str(caught.value))
     limit_bytes = int(smallest[1].replace(",", ""))
     pipe = split(model, sample=sample, memory_limit=limit_bytes)
     assert max(stage.memory.peak_bytes for stage in pipe.plan.stages) <= limit_bytes

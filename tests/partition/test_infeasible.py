@@ -9,7 +9,7 @@ import pytest
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
-from autosplit.partition.infeasible import require_separable
+from autosplit.partition.infeasible import over_capacity, require_separable
 from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import assignments, most_stages
@@ -36,7 +36,7 @@ def refusal(problem: Problem, *, stages: int, empty: bool = False) -> Infeasible
 def test_a_work_that_fits_nowhere_is_named() -> None:
     error = refusal(chain(5, 90, 5, limit=80, stages=2), stages=2)
     assert str(error) == (
-        "no partition fits 2 stages: work 1 'w1' alone needs at least 90 B (90 bytes) on one device, none has more "
+        "no partition fits 2 stages: node 1 'w1' alone needs at least 90 B (90 bytes) on one device, none has more "
         "than 80 B (80 bytes); the smallest limit that can be met is 95 B (95 bytes) per device"
     )
     assert error.smallest_bytes == 95
@@ -45,7 +45,7 @@ def test_a_work_that_fits_nowhere_is_named() -> None:
 def test_a_colour_that_fits_nowhere_is_named_with_what_lies_between_its_works() -> None:
     error = refusal(chain(30, 40, 10, 30, 1, colours="r..rb", limit=80, stages=3), stages=3)
     assert str(error) == (
-        "no partition fits 3 stages: colour 'r' holds 4 works together (0 'w0', 1 'w1', 2 'w2' and 1 more), which need "
+        "no partition fits 3 stages: colour 'r' holds 4 nodes together (0 'w0', 1 'w1', 2 'w2' and 1 more), which need "
         "at least 110 B (110 bytes) on one device, none has more than 80 B (80 bytes); the smallest limit that can be "
         "met is 110 B (110 bytes) per device"
     )
@@ -54,8 +54,8 @@ def test_a_colour_that_fits_nowhere_is_named_with_what_lies_between_its_works() 
 def test_too_little_room_in_all_says_so_with_the_largest_part() -> None:
     error = refusal(chain(30, 40, 10, 30, limit=50, stages=2), stages=2)
     assert str(error) == (
-        "no partition fits 2 stages: the works have 110 B (110 bytes) of static memory, all devices together 100 B "
-        "(100 bytes), and work 1 'w1' alone needs at least 40 B (40 bytes) of it; the smallest limit that can be met "
+        "no partition fits 2 stages: the nodes have 110 B (110 bytes) of static memory, all devices together 100 B "
+        "(100 bytes), and node 1 'w1' alone needs at least 40 B (40 bytes) of it; the smallest limit that can be met "
         "is 70 B (70 bytes) per device, or use more devices"
     )
 
@@ -64,7 +64,7 @@ def test_a_stage_that_is_over_is_named_with_its_largest_part() -> None:
     error = refusal(chain(30, 40, 10, 30, limit=60, stages=2), stages=2)
     assert str(error) == (
         "no partition fits 2 stages: with the most even use of memory stage 0 needs 70 B (70 bytes), its device has "
-        "60 B (60 bytes), and work 1 'w1' alone needs at least 40 B (40 bytes) of it; the smallest limit that can be "
+        "60 B (60 bytes), and node 1 'w1' alone needs at least 40 B (40 bytes) of it; the smallest limit that can be "
         "met is 70 B (70 bytes) per device, or use more devices"
     )
 
@@ -75,7 +75,7 @@ def test_a_work_counts_what_it_saves_and_its_tied_parameters() -> None:
         holds=(Hold(7, 0, (1,), (1,)),),
         ties=(Tie((1,), home_bytes=9, copy_bytes=5),),
     )
-    assert "work 1 'w1' alone needs at least 22 B" in str(refusal(problem, stages=2))
+    assert "node 1 'w1' alone needs at least 22 B" in str(refusal(problem, stages=2))
 
 
 def test_a_name_from_a_stranger_is_short_and_harmless() -> None:
@@ -119,6 +119,17 @@ def test_an_incomplete_search_names_a_limit_that_it_can_meet() -> None:
     assert max(solve(met, stages=2, ideal_limit=8).stage_bytes) <= limit
 
 
+def test_stages_over_a_replayed_peak_name_their_largest_part() -> None:
+    problem = chain(5, 30, 20, 20, colours=".rr.", limit=60, stages=2)
+    error = over_capacity(problem, (0, 1, 1, 1), stage_bytes=(9, 77))
+    assert str(error) == (
+        "no partition was found that fits 2 stages: with the most even use of memory stage 1 needs 77 B (77 bytes) "
+        "(its largest part that cannot be cut: colour 'r' holds 2 nodes together (1 'w1', 2 'w2')), its device has "
+        "60 B (60 bytes); devices of 77 B (77 bytes) each would hold it, or use more devices or smaller microbatches"
+    )
+    assert error.smallest_bytes == 77
+
+
 def test_the_error_survives_a_process() -> None:
     error = pickle.loads(pickle.dumps(refusal(chain(90, limit=80, stages=1), stages=1)))
     assert (type(error), error.smallest_bytes) == (InfeasibleError, 90)
@@ -128,20 +139,20 @@ def test_one_colour_that_leaves_nothing_to_cut_is_named() -> None:
     with pytest.raises(InfeasibleError) as caught:
         require_separable(chain(1, 1, 1, 1, colours="rbbr", limit=9, stages=3), stages=3)
     assert str(caught.value) == (
-        "3 stages were asked for, and there is nothing to cut: colour 'r' holds 4 works together (0 'w0', 1 'w1', "
-        "2 'w2' and 1 more); ask for 1 stage, or give fewer works that colour"
+        "3 stages were asked for, and there is nothing to cut: colour 'r' holds 4 nodes together (0 'w0', 1 'w1', "
+        "2 'w2' and 1 more); ask for 1 stage, or give fewer nodes that colour"
     )
     assert caught.value.smallest_bytes is None
 
 
 def test_colours_that_only_together_leave_nothing_to_cut_are_named() -> None:
-    with pytest.raises(InfeasibleError, match="colours 'r', 'b' hold 4 works together"):
+    with pytest.raises(InfeasibleError, match="colours 'r', 'b' hold 4 nodes together"):
         require_separable(chain(1, 1, 1, 1, colours="rbrb", limit=9, stages=2), stages=2)
 
 
 def test_a_cycle_of_order_needs_no_colour() -> None:
     problem = replace(chain(1, 1, limit=9, stages=2), order=((1, 0),))
-    with pytest.raises(InfeasibleError, match="their order, a cycle, holds 2 works together"):
+    with pytest.raises(InfeasibleError, match="their order, a cycle, holds 2 nodes together"):
         require_separable(problem, stages=2)
 
 

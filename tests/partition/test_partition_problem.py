@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_said_with_its_numbers() -> None:
         solve(replace(CHAIN, devices=devices_of((247, 247))), stages=2)
     assert str(error.value) == (
         "no partition fits 2 stages: with the most even use of memory stage 0 needs 248 B (248 bytes), its device has "
-        "247 B (247 bytes), and work 1 'w1' alone needs at least 118 B (118 bytes) of it; the smallest limit that can "
+        "247 B (247 bytes), and node 1 'w1' alone needs at least 118 B (118 bytes) of it; the smallest limit that can "
         "be met is 248 B (248 bytes) per device, or use more devices or smaller microbatches"
     )
 
