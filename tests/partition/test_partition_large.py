@@ -1,0 +1,177 @@
+"""Proofs by threshold against the dynamic program over all ideals, and the lattice that both can be asked about."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from autosplit.partition import large
+from autosplit.partition import lattice as lattice_module
+from autosplit.partition.chains import best_chain
+from autosplit.partition.clock import FOREVER, Clock, OutOfTime
+from autosplit.partition.goal import Goal
+from autosplit.partition.graph import Graph, base_graph
+from autosplit.partition.ideals import all_ideals
+from autosplit.partition.large import improve
+from autosplit.partition.lattice import Lattice, lattice
+from autosplit.partition.problem import Net, Problem, Work
+from autosplit.partition.table import Table
+
+NEAR = 1 + 1e-8
+
+
+def narrow_graph(seed: int) -> Graph:
+    """A long graph of blocks with a few branches each, tensors that skip blocks, and some against the order."""
+    chance = random.Random(seed)
+    costs = chance.choice(((0, 1, 2, 3), (0, 0, 1, 5, 9), (1,)))
+    count = chance.randint(2, 16)
+    works = tuple(Work(f"w{index}", chance.choice(costs), 0.0) for index in range(count))
+    nets = []
+    for index in range(count - 1):
+        consumers = {min(index + chance.choice((1, 1, 1, 1, 2)), count - 1)}
+        if chance.random() < 0.3:
+            consumers.add(min(index + chance.randint(1, 4), count - 1))
+        if chance.random() < 0.1:
+            consumers.add(chance.randint(index + 1, count - 1))
+        nets.append(Net(index, tuple(sorted(consumers)), chance.choice(costs), 0.0))
+        if index and chance.random() < 0.2:
+            nets.append(Net(index, (chance.randint(max(index - 3, 0), index - 1),), chance.choice(costs), 0.0, False))
+    return base_graph(Problem(works, tuple(nets), microbatches=1))
+
+
+def optimum(graph: Graph, stages: int) -> float:
+    ideals = all_ideals(graph, limit=10**6)
+    assert ideals is not None
+    chain = best_chain(Table(graph, ideals), goal=Goal((1,) * stages, empty=True))
+    assert chain is not None
+    return chain.value
+
+
+def whole_lattice(graph: Graph) -> Lattice:
+    found = lattice(graph, limit=10**6)
+    assert found is not None
+    return found
+
+
+def load(graph: Graph, inside: int) -> float:
+    paid = sum(graph.times_s[group] for group in range(graph.size) if inside >> group & 1)
+    for tensor in graph.tensors:
+        mask = sum(1 << pin for pin in {tensor.producer, *tensor.consumers})
+        paid += tensor.cost_s if mask & inside and mask & ~inside else 0.0
+    return paid
+
+
+@pytest.fixture(params=[3, 2048])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few ideals and of all."""
+    monkeypatch.setattr(lattice_module, "_BLOCK", request.param)
+
+
+@pytest.mark.usefixtures("block")
+def test_the_lattice_holds_every_ideal_and_the_loads_between_them() -> None:
+    chance = random.Random(0)
+    pairs = 0
+    for seed in range(40):
+        graph = narrow_graph(seed)
+        found = whole_lattice(graph)
+        ideals = [found.ideal(position) for position in range(len(found))]
+        assert sorted(ideals) == sorted(all_ideals(graph, limit=10**6) or [])
+        assert lattice(graph, limit=len(found) - 1) is None
+        assert found.cut_s.tolist() == [
+            pytest.approx(
+                load(graph, ideal) - sum(graph.times_s[group] for group in range(graph.size) if ideal >> group & 1)
+            )
+            for ideal in ideals
+        ]
+        for first in chance.sample(range(len(ideals)), min(6, len(ideals))):
+            start = chance.randint(0, len(ideals) - 1)
+            stop = chance.randint(start + 1, len(ideals))
+            loads = found.loads(first, start=start, stop=stop)
+            subsets = found.subsets(first, start=start, stop=stop)
+            for second in range(start, stop):
+                outside = ideals[first] & ~ideals[second]
+                expected = np.inf if outside else load(graph, ideals[second] & ~ideals[first])
+                assert loads[second - start] == pytest.approx(expected)
+                assert subsets[second - start] == (not ideals[second] & ~ideals[first])
+                assert not (second < first and not outside and ideals[second] != ideals[first]), "subsets come first"
+                pairs += expected < np.inf
+    assert pairs > 200
+
+
+@pytest.mark.usefixtures("block")
+def test_thresholds_find_the_optimum_and_prove_it() -> None:
+    better = 0
+    for seed in range(120):
+        graph = narrow_graph(seed)
+        stages = random.Random(seed).randint(1, 6)
+        least = optimum(graph, stages)
+        whole = load(graph, (1 << graph.size) - 1)
+        found = improve(whole_lattice(graph), stages=stages, lower=0.0, upper=whole)
+        assert found.lower_bound <= least * NEAR, seed
+        assert found.lower_bound == pytest.approx(least), seed
+        if least < whole:
+            assert found.chain is not None
+            stage_loads = [load(graph, second & ~first) for first, second in itertools.pairwise(found.chain.ideals)]
+            assert (len(stage_loads), max(stage_loads)) == (stages, pytest.approx(least)), seed
+            better += 1
+        sure = improve(whole_lattice(graph), stages=stages, lower=0.0, upper=least)
+        assert (sure.lower_bound, sure.chain) == (least, None), seed
+    assert better > 60
+
+
+def test_needless_ideals_are_left_out_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frontier decides as the search without it does, at thresholds around every optimum."""
+    decided: dict[bool, list[bool]] = {}
+    extended = {True: 0, False: 0}
+    whole_frontier = large._Thresholds._frontier
+    for pruned in (True, False):
+
+        def frontier(
+            self: large._Thresholds, reached: np.ndarray, threshold: float, pruned: bool = pruned
+        ) -> np.ndarray:
+            kept = whole_frontier(self, reached, threshold) if pruned else reached
+            extended[pruned] += len(kept)
+            return kept
+
+        monkeypatch.setattr(large._Thresholds, "_frontier", frontier)
+        decided[pruned] = []
+        for seed in range(250, 370):
+            graph = narrow_graph(seed)
+            stages = random.Random(seed).randint(2, 5)
+            search = large._Thresholds(whole_lattice(graph), stages=stages, clock=FOREVER)
+            least = optimum(graph, stages)
+            for factor in (0.7, 0.9, 0.999, 1.0, 1.1):
+                decided[pruned].append(search.chain(factor * least * (1 + 1e-12)) is not None)
+    assert decided[True] == decided[False]
+    assert extended[True] < 0.6 * extended[False]
+    assert 0.2 < sum(decided[True]) / len(decided[True]) < 0.8
+
+
+def test_nothing_beside_an_ideal_costs_more_than_is_said() -> None:
+    tight = 0
+    for seed in range(60):
+        graph = narrow_graph(seed)
+        aside = large._Aside(graph)
+        ideals = all_ideals(graph, limit=10**6)
+        assert ideals is not None
+        chance = random.Random(seed)
+        for ideal in chance.sample(ideals, min(20, len(ideals))):
+            most = aside.load_s(ideal)
+            for other in ideals:
+                if ideal & ~other:
+                    cost = load(graph, other & ~ideal)
+                    assert cost <= most * NEAR
+                    tight += cost > 0.99 * most > 0
+    assert tight > 100
+
+
+def test_a_clock_that_is_over_ends_the_search() -> None:
+    graph = narrow_graph(1)
+    with pytest.raises(OutOfTime):
+        lattice(graph, limit=10**6, clock=Clock.start(0.0))
+    whole = load(graph, (1 << graph.size) - 1)
+    found = improve(whole_lattice(graph), stages=2, lower=0.5, upper=whole, clock=Clock.start(0.0))
+    assert (found.lower_bound, found.chain) == (0.5, None)
