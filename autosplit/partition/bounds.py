@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.graph import Graph
 from autosplit.partition.labelling import Pair, labelling
 from autosplit.partition.profile import Front, ideal, profile
@@ -56,23 +57,23 @@ class Bound:
     ideals: tuple[int, ...]
 
 
-def bound(graph: Graph, *, stages: int, upper_s: float) -> Bound | None:
+def bound(graph: Graph, *, stages: int, upper_s: float, clock: Clock = FOREVER) -> Bound | None:
     """Bound the largest load over all cuts into at most ``stages`` stages on equal devices, given that of one cut.
 
-    Bytes are not looked at. None where the graph is too wide for this method.
+    Bytes are not looked at. None where the graph is too wide for this method; OutOfTime when the clock has run down.
     """
     labels = labelling(graph)
     if sum(3.0 ** (len(step.scope) + 1) for step in labels.steps) > _TABLES:
         return None
     upper, total = upper_s / labels.quantum_s, sum(labels.times)
-    skipping = skips(labels)
+    skipping = skips(labels, clock=clock)
     loose = {tensor for pair in _far(skipping, limit=upper, average=total / stages) for tensor in labels.spanned[pair]}
     if loose:
         graph = replace(graph, tensors=tuple(each for at, each in enumerate(graph.tensors) if at not in loose))
         labels = labelling(graph)
-        skipping = skips(labels)
+        skipping = skips(labels, clock=clock)
     for part in _DEAR:
-        front = profile(labels, dear=part * upper, work=_WORK)
+        front = profile(labels, dear=part * upper, work=_WORK, clock=clock)
         if front is None:
             return None
         race = _Race(front, skipping, total=total, stages=stages, dear=part * upper)

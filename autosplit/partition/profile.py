@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.labelling import Labelling, Step
 
 Floats = NDArray[np.float64]
@@ -66,7 +67,7 @@ class _Term:
 _NOTHING = Front(np.zeros(1), np.zeros(1))
 
 
-def profile(labels: Labelling, *, dear: float, work: int) -> Front | None:
+def profile(labels: Labelling, *, dear: float, work: int, clock: Clock = FOREVER) -> Front | None:
     """Return the front of the ideals whose crossing costs at most ``dear``, None if more than ``work`` points arise."""
     terms: list[list[_Term]] = [[] for _ in labels.times]
     place = {step.variable: index for index, step in enumerate(labels.steps)}
@@ -79,6 +80,7 @@ def profile(labels: Labelling, *, dear: float, work: int) -> Front | None:
         keep(_Term(pair, {both: _point(cost, -cost) if cost else _NOTHING for both, cost in own.items()}))
     whole, done = _NOTHING, 0
     for step in labels.steps:
+        clock.check()
         time = labels.times[step.variable]
         term = _Term((step.variable,), {(0,): _point(time, time), (1,): _NOTHING})
         reduced = _eliminate(step, [term, *terms[step.variable]], dear=dear)

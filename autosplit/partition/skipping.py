@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.labelling import Labelling, Pair, Step
 
 Floats = NDArray[np.float64]
@@ -41,10 +42,11 @@ class Skips:
     gains: Floats
 
 
-def skips(labels: Labelling) -> Skips:
+def skips(labels: Labelling, *, clock: Clock = FOREVER) -> Skips:
     """Return the bounds for all tensors."""
     pairs = tuple(labels.spanned)
     one, two = _boundary(labels), _stage(labels)
+    clock.check()
     single = np.array([_pick(one, pair, 1) for pair in pairs]).reshape(len(pairs), 2)
     double = np.array([_pick(two, pair, 2) for pair in pairs]).reshape(len(pairs), len(SHARES), 2, len(PRICES))
     return Skips(pairs, -single[:, 0], single[:, 1], np.moveaxis(double, 0, -1))

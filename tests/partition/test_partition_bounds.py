@@ -7,6 +7,7 @@ import pytest
 
 from autosplit.partition import bounds
 from autosplit.partition.bounds import bound
+from autosplit.partition.clock import Clock, OutOfTime
 from autosplit.partition.graph import Graph, Tensor
 from autosplit.partition.labelling import labelling
 from autosplit.partition.profile import ideal, profile
@@ -189,3 +190,8 @@ def test_a_graph_that_is_too_wide_or_has_too_many_points_has_no_bound(monkeypatc
 def test_the_same_graph_has_the_same_bound() -> None:
     graph = chain_of_branches(1, blocks=3)
     assert bound(graph, stages=3, upper_s=9.0) == bound(graph, stages=3, upper_s=9.0)
+
+
+def test_a_clock_that_has_run_down_ends_the_search() -> None:
+    with pytest.raises(OutOfTime):
+        bound(chain_of_branches(1, blocks=3), stages=3, upper_s=9.0, clock=Clock(0.0))
