@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autosplit.errors import InfeasibleError
+from autosplit.partition.clock import Clock
 from autosplit.partition.costs import Costs, check
 from autosplit.partition.infeasible import no_fit
 from autosplit.partition.problem import Problem, without_room
 from autosplit.partition.search import TOLERANCE
+from autosplit.partition.step_time import least_step
 from autosplit.partition.uneven import Answer, find
 
 IDEAL_LIMIT = 20_000
@@ -83,13 +85,17 @@ def solve(
 
     ``stages`` is by default what fills the problem's devices. Fewer come back only when colours and cycles leave fewer
     groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs the
-    fewest bytes is preferred. Raises InfeasibleError when no partition fits. The answer is exact where the ideals of
-    the condensed graph number at most ``ideal_limit``; after ``time_limit_s`` the best so far comes back.
+    fewest bytes is preferred. Raises InfeasibleError when no partition fits. The least bottleneck is exact where the
+    ideals of the condensed graph number at most ``ideal_limit``; from its cut the search for the shortest step starts,
+    whose answer is the best of many that are simulated. After ``time_limit_s`` the best so far comes back.
     """
     stages = _stages(problem, stages)
+    clock = Clock.start(time_limit_s)
     answer = find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit)
     if answer.assignment is None:
         raise _infeasible(problem, stages=stages, empty=empty, answer=answer, ideal_limit=ideal_limit)
+    if objective == "step_time":
+        return _shortest(problem, answer.assignment, order=answer.order, stages=stages, empty=empty, clock=clock)
     costs = check(problem, answer.assignment, order=answer.order, stages=stages if empty else None)
     optimal = costs.bottleneck_s <= answer.lower_bound * (1 + 3 * TOLERANCE)
     return Partition(
@@ -98,6 +104,28 @@ def solve(
         value_s=costs.bottleneck_s,
         lower_bound_s=min(answer.lower_bound, costs.bottleneck_s),
         status="optimal" if optimal else "bounded",
+        costs=costs,
+    )
+
+
+def _shortest(
+    problem: Problem,
+    assignment: tuple[int, ...],
+    *,
+    order: tuple[int, ...] | None,
+    stages: int,
+    empty: bool,
+    clock: Clock,
+) -> Partition:
+    """Return the partition with the shortest step that is found from the one with the least bottleneck."""
+    step = least_step(problem, stages=stages, empty=empty, assignment=assignment, order=order, clock=clock)
+    costs = check(problem, step.assignment, order=step.order, stages=stages if empty else None)
+    return Partition(
+        assignment=step.assignment,
+        objective="step_time",
+        value_s=costs.step_s,
+        lower_bound_s=min(step.lower_bound_s, costs.step_s),
+        status="optimal" if costs.step_s <= step.lower_bound_s * (1 + 3 * TOLERANCE) else "bounded",
         costs=costs,
     )
 
