@@ -12,8 +12,8 @@ from autosplit.partition.costs import check
 from autosplit.partition.infeasible import over_capacity, require_separable
 from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.partition.solve import solve
-from tests.partition.oracle_brute import assignments, most_stages
-from tests.partition.oracle_problems import Mix, random_problem
+from tests.partition.oracle_brute import assignments, brute_force, most_stages
+from tests.partition.oracle_problems import Mix, random_problem, with_devices, with_extras
 
 
 def chain(*sizes: int, colours: str = "", limit: int, stages: int) -> Problem:
@@ -89,7 +89,7 @@ def test_a_name_from_a_stranger_is_short_and_harmless() -> None:
 @pytest.mark.parametrize("empty", [False, True])
 def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
     refused = 0
-    for seed in range(120):
+    for seed in range(80):
         problem = random_problem(seed, Mix(count=3 + seed % 5, colours=0.2))
         stages = most_stages(problem, stages=1 + seed % 3)
         every = [
@@ -105,7 +105,31 @@ def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
         met = replace(problem, devices=devices_of((error.smallest_bytes,) * stages))
         assert max(solve(met, stages=stages, empty=empty).stage_bytes) <= least
         refused += 1
-    assert refused > 100
+    assert refused > 60
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_the_smallest_limit_is_the_smallest_with_ties_recompute_replicas_and_uneven_devices(empty: bool) -> None:
+    refused = 0
+    for seed in range(36):
+        problem = random_problem(seed, Mix(count=3 + seed % 4, colours=0.2, unordered=0.2))
+        stages = most_stages(problem, stages=2 + seed % 2)
+        problem = with_devices(problem, seed, stages=stages, capacities=(0,) * stages)
+        problem = with_extras(problem, seed, ties=seed % 2 == 0, recompute=seed % 3 > 0, replicas=True)
+        if brute_force(problem, stages=stages, empty=empty).assignment is not None:
+            continue
+        least = refusal(problem, stages=stages, empty=empty).smallest_bytes
+        assert least is not None
+        assert brute_force(limited_to(problem, least), stages=stages, empty=empty).assignment is not None, seed
+        assert brute_force(limited_to(problem, least - 1), stages=stages, empty=empty).assignment is None, seed
+        met = limited_to(problem, least)
+        assert max(solve(met, stages=stages, empty=empty).costs.device_bytes) <= least
+        refused += 1
+    assert refused > 24
+
+
+def limited_to(problem: Problem, bytes_: int) -> Problem:
+    return replace(problem, devices=tuple(replace(own, capacity_bytes=bytes_) for own in problem.devices or ()))
 
 
 def test_an_incomplete_search_names_a_limit_that_it_can_meet() -> None:
