@@ -24,7 +24,7 @@ def test_the_plan_is_made_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured._Timing, "_once", short)
     model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))), torch.randn(8, 16)
     with pytest.warns(UserWarning, match="4#0: memory ran out on cpu while it was measured"):
-        pipe = autosplit(model, ["cpu", "cpu"], 2, sample=x)
+        pipe = autosplit(model, ["cpu", "cpu"], 8, sample=x)
     assert pipe.plan.measured
     assert [len(stage.nodes) for stage in pipe.plan.stages] == [3, 3], "the modelled times are in the measured scale"
     [note] = [note for note in pipe.plan.notes if "modelled" in note]
