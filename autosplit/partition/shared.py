@@ -1,7 +1,7 @@
 """Cuts into stages that share devices: what a device carries is known only when all its stages are.
 
 So cuts are judged whole, by the checker: all of them where they are few, else those that a local search meets, which
-moves one group to another stage, or swaps the places of two devices, as long as that helps.
+moves one group or two to another stage, or swaps the places of devices, as long as that helps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _JUDGED_WORKS = 400_000
 """A local search ends after judging cuts with so many works in all."""
 
 _Key = tuple[float, ...]
+_Candidate = tuple[_Key, tuple[int, ...], tuple[int, ...]]
+"""A cut of the groups and an order of devices, with what is compared."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def best_shared(
     judge = _Judge(problem, graph, stages=stages, least=least, empty=empty)
     orders = judge.orders(most=_FEW)
     cuts = None if orders is None else judge.few_cuts(most=_FEW // len(orders))
-    found: tuple[_Key, tuple[int, ...], tuple[int, ...]] | None = None
+    found: _Candidate | None = None
     if orders is not None and cuts is not None:
         found = min(((judge.key(cut, order), cut, order) for order in orders for cut in cuts), default=None)
     else:
@@ -121,21 +123,32 @@ class _Judge:
         cuts = [cut for cut in cuts if self.empty or len(set(cut)) == self.stages]
         return cuts if len(cuts) <= most else None
 
-    def improved(self, cut: tuple[int, ...]) -> tuple[_Key, tuple[int, ...], tuple[int, ...]]:
+    def improved(self, cut: tuple[int, ...]) -> _Candidate:
         """Return the best that moves lead to from a cut, and its key."""
         order = tuple(range(self.positions))
         best = (self.key(cut, order), cut, order)
-        improving = True
-        while improving:
-            improving = False
-            for candidate in self._neighbours(*best[1:]):
-                if self.left <= 0:
-                    return best
-                key = self.key(*candidate)
-                if key < best[0]:
-                    best, improving = (key, *candidate), True
-                    break
+        better: _Candidate | None = best
+        while better is not None:
+            best = better
+            better = self._first_better(best, self._neighbours(*best[1:]))
+            if better is None:
+                # The first of two moves may leave a stage empty that the second fills.
+                pairs = (pair for first in self._neighbours(*best[1:]) for pair in self._neighbours(*first))
+                better = self._first_better(best, pairs)
         return best
+
+    def _first_better(
+        self, best: _Candidate, candidates: Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
+    ) -> _Candidate | None:
+        for candidate in candidates:
+            if self.left <= 0:
+                return None
+            if not self.empty and len(set(candidate[0])) < self.stages:
+                continue
+            key = self.key(*candidate)
+            if key < best[0]:
+                return (key, *candidate)
+        return None
 
     def _neighbours(
         self, cut: tuple[int, ...], order: tuple[int, ...]
@@ -148,8 +161,6 @@ class _Judge:
                     swap = {left: right, right: left}
                     yield cut, tuple(swap.get(device, device) for device in order)
         for group, own in enumerate(cut):
-            if not self.empty and cut.count(own) == 1:
-                continue
             first = max((cut[tail] for tail in self.before[group]), default=0)
             last = min((cut[head] for head in self.after[group]), default=self.stages - 1)
             for stage in sorted(range(first, last + 1), key=lambda stage: (abs(stage - own), stage)):

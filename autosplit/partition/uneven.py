@@ -26,6 +26,8 @@ from autosplit.partition.views import glued, labels, lossless, without_small
 _FRACTIONS = (0.1, 0.03, 0.01, 0.003, 0.001)
 _WIDTHS = (16, 64, 256)
 _ROUNDS = 8
+_MANY_GROUPS = 600
+"""Above this many groups the pool of all prefixes of several orders is too large."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,17 @@ class _Search:
         if self.best is None and exhaustive:
             return Answer(None, None, self.lower, exhaustive=True)
         seeds = [] if self.best is None else [self.best.assignment]
-        each = self.problem.virtual_stages
+        goals = [self.goal]
         if self.capacity is not None:
             # What each stage's share of the capacity holds, the device holds.
-            goal = replace(self.goal, capacity_bytes=tuple(limit / each for limit in self.capacity))
-            graph = self.base if self.best is None else self.best.graph
-            table = self._table(graph, prefix_ideals(some_orders(graph)))
-            chains = [best_chain(table, goal=own) for own in (goal, replace(goal, least="bytes", capacity_bytes=None))]
-            seeds += [_Found(chain, graph).assignment for chain in chains if chain is not None]
+            each = self.problem.virtual_stages
+            goals = [replace(self.goal, capacity_bytes=tuple(limit / each for limit in self.capacity))]
+            goals += [replace(self.goal, least="bytes", capacity_bytes=None), self.goal]
+        orders = some_orders(self.whole) if self.whole.size <= _MANY_GROUPS else []
+        for order in (orders, *([own] for own in orders)) if orders else ():
+            table = self._table(self.whole, prefix_ideals(order))
+            chains = (best_chain(table, goal=goal) for goal in goals)
+            seeds += [_Found(chain, self.whole).assignment for chain in chains if chain is not None]
         found = best_shared(
             self.problem, self.whole, seeds=seeds, stages=self.goal.stages, least=self.least, empty=self.goal.empty
         )

@@ -1,0 +1,80 @@
+"""Tied parameters: a home, copies, and what bringing them costs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosplit.partition.costs import check
+from autosplit.partition.problem import Device, Net, Problem, Tie, Work, devices_of
+from autosplit.partition.solve import smallest_capacity, solve
+from tests.partition.oracle_brute import brute_force, most_stages
+from tests.partition.oracle_problems import Mix, random_problem, with_extras
+from tests.partition.oracle_verdict import solved
+
+CHAIN = Problem(
+    tuple(Work(f"w{index}", 1.0, 2.0) for index in range(4)),
+    tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(3)),
+    ties=(Tie((0, 3), home_bytes=100, copy_bytes=30, transfer_s=8.0),),
+    microbatches=4,
+)
+
+
+def test_home_copy_and_transfer_by_hand() -> None:
+    costs = check(CHAIN, (0, 1, 1, 2))
+    assert costs.stage_bytes == (100, 0, 30)
+    assert costs.loads_s == (3 + 8 / 4, 6.0, 3 + 8 / 4)
+    together = check(CHAIN, (0, 0, 0, 0))
+    assert (together.stage_bytes, together.loads_s) == ((100,), (12.0,))
+
+
+def test_the_link_next_to_a_stage_slows_its_ties() -> None:
+    problem = replace(CHAIN, devices=(Device(),) * 3, links=(1.0, 5.0))
+    assert check(problem, (0, 1, 1, 2)).loads_s == (3 + 8 / 4, 6.0, 3 + 5 * 8 / 4)
+
+
+def test_a_dear_tie_keeps_its_users_together() -> None:
+    works = tuple(Work(f"w{index}", 1.0, 0.0) for index in range(4))
+    problem = Problem(works, (), ties=(Tie((0, 3), 0, 0, 100.0),), order=((0, 1),), microbatches=2)
+    partition = solve(problem, stages=2)
+    assert partition.assignment[0] == partition.assignment[3]
+    assert (partition.bottleneck_s, partition.status) == (2.0, "optimal")
+
+
+def test_capacities_count_homes_and_copies() -> None:
+    assert smallest_capacity(CHAIN, stages=2) == 100
+    fits = solve(replace(CHAIN, devices=devices_of((100, 30))))
+    assert fits.stage_bytes == (100, 30)
+    # Without room for a copy all users must be in one stage, and then the home is there.
+    alone = solve(replace(CHAIN, order=(), nets=(), devices=devices_of((29, 100))))
+    assert alone.stage_bytes == (0, 100)
+
+
+def test_where_no_copy_fits_the_smallest_capacity_is_the_homes() -> None:
+    greedy = replace(CHAIN, ties=(Tie((0, 3), 100, 130),), nets=())
+    assert smallest_capacity(greedy, stages=2) == 100
+    assert smallest_capacity(replace(greedy, order=((0, 1), (1, 2), (2, 3))), stages=2) == 130
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), capacity=st.sampled_from((None, 60, 120)))
+def test_solve_with_ties_equals_brute_force(seed: int, capacity: int | None) -> None:
+    chance = random.Random(seed)
+    problem = random_problem(seed, Mix(chance.randint(2, 7), unordered=chance.choice((0, 0.3))))
+    stages = most_stages(problem, stages=chance.randint(1, 4))
+    problem = with_extras(problem, seed, ties=True, recompute=False, replicas=False)
+    if capacity is not None:
+        problem = replace(problem, devices=devices_of((capacity,) * stages))
+    solved(problem, stages=stages, optimum=brute_force(problem, stages=stages).value)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bound_without_ties_is_below_the_optimum_with_them(seed: int) -> None:
+    problem = with_extras(random_problem(seed, Mix(30)), seed, ties=True, recompute=False, replicas=False)
+    exact, rough = solve(problem, stages=4), solve(problem, stages=4, ideal_limit=80)
+    assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)
+    assert exact.bottleneck_s <= rough.bottleneck_s * (1 + 1e-9)
