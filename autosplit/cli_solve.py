@@ -33,9 +33,9 @@ keep nodes together. A bottleneck is the largest load of a stage, the time of it
 its boundaries. The answer is "optimal", or "bounded" and then nothing is below lower_bound. Stages may stay empty.
 
 The JSON has the keys assignment (the stage of each node), bottleneck, lower_bound (of the objective), status, seconds
-(what solving took), and beside them unit, objective, gap, loads and bytes of the stages, and step_time where that is
-the objective. Times other than seconds are in ms, as in the file. Without --json and --table a terminal gets a table,
-everything else JSON.
+(what solving took), and beside them unit, objective, gap, loads and bytes of the stages (at most as many as nodes), and
+step_time where that is the objective. Times other than seconds are in ms, as in the file. Without --json and --table a
+terminal gets a table, everything else JSON.
 
 Exit codes: 0 done; 1 no partition fits; 2 bad usage or input.
 """
@@ -89,7 +89,7 @@ def solve_command(
             raise
         seconds = time.perf_counter() - started
         if prints_json:
-            typer.echo(json.dumps(_answer(partition, stages=stages, seconds=seconds)))
+            typer.echo(json.dumps(_answer(partition, stages=used, seconds=seconds)))
         else:
             typer.echo(_table(found, partition, stages=stages, seconds=seconds))
         return DONE

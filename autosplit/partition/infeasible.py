@@ -85,8 +85,11 @@ def over_capacity(problem: Problem, assignment: Sequence[int], *, stage_bytes: S
 
 def require_separable(problem: Problem, *, stages: int) -> None:
     """Raise InfeasibleError where several stages are asked for and colours leave nothing to cut."""
+    held = any(work.colour is not None for work in problem.works) or bool(problem.order)
+    if stages == 1 or len(problem.works) == 1 or not held:
+        return
     groups = _groups(problem)
-    if stages > 1 and len(groups) == 1 and len(problem.works) > 1:
+    if len(groups) == 1:
         raise InfeasibleError(
             f"{stages} stages were asked for, and there is nothing to cut: {_held(problem, groups[0])}; "
             "ask for 1 stage, or give fewer nodes that colour"

@@ -106,8 +106,8 @@ def test_stages_may_stay_empty(run: Run, written: Callable[..., Path]) -> None:
     found = answer(run(written(data), "--stages", 3))
     assert (len(set(found["assignment"])), found["bottleneck"], found["status"]) == (1, 3.0, "optimal")
     assert (sorted(found["loads"]), sorted(found["bytes"])) == ([0.0, 0.0, 3.0], [0, 0, 30])
-    many = answer(run(written(row(3)), "--stages", 1000))
-    assert (many["bottleneck"], len(many["loads"])) == (1.5, 1000)
+    many = answer(run(written(row(3)), "--stages", 10**12))
+    assert (many["bottleneck"], many["loads"], many["bytes"]) == (1.5, [1.25, 1.5, 1.25], [10, 10, 10])
     assert "997 more stay empty" in run(written(row(3)), "--stages", 1000, "--table").stdout
 
 
@@ -117,6 +117,17 @@ def test_the_cap_of_the_file_and_one_of_ones_own(run: Run, written: Callable[...
     path = written(data)
     assert answer(run(path, "--stages", 2))["bytes"] == [30, 25]
     assert answer(run(path, "--stages", 2, "--memory-cap", "1KB"))["bytes"] == [20, 35]
+
+
+def test_the_step_time_is_an_objective(run: Run) -> None:
+    found = answer(run(BERT, "--stages", 4, "--objective", "step_time", "--microbatches", 16, "--schedule", "gpipe"))
+    costs = check(load_workload(BERT).problem(stages=4, microbatches=16, schedule="gpipe"), found["assignment"])
+    assert found["objective"] == "step_time"
+    assert found["step_time"] == pytest.approx(costs.step_s * 1e3)
+    assert found["lower_bound"] <= found["step_time"]
+    assert found["bottleneck"] == pytest.approx(costs.bottleneck_s * 1e3)
+    text = run(BERT, "--stages", 4, "--objective", "step_time", "--table").stdout
+    assert "step time" in text
 
 
 def test_what_does_not_fit_exits_with_1_and_the_smallest_cap(run: Run, written: Callable[..., Path]) -> None:
