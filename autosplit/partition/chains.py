@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.goal import Goal
 from autosplit.partition.moves import Moves, Wave
 from autosplit.partition.stage_costs import StageCosts
@@ -33,9 +34,9 @@ class Chain:
     slots: tuple[int, ...] = ()
 
 
-def best_chain(table: Table, *, goal: Goal) -> Chain | None:
-    """Return the best chain within the goal's limits, or None when there is none."""
-    return _Search(table, goal).run()
+def best_chain(table: Table, *, goal: Goal, clock: Clock = FOREVER) -> Chain | None:
+    """Return the best chain within the goal's limits, or None when there is none; OutOfTime where ``clock`` is over."""
+    return _Search(table, goal).run(clock)
 
 
 class _Search:
@@ -59,9 +60,10 @@ class _Search:
             return self.total
         return math.ceil(most / self.table.quantum) + self.table.graph.size
 
-    def run(self) -> Chain | None:
+    def run(self, clock: Clock) -> Chain | None:
         self.best[0, 0] = 0.0
         for ideal in range(len(self.table)):
+            clock.check()
             if self.empty:
                 self.moves.pass_on(self.best[ideal], self.back[ideal], ideal)
             alive = (self.best[ideal] < np.inf) & (self.total - self.table.weight[ideal] <= self.room)

@@ -1,9 +1,12 @@
-"""The search for the best chain: from a quick solution to a proof.
+"""The search for the best chain where all devices are alike: from a quick solution to a proof.
 
-1. A first solution: dynamic programming over the prefixes of a few topological orders.
-2. Graphs of growing detail, each with all its ideals: merged as far as the best value survives when stages may be
-   empty (a lower bound, and usually a solution as well), then unmerged (exact). The first that closes the gap ends it.
-3. Where the ideals are too many: the same on graphs whose small costs are set to zero, which gives lower bounds, and
+1. A first solution: the best prefixes of a few topological orders.
+2. Graphs merged as far as the best value survives when stages may be empty. Where their ideals can be
+   listed, they are searched by thresholds: a lower bound, and usually the solution as well. Else a bound that needs no
+   list, and the ideals around the boundaries that it names.
+3. Where bytes matter or stages must not be empty, and the gap is still open: all ideals with the limits, of the merged
+   graph and then of the unmerged one.
+4. Where the ideals are too many: the same on graphs whose small costs are set to zero, which gives lower bounds, and
    then the ideals around the best solution's cuts, until they bring nothing more.
 """
 
@@ -12,40 +15,59 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
+from autosplit.partition.bounds import bound
 from autosplit.partition.chains import Chain, best_chain
+from autosplit.partition.clock import FOREVER, Clock, OutOfTime
 from autosplit.partition.condense import Concern, condense, glue_costly
 from autosplit.partition.goal import Goal
-from autosplit.partition.graph import Graph, Tensor, base_graph, merge
+from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
+from autosplit.partition.large import improve
+from autosplit.partition.lattice import lattice
 from autosplit.partition.problem import Problem
+from autosplit.partition.sequence import best_prefixes
 from autosplit.partition.table import Table
+from autosplit.partition.views import labels, without_small
 
 TOLERANCE = 1e-9
 """Values that differ by less, relatively, are the same."""
 
-_FRACTIONS = (0.1, 0.06, 0.03, 0.015, 0.008, 0.004, 0.002, 0.001, 0.0005)
+_SHORT = 2_500
+"""Orders of at most so many groups are tried by the handful."""
+
+_FEW, _MANY, _PER_GROUP = 5_000, 50_000, 30
+"""How many ideals are listed: for side questions; for a proof by thresholds, and how many more for each group."""
+
+_ENTRIES = 25_000_000
+"""No table has more entries, ideals times groups."""
+
+_PROBES = (0.1, 0.03, 0.01, 0.004, 0.001)
+"""Which small costs are set to zero, as parts of the best value."""
+
 _WIDTHS = (16, 64, 256)
 _ROUNDS = 8
+_POOL = 8_000
+"""Ideals around the best cuts: how many around each, how often, and how many in all."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A chain of non-empty stages within the limits, and the table that it came from."""
+    """A chain within the limits, and the graph whose ideals it consists of."""
 
     chain: Chain
-    table: Table
+    graph: Graph
 
     @property
     def assignment(self) -> tuple[int, ...]:
         """The stage of each work."""
         inner = self.chain.ideals[1:]
         stage = [
-            next(index for index, ideal in enumerate(inner) if ideal >> group & 1)
-            for group in range(self.table.graph.size)
+            next(index for index, ideal in enumerate(inner) if ideal >> group & 1) for group in range(self.graph.size)
         ]
-        return tuple(stage[group] for group in self.table.graph.group_of)
+        return tuple(stage[group] for group in self.graph.group_of)
 
 
 @dataclass(frozen=True)
@@ -57,91 +79,135 @@ class Outcome:
     exhaustive: bool
 
 
-def search(problem: Problem, *, stages: int, least: Literal["load", "bytes"], empty: bool, ideal_limit: int) -> Outcome:
+def search(
+    problem: Problem,
+    *,
+    stages: int,
+    least: Literal["load", "bytes"],
+    empty: bool,
+    ideal_limit: int,
+    clock: Clock = FOREVER,
+) -> Outcome:
     """Return the best cut into ``stages`` non-empty stages, or as many as the graph has groups when these are fewer.
 
-    ``least="load"`` keeps the problem's capacities; ``least="bytes"`` has no limit. ``empty`` allows empty stages.
+    ``least="load"`` keeps the problem's capacities; ``least="bytes"`` has no limit. ``empty`` allows empty stages. When
+    the ``clock`` is over the best so far comes back.
     """
-    return _Search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit).run()
+    found = _Search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit, clock=clock)
+    found.run()
+    return Outcome(found.best, found.lower, found.exhaustive)
 
 
 class _Search:
     def __init__(
-        self, problem: Problem, *, stages: int, least: Literal["load", "bytes"], empty: bool, ideal_limit: int
+        self,
+        problem: Problem,
+        *,
+        stages: int,
+        least: Literal["load", "bytes"],
+        empty: bool,
+        ideal_limit: int,
+        clock: Clock,
     ) -> None:
-        self.problem = problem
+        self.problem, self.least, self.ideal_limit, self.clock = problem, least, ideal_limit, clock
         self.base = base_graph(problem)
-        self.least = least
-        self.ideal_limit = ideal_limit
         count = stages if empty else min(stages, self.base.size)
         self.goal = Goal.of(problem, stages=count, least=least, empty=empty)
         self.capacity = self._binding_capacity() if least == "load" else None
         self.concern = Concern(loads=least == "load", bytes=least == "bytes" or self.capacity is not None)
         self.best: Found | None = None
         self.lower = self._first_bound()
+        self.exhaustive = False
 
-    def run(self) -> Outcome:
+    def run(self) -> None:
+        """Search until the gap is closed, all was searched, or the time is over."""
+        try:
+            self._prefixes()
+            self._loads_alone()
+            self._more_prefixes()
+            self._all()
+            self._try_leanest()
+            self._contracted()
+            self._refine()
+            self._settle()
+        except OutOfTime:
+            pass
+        self.exhaustive = self._closed()
+
+    def _prefixes(self) -> None:
+        """Find a first solution, whatever the time, and merge what a better one cannot separate."""
         start = condense(self.base, concern=self.concern)
         if start.size < self.goal.stages:
             start = self.base
-        self._prefixes(start)
+        self._take(best_prefixes(start, range(start.size), goal=self._limited()), start)
+        self.clock.check()
         if self.best is not None and self.least == "load":
             self.base = glue_costly(self.base, bound_s=self.best.chain.value)
-        exhaustive = self._levels()
-        if self.best is None and not exhaustive:
-            self._try_leanest()
-        if not self._closed() and not exhaustive:
-            if self.least == "load":
-                self._contracted()
-            self._refine()
-        if self.best is not None and self.least == "load":
-            self._settle()
-        return Outcome(self.best, self.lower, exhaustive)
 
-    def _prefixes(self, graph: Graph) -> None:
+    def _more_prefixes(self) -> None:
+        """Look among the prefixes of a few topological orders, where these are short."""
+        graph = condense(self.base, concern=self.concern)
+        if self._closed() or not self.goal.stages <= graph.size <= _SHORT:
+            return
         orders = some_orders(graph)
-        self._try(self._table(graph, prefix_ideals(orders[:1])))
-        if not self._closed():
-            self._try(self._table(graph, prefix_ideals(orders)))
+        for order in orders:
+            self._take(best_prefixes(graph, order, goal=self._limited()), graph)
+            self.clock.check()
+        self._try(graph, prefix_ideals(orders))
 
-    def _levels(self) -> bool:
-        """Search graphs of growing detail; return whether the last was searched, so that the answer is exact."""
-        loose = Concern(loads=True, bytes=False)
-        levels = [(condense(self.base, concern=loose), False)] if self.capacity is not None else []
-        levels += [(condense(self.base, concern=self.concern), True), (self.base, True)]
-        for graph, with_capacity in levels:
-            if self._closed():
-                return True
-            ideals = all_ideals(graph, limit=self.ideal_limit)
-            if ideals is None:
-                return False
-            table = self._table(graph, ideals)
-            complete = with_capacity and graph.size == self.base.size
-            if not complete:
-                self._bound(table, capacity=self.capacity if with_capacity else None)
+    def _loads_alone(self) -> None:
+        """Bound and search without an eye for bytes: where the best cut fits, it is the best that fits."""
+        if self.least == "bytes" or self._closed():
+            return
+        graph = condense(self.base, concern=Concern(loads=True, bytes=False))
+        upper = math.inf if self.best is None else self.best.chain.value
+        if self.capacity is not None:
+            free = best_prefixes(graph, range(graph.size), goal=self._relaxed(None))
+            upper = upper if free is None else min(upper, free.value)
+        ideals = lattice(graph, limit=_MANY + _PER_GROUP * graph.size, clock=self.clock)
+        if ideals is None:
+            self._name_boundaries(graph, upper=upper)
+            return
+        found = improve(ideals, stages=self.goal.stages, lower=self.lower, upper=upper, clock=self.clock)
+        self.lower = max(self.lower, found.lower_bound)
+        if found.chain is not None:
+            self._take_or_near(found.chain, graph)
+
+    def _name_boundaries(self, graph: Graph, *, upper: float) -> None:
+        """Raise the lower bound by one that needs no list of ideals, and search around the boundaries that it names."""
+        found = bound(graph, stages=self.goal.stages, upper_s=upper, clock=self.clock)
+        if found is None:
+            return
+        self.lower = max(self.lower, found.lower_s)
+        for width in _WIDTHS:
             if not self._closed():
-                self._try(table)
-            if complete:
-                self.lower = self.best.chain.value if self.best is not None else math.inf
-                return True
-        return True
+                self._try(graph, self._around(graph, found.ideals, width=width))
+
+    def _all(self) -> None:
+        """Search graphs of growing detail, as long as all their ideals can be listed."""
+        for graph in (condense(self.base, concern=self.concern), self.base):
+            limit = min(self.ideal_limit, _ENTRIES // graph.size)
+            ideals = None if self._closed() else all_ideals(graph, limit=limit)
+            if ideals is None:
+                return
+            self._solve(self._table(graph, ideals))
 
     def _contracted(self) -> None:
         """Bound from graphs without their small costs, solve on the same groups with true costs."""
-        for fraction in _FRACTIONS:
-            if self.best is None or self._closed():
+        for fraction in _PROBES:
+            if self.least == "bytes" or self.best is None or self._closed():
                 return
-            small = fraction * self.best.chain.value
+            small_s = fraction * self.best.chain.value
             reduced = condense(
-                glue_costly(_without_small(self.base, small_s=small), bound_s=self.best.chain.value),
+                glue_costly(without_small(self.base, goal=self.goal, small_s=small_s), bound_s=self.best.chain.value),
                 concern=Concern(loads=True, bytes=False),
             )
-            ideals = all_ideals(reduced, limit=self.ideal_limit)
-            if ideals is None:
+            ideals = self._few_ideals(reduced)
+            if not ideals:
                 return
-            self._bound(self._table(reduced, ideals), capacity=None)
-            true = merge(self.base, _labels(self.base, reduced))
-            self._try(self._table(true, all_ideals(true, limit=self.ideal_limit) or []))
+            self._raise(best_chain(self._table(reduced, ideals), goal=self._relaxed(None), clock=self.clock))
+            true = merge(self.base, labels(self.base, reduced))
+            self._try(true, self._few_ideals(true))
 
     def _refine(self) -> None:
         """Search the ideals near the best cuts, wider when that brings nothing."""
@@ -149,60 +215,106 @@ class _Search:
             for _ in range(_ROUNDS):
                 if self.best is None or self._closed():
                     return
-                before = self.best.chain.value
-                graph = self.best.table.graph
-                self._try(self._table(graph, neighbourhood(graph, self.best.chain.ideals, width=width)))
+                before, graph = self.best.chain.value, self.best.graph
+                self._try(graph, self._around(graph, self.best.chain.ideals, width=width))
                 if self.best.chain.value >= before * (1 - TOLERANCE):
                     break
 
     def _settle(self) -> None:
         """Among equally good chains take the one whose fullest stage is emptiest."""
-        assert self.best is not None
-        if not self.base.has_bytes:
+        if self.best is None or self.least == "bytes" or not self.base.has_bytes:
             return
-        goal = replace(self._limited(self.capacity), least="bytes")
-        ideals = None
-        if not self.concern.bytes:
-            # The merges so far had no eye for bytes: look among the cuts that they hid, when these are not too many.
-            graph = condense(self.base, concern=Concern(loads=True, bytes=True))
-            ideals = all_ideals(graph, limit=self.ideal_limit)
-        tables = [self.best.table] if ideals is None else [self._table(graph, ideals), self.best.table]
-        for table in tables:
-            chain = best_chain(table, goal=goal)
-            if chain is not None:
-                self.best = Found(replace(chain, value=self.best.chain.value), table)
-                return
-
-    def _try(self, table: Table) -> None:
-        """Take the table's best chain if it is better than, or as good as, the best so far."""
-        chain = best_chain(table, goal=self._limited(self.capacity))
+        graph = condense(self.base, concern=Concern(loads=True, bytes=True))
+        ideals = self._few_ideals(graph)
+        if not ideals:
+            graph = self.best.graph
+            ideals = self._around(graph, self.best.chain.ideals, width=_WIDTHS[0])
+            ideals = ideals or list(self.best.chain.ideals)
+        goal = replace(self._limited(), least="bytes")
+        chain = best_chain(self._table(graph, ideals), goal=goal, clock=self.clock)
         if chain is not None:
-            self.best = Found(chain, table)
+            self.best = Found(replace(chain, value=self.best.chain.value), graph)
 
-    def _try_leanest(self) -> None:
-        """Look for a chain within the capacities among the ideals that serve the least bytes best."""
-        leanest = search(
-            self.problem, stages=self.goal.stages, least="bytes", empty=self.goal.empty, ideal_limit=self.ideal_limit
-        ).found
-        assert leanest is not None, "without limits every graph can be cut"
-        self._try(leanest.table)
+    def _solve(self, table: Table) -> None:
+        """Bound by the best chain with empty stages, and take it, or the best without, where these are not allowed."""
+        chain = best_chain(table, goal=replace(self._limited(), empty=True), clock=self.clock)
+        self._raise(chain)
+        if chain is not None and self._is_legal(chain):
+            self._take(chain, table.graph)
+        elif not self._closed():
+            self._take(best_chain(table, goal=self._limited(), clock=self.clock), table.graph)
+            if table.graph.size == self.base.size:
+                self.lower = self.best.chain.value if self.best is not None else math.inf
 
-    def _bound(self, table: Table, *, capacity: tuple[float, ...] | None) -> None:
-        """Raise the lower bound to the table's best value with empty stages allowed."""
-        chain = best_chain(table, goal=replace(self._limited(capacity), empty=True))
+    def _take_or_near(self, chain: Chain, graph: Graph) -> None:
+        """Take a chain that may need too many bytes or have empty stages, or what is near it."""
+        if self.capacity is None and self._is_legal(chain):
+            self._take(chain, graph)
+        elif not self._closed():
+            self._try(graph, self._around(graph, chain.ideals, width=_WIDTHS[0]))
+
+    def _few_ideals(self, graph: Graph) -> list[int]:
+        """Return all ideals, none where these are not few."""
+        return all_ideals(graph, limit=min(_FEW, self.ideal_limit, _ENTRIES // graph.size)) or []
+
+    def _is_legal(self, chain: Chain) -> bool:
+        return self.goal.empty or all(begin != end for begin, end in pairwise(chain.ideals))
+
+    def _around(self, graph: Graph, ideals: Sequence[int], *, width: int) -> list[int]:
+        """Return the ideals together with those around them, none where these would be too many."""
+        wanted = width * len(ideals)
+        return neighbourhood(graph, ideals, width=width) if wanted <= min(_POOL, _ENTRIES // graph.size) else []
+
+    def _try(self, graph: Graph, ideals: Sequence[int]) -> None:
+        if ideals:
+            self._take(best_chain(self._table(graph, ideals), goal=self._limited(), clock=self.clock), graph)
+
+    def _take(self, chain: Chain | None, graph: Graph) -> None:
+        """Take a chain that is better than the best so far."""
+        if chain is not None and (self.best is None or chain.value < self.best.chain.value):
+            self.best = Found(chain, graph)
+
+    def _raise(self, chain: Chain | None) -> None:
+        """Raise the lower bound to the value of the best chain of a relaxation, none where all are above the limit."""
         value = math.inf if chain is None else chain.value
         self.lower = max(self.lower, value if self.best is None else min(value, self.best.chain.value))
 
-    def _limited(self, capacity: tuple[float, ...] | None) -> Goal:
+    def _try_leanest(self) -> None:
+        """Look for a chain within the capacities near the one that needs the fewest bytes."""
+        if self.best is not None or self._closed():
+            return
+        lean = _Search(
+            self.problem,
+            stages=self.goal.stages,
+            least="bytes",
+            empty=self.goal.empty,
+            ideal_limit=self.ideal_limit,
+            clock=self.clock,
+        )
+        lean.run()
+        assert lean.best is not None, "without limits every graph can be cut"
+        for width in (1, *_WIDTHS):
+            if self.best is None:
+                graph = lean.best.graph
+                self._try(graph, self._around(graph, lean.best.chain.ideals, width=width))
+
+    def _relaxed(self, capacity: tuple[float, ...] | None) -> Goal:
+        goal = replace(self._limited(), empty=True)
+        return replace(goal, capacity_bytes=capacity) if self.least == "load" else goal
+
+    def _limited(self) -> Goal:
         limit = math.inf if self.best is None else self.best.chain.value * (1 + TOLERANCE)
         if self.least == "load":
-            return replace(self.goal, load_limit_s=limit, capacity_bytes=capacity)
-        return replace(self.goal, capacity_bytes=(limit,) * self.goal.slots)
+            return replace(self.goal, load_limit_s=limit, capacity_bytes=self.capacity)
+        return replace(self.goal, capacity_bytes=(limit,) * self.goal.stages)
 
     def _closed(self) -> bool:
-        return self.best is not None and self.best.chain.value <= self.lower * (1 + TOLERANCE)
+        if self.best is None:
+            return math.isinf(self.lower)
+        return self.best.chain.value <= self.lower * (1 + TOLERANCE)
 
     def _table(self, graph: Graph, ideals: Sequence[int]) -> Table:
+        self.clock.check()
         return Table(graph, ideals, by_bytes=self.least == "bytes")
 
     def _first_bound(self) -> float:
@@ -212,25 +324,9 @@ class _Search:
 
     def _binding_capacity(self) -> tuple[float, ...] | None:
         """Return the capacities, or None when even everything on one stage would fit in each."""
-        if self.problem.capacity_bytes is None:
+        capacity = self.goal.capacity_bytes
+        if capacity is None:
             return None
-        given = self.problem.capacity_bytes[: self.goal.stages]
-        capacity = tuple(math.inf if limit is None else limit for limit in given)
         kept = sum(hold.bytes for hold in self.problem.holds) * max(self.goal.in_flight)
         most = sum(self.base.static_bytes) + kept + max(self.base.transient_bytes)
         return None if most <= min(capacity) else capacity
-
-
-def _without_small(graph: Graph, *, small_s: float) -> Graph:
-    """Return the graph with costs below ``small_s`` at zero: no load grows, so its best value is a lower bound."""
-    tensors: tuple[Tensor, ...] = tuple(tensor for tensor in graph.tensors if tensor.cost_s >= small_s)
-    times_s = tuple(time_s if time_s >= small_s else 0.0 for time_s in graph.times_s)
-    return replace(graph, times_s=times_s, tensors=tensors)
-
-
-def _labels(graph: Graph, coarse: Graph) -> list[int]:
-    """Return for each group of ``graph`` its group in ``coarse``, which was merged from it."""
-    labels = [0] * graph.size
-    for fine, group in zip(graph.group_of, coarse.group_of, strict=True):
-        labels[fine] = group
-    return labels
