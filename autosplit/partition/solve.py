@@ -91,7 +91,7 @@ def solve(
     """
     stages = _stages(problem, stages)
     clock = Clock.start(time_limit_s)
-    answer = find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit)
+    answer = find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit, clock=clock)
     if answer.assignment is None:
         raise _infeasible(problem, stages=stages, empty=empty, answer=answer, ideal_limit=ideal_limit)
     if objective == "step_time":

@@ -14,6 +14,7 @@ from typing import Literal
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.chains import Chain, best_chain
+from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
@@ -40,11 +41,19 @@ class Answer:
     exhaustive: bool
 
 
-def find(problem: Problem, *, stages: int, least: Literal["load", "bytes"], empty: bool, ideal_limit: int) -> Answer:
+def find(
+    problem: Problem,
+    *,
+    stages: int,
+    least: Literal["load", "bytes"],
+    empty: bool,
+    ideal_limit: int,
+    clock: Clock = FOREVER,
+) -> Answer:
     """Return the best cut of any problem; see `search`."""
     goal = Goal.of(problem, stages=stages, least=least, empty=empty)
     if goal.plain and problem.virtual_stages == 1:
-        outcome = search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit)
+        outcome = search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit, clock=clock)
         assignment = None if outcome.found is None else outcome.found.assignment
         return Answer(assignment, None, outcome.lower_bound, outcome.exhaustive)
     return _Search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit).run()
