@@ -181,9 +181,11 @@ def _targets(
             alone[other] = alone.get(other, 0.0) + cost
     if own > max(alone.values(), default=0.0) * _ROUNDING:
         return []
-    touched = dict.fromkeys(others)
+    touched = dict.fromkeys((*others, *alone))
     for pins, _ in costs:
-        touched |= dict.fromkeys(sorted(pins - {moved}))
+        # What has a cost of its own joins only what it shares something alone with.
+        if own <= 0.0 and len(pins) <= _MANY:
+            touched |= dict.fromkeys(sorted(pins - {moved}))
     found = []
     for other in touched:
         most = alone.get(other, 0.0) * _ROUNDING

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from autosplit.partition.graph import Graph
 
 
@@ -58,29 +60,43 @@ def some_orders(graph: Graph) -> list[list[int]]:
 
 def neighbourhood(graph: Graph, ideals: Iterable[int], *, width: int) -> list[int]:
     """Return the ideals together with about ``width`` around each: a group more or less, the nearest first."""
-    before, after = _masks(graph.predecessors()), _masks(graph.successors())
+    steps = _Steps(graph)
     pool: dict[int, None] = {}
     for ideal in ideals:
         near = {ideal: None}
         frontier = [ideal]
         while frontier and len(near) < width:
-            reached = [other for middle in frontier for other in _adjacent(middle, before, after)]
+            reached = [other for middle in frontier for other in steps.adjacent(middle)]
             frontier = [other for other in dict.fromkeys(reached) if other not in near][: width - len(near)]
             near |= dict.fromkeys(frontier)
         pool |= near
     return list(pool)
 
 
-def _adjacent(ideal: int, before: Sequence[int], after: Sequence[int]) -> list[int]:
-    found = []
-    for group, mask in enumerate(before):
-        bit = 1 << group
-        if ideal & bit:
-            if not after[group] & ideal:
-                found.append(ideal ^ bit)
-        elif not mask & ~ideal:
-            found.append(ideal | bit)
-    return found
+class _Steps:
+    """From an ideal to those with a group more or less."""
+
+    def __init__(self, graph: Graph) -> None:
+        before, after = graph.predecessors(), graph.successors()
+        self.before, self.after = _masks(before), _masks(after)
+        self.last_before = np.array([max(tails, default=-1) for tails in before])
+        self.first_after = np.array([min(heads, default=graph.size) for heads in after])
+
+    def adjacent(self, ideal: int) -> list[int]:
+        """Return the ideals next to this one, by the group that they differ in."""
+        # All below ``low`` is inside and nothing from ``end`` on: few groups have their neighbours on the right side.
+        low, end = (~ideal & ideal + 1).bit_length() - 1, ideal.bit_length()
+        fewer = np.flatnonzero(self.first_after[:end] >= low)
+        more = low + np.flatnonzero(self.last_before[low:] < end)
+        found = []
+        for group in np.union1d(fewer, more).tolist():
+            bit = 1 << group
+            if ideal & bit:
+                if not self.after[group] & ideal:
+                    found.append(ideal ^ bit)
+            elif not self.before[group] & ~ideal:
+                found.append(ideal | bit)
+        return found
 
 
 def _walk(before: Sequence[set[int]], after: Sequence[set[int]], *, chance: random.Random | None = None) -> list[int]:
