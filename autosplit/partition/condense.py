@@ -57,10 +57,10 @@ class Concern:
 def condense(graph: Graph, *, concern: Concern) -> Graph:
     """Return the graph after all merges that keep the best value over any number of non-empty stages."""
     while True:
-        smaller = merge(graph, _Moves(graph, concern).labels())
-        if smaller.size == graph.size:
+        labels = _Moves(graph, concern).labels()
+        if labels == list(range(graph.size)):
             return graph
-        graph = smaller
+        graph = merge(graph, labels)
 
 
 def glue_costly(graph: Graph, *, bound_s: float) -> Graph:
@@ -83,10 +83,9 @@ def glue_costly(graph: Graph, *, bound_s: float) -> Graph:
         for (left, right), cost_s in together.items():
             if cost_s + max(graph.times_s[left], graph.times_s[right]) > limit:
                 _join(labels, left, right)
-        smaller = merge(graph, [_root(labels, group) for group in range(graph.size)])
-        if smaller.size == graph.size:
+        if labels == list(range(graph.size)):
             return graph
-        graph = smaller
+        graph = merge(graph, [_root(labels, group) for group in range(graph.size)])
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,13 @@ class _Moves:
         self.pinned = {graph.group_of[work] for work in concern.pinned}
         self.predecessors, self.successors = graph.predecessors(), graph.successors()
         self.tensors = _by_pin(graph.size, ((tensor.pins, tensor.cost_s) for tensor in graph.tensors))
-        boundaries = ((_ends(storage), float(storage.bytes)) for storage in graph.storages)
-        self.boundaries = _by_pin(graph.size, boundaries)
+        storages = graph.storages if concern.bytes else ()
+        self.boundaries = _by_pin(graph.size, ((_ends(storage), float(storage.bytes)) for storage in storages))
         self.kept = [float(bytes_) for bytes_ in graph.resident_bytes]
-        for storage in graph.storages:
+        for storage in storages:
             for pin in storage.pins:
                 self.kept[pin] += storage.bytes
-        unsaved = (storage for storage in graph.storages if storage.producer is not None and not storage.savers)
+        unsaved = (storage for storage in storages if storage.producer is not None and not storage.savers)
         self.unsaved = _by_pin(graph.size, ((_ends(storage), float(storage.bytes)) for storage in unsaved))
 
     def labels(self) -> list[int]:
