@@ -75,7 +75,7 @@ def turn(pair: tuple[int, int], chance: random.Random) -> tuple[int, frozenset[i
     return tail, frozenset((head,))
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(70))
 def test_no_cut_is_better_than_the_bound(seed: int) -> None:
     graph = long_graph(seed, groups=2 + seed % 6)
     stages = 2 + seed % 4
@@ -91,9 +91,33 @@ def test_no_cut_is_better_than_the_bound(seed: int) -> None:
         assert set(found.ideals) <= set(Stages(graph).ideals())
 
 
+@pytest.mark.parametrize("seed", [*range(20), 79])
+def test_no_cut_is_better_than_the_bound_where_tensors_skip_stages(seed: int) -> None:
+    graph = skipping_graph(seed, groups=5 + seed % 4)
+    least = Stages(graph).least_load(5)
+    found = bound(graph, stages=5, upper_s=3 * max(sum(graph.times_s) / 5, *graph.times_s))
+    assert found is not None
+    assert found.lower_s <= least * (1 + 1e-12)
+
+
+def skipping_graph(seed: int, *, groups: int) -> Graph:
+    """A chain, more or less, with tensors over one, two and many works."""
+    chance = random.Random(seed)
+    edges: set[tuple[int, int]] = set()
+    tensors = []
+    for pair in ((tail, head) for head in range(1, groups) for tail in range(head)):
+        length = pair[1] - pair[0]
+        if chance.random() < (0.8 if length == 1 else 0.25 if length <= 3 else 0.1):
+            edges.add(pair)
+            tensors.append(Tensor(chance.choice((0.3, 1.0, 2.0)) * chance.random(), *turn(pair, chance)))
+    times_s = tuple(chance.choice((0.3, 1.0, 2.0)) * chance.random() for _ in range(groups))
+    nothing, own = (0,) * groups, tuple(range(groups))
+    return Graph(times_s, nothing, nothing, nothing, frozenset(edges), tuple(tensors), (), own)
+
+
 def test_the_bound_is_tight_on_most_graphs_and_its_ideals_attain_it() -> None:
     closed = attained = 0
-    for seed in range(60):
+    for seed in range(30):
         graph = chain_of_branches(seed, blocks=3)
         truth = Stages(graph)
         least = truth.least_load(3)
@@ -102,8 +126,8 @@ def test_the_bound_is_tight_on_most_graphs_and_its_ideals_attain_it() -> None:
         worst = max(truth.load(large & ~small) for small, large in zip(found.ideals, found.ideals[1:], strict=False))
         closed += found.lower_s >= least * (1 - 1e-9)
         attained += worst <= least * (1 + 1e-9)
-    assert closed >= 30
-    assert attained >= 30
+    assert closed >= 15
+    assert attained >= 15
 
 
 def chain_of_branches(seed: int, *, blocks: int) -> Graph:
@@ -138,7 +162,7 @@ def test_the_profile_has_all_ideals_that_no_other_beats(seed: int) -> None:
         assert truth.time(found) - truth.crossing(found) == pytest.approx(front.starts[at] * labels.quantum_s, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_stage_that_a_tensor_skips_gains_no_more_than_is_said(seed: int) -> None:
     graph = long_graph(seed, groups=2 + seed % 4)
     truth, labels = Stages(graph), labelling(graph)
@@ -169,7 +193,7 @@ def test_thinned_profiles_still_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autosplit.partition.profile._POINTS", 3)
     monkeypatch.setattr("autosplit.partition.profile._SUMS", 5)
     monkeypatch.setattr("autosplit.partition.profile._MANY", 4)
-    for seed in range(60):
+    for seed in range(40):
         graph = long_graph(seed, groups=3 + seed % 5)
         least = Stages(graph).least_load(3)
         found = bound(graph, stages=3, upper_s=1.1 * least)
