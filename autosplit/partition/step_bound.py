@@ -10,8 +10,8 @@ where Bk is the first backward of the last stage after its Fm. So every path of 
 
     sum of F + B + transfers  +  before(i): i's other actions until Fm  +  after(j): j's other actions after Bk
 
-and the step takes the longest: ``sum + max over i of before(i) + max over j of after(j)``. Under GPipe with m the last
-microbatch that is ``(M-1) max F + (M-1) max B + sum``, which is exact on a chain without skips. Of transfers only those
+and the step takes the longest: ``sum + max over i of before(i) + max over j of after(j)``. Under GPipe with m the
+last microbatch that is ``(M-1) max F + (M-1) max B + sum``, exact on a chain without skips. Of transfers only those
 count that must lie between neighbours: from a maximal group of an ideal to a minimal one outside of it.
 """
 
@@ -28,7 +28,7 @@ from autosplit.partition.fast_simulate import Floats, Ints
 from autosplit.partition.problem import Device, Problem
 from autosplit.partition.step_model import StepModel
 from autosplit.partition.step_pool import StagePool, cut_s
-from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.action import Action, Kind, Schedule
 from autosplit.schedule.catalog import build
 
 _SMALL = 1e-10
@@ -51,39 +51,51 @@ class Family:
 
 
 def families(schedule: Schedule) -> list[Family]:
-    """Return a family for each of a few microbatches ``m``, those of the ends and some between."""
+    """Return the families of a few microbatches ``m``, those of the ends and some between."""
     microbatches, stages = schedule.microbatches, schedule.stages
-    own: list[list[Action]] = [[] for _ in range(stages)]
-    for action in schedule:
-        own[action.stage].append(action)
-    places = [{action: place for place, action in enumerate(actions)} for actions in own]
+    lanes = _Lanes(schedule)
     some = {0, microbatches - 1, min(stages, microbatches) - 1, max(0, microbatches - stages)}
     some |= {microbatches * part // 8 for part in range(8)}
-    return [_family(schedule, own, places, microbatch) for microbatch in sorted(some)]
+    return [lanes.family(microbatch) for microbatch in sorted(some)]
 
 
-def _family(schedule: Schedule, own: list[list[Action]], places: list[dict[Action, int]], microbatch: int) -> Family:
-    before, after = np.zeros((2, schedule.stages, 3), dtype=np.int64)
-    tail = np.zeros(3, dtype=np.int64)
-    final = schedule.microbatches - 1
-    last = schedule.stages - 1
-    turn = next(
-        (
-            action.microbatch
-            for action in own[last][places[last][Action(last, "F", microbatch)] :]
-            if action.kind in "BI"
-        ),
-        None,
-    )
-    for stage in range(schedule.stages):
-        first, there = (places[stage][Action(stage, "F", each)] for each in (0, microbatch))
-        before[stage] = _counts(own[stage][first + 1 : there + 1])
-        if turn is not None:
-            back, end = (places[stage][schedule.input_gradient(stage, each)] for each in (turn, final))
-            after[stage] = _counts(own[stage][back + 1 : end + 1])
-            if stage == 0:
-                tail[:] = _counts(own[0][end + 1 :])
-    return Family(before, after, tail)
+class _Lanes:
+    """The actions of each stage in their order."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.own: list[list[Action]] = [[] for _ in range(schedule.stages)]
+        for action in schedule:
+            self.own[action.stage].append(action)
+        self.places = [{action: place for place, action in enumerate(actions)} for actions in self.own]
+
+    def family(self, microbatch: int) -> Family:
+        """Return the family of paths that leave with microbatch ``microbatch``."""
+        last, final = self.schedule.stages - 1, self.schedule.microbatches - 1
+        before = np.array(
+            [
+                _counts(actions[self._place(stage, "F", 0) + 1 : self._place(stage, "F", microbatch) + 1])
+                for stage, actions in enumerate(self.own)
+            ]
+        )
+        back = self._next_backward(last, self._place(last, "F", microbatch))
+        if back is None:
+            return Family(before, np.zeros_like(before), np.zeros_like(before[0]))
+        ends = [self._gradient(stage, final) + 1 for stage in range(last + 1)]
+        after = np.array(
+            [_counts(actions[self._gradient(stage, back) + 1 : ends[stage]]) for stage, actions in enumerate(self.own)]
+        )
+        return Family(before, after, np.array(_counts(self.own[0][ends[0] :])))
+
+    def _next_backward(self, stage: int, place: int) -> int | None:
+        """Return the microbatch of the stage's first backward behind a place."""
+        return next((action.microbatch for action in self.own[stage][place + 1 :] if action.kind in "BI"), None)
+
+    def _place(self, stage: int, kind: Kind, microbatch: int) -> int:
+        return self.places[stage][Action(stage, kind, microbatch)]
+
+    def _gradient(self, stage: int, microbatch: int) -> int:
+        return self.places[stage][self.schedule.input_gradient(stage, microbatch)]
 
 
 def _counts(actions: list[Action]) -> list[int]:
@@ -122,25 +134,46 @@ class Sums:
         seconds += share * (self.crossed_s[pool.tail] + self.crossed_s[pool.head])
         return np.where(np.isfinite(pool.at(pool.again, place)), seconds, np.inf)
 
-    def value(self, family: Family, chain: tuple[int, ...]) -> float:
-        """Return the family's bound for one chain."""
-        total, longest = 0.0, [0.0, 0.0]
-        for place in range(len(chain) - 1):
-            stage = self.pool.stage(chain[place], chain[place + 1])
-            if stage is not None:
-                total += float(self.through(family, place)[stage])
-                for way, counts in enumerate((family.before, family.after)):
-                    longest[way] = max(longest[way], float(self.counted(counts[place], place)[stage]))
-        return total + sum(longest)
+    def ranked(self, chain: tuple[int, ...]) -> list[Family]:
+        """Return the schedule's families, those first whose bound for one chain is the highest."""
+        stages = range(len(chain) - 1)
+        found = [self.pool.stage(chain[place], chain[place + 1]) for place in stages]
+        parts = np.array([self._one(place, stage) for place, stage in zip(stages, found, strict=True)])
+        kinds = parts[:, :3]
+
+        def value(family: Family) -> float:
+            stays = (family.before * kinds).sum(axis=1).max() + (family.after * kinds).sum(axis=1).max()
+            passed = float(kinds[:, 0].sum() + self.has_backward * kinds[:, 1].sum() + parts[:, 3].sum())
+            return float(stays) + passed + float(family.tail @ kinds[0])
+
+        return sorted(families(self.pool.model.schedule), key=value, reverse=True)
+
+    def _one(self, place: int, stage: int | None) -> list[float]:
+        """Return the seconds of one stage's F, B or I, and W, and of the transfer that comes in."""
+        if stage is None:
+            return [0.0] * 4
+        pool, model = self.pool, self.pool.model
+        scale, again = float(model.scale[place]), float(pool.at(pool.again, place)[stage])
+        weight = float(pool.weight_s[stage]) if self.split else 0.0
+        forward = float(pool.forward_s[stage])
+        entry = self._link(place) * float(self.entry_s[stage])
+        backward = float(pool.backward_s[stage]) + again * forward - weight
+        return [scale * forward, scale * backward, scale * weight, entry]
+
+    def _link(self, place: int) -> float:
+        """Return the link into a stage, 0 where the stage before it is on the same device."""
+        model = self.pool.model
+        if not place or model.lane[place - 1] == model.lane[place]:
+            return 0.0
+        return float(model.link[place - 1, place])
 
     def through(self, family: Family, place: int) -> Floats:
         """Return what a stage adds to every path: F and B once, and the transfer that comes in; infinite if unfit."""
-        pool, model = self.pool, self.pool.model
+        pool = self.pool
         forward, backward, _ = self._parts(place)
         seconds = forward + backward if self.has_backward else forward.copy()
-        if place:
-            seconds += float(model.link[place - 1, place]) * self.entry_s * (model.lane[place - 1] != model.lane[place])
-        else:
+        seconds = seconds + self._link(place) * self.entry_s
+        if not place:
             seconds += self.counted(family.tail, 0)
         longest = float(pool.forward_s.max(initial=0.0) + pool.backward_s.max(initial=0.0)) or 1.0
         seconds += _SMALL * (pool.forward_s + pool.backward_s) ** 2 / longest

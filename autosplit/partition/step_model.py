@@ -81,27 +81,29 @@ class StepModel:
     def steps(self, stage_of: NDArray[np.int64], again: Floats) -> Floats:
         """Return what a step takes with ``stage_of[cut, group]`` and ``again[cut, stage]`` of the forwards redone."""
         width = max(1, _ENTRIES // max(len(self.crossings.net) + self.stages**2, 1))
-        parts = [
-            self.simulator.steps(times) + self._once_s(own)
-            for own, times in (
-                (stage_of[low : low + width], self._times(stage_of[low : low + width], again[low : low + width]))
-                for low in range(0, len(stage_of), width)
+        every = np.arange(len(self.crossings.net))
+        parts = []
+        for low in range(0, len(stage_of), width):
+            own, redone = stage_of[low : low + width], again[low : low + width]
+            forward_s, backward_s, weight_s = (
+                self._summed(own, each) for each in (self.forward_s, self.backward_s, self.weight_s)
             )
-        ]
+            parts.append(self.timed(own, every, forward_s, backward_s + redone * forward_s, weight_s))
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def _times(self, stage_of: NDArray[np.int64], again: Floats) -> StepTimes:
-        forward_s, backward_s, weight_s = (
-            self._summed(stage_of, each) for each in (self.forward_s, self.backward_s, self.weight_s)
-        )
-        ahead_s, back_s = self._travels(stage_of)
-        return StepTimes(
+    def timed(
+        self, stage_of: NDArray[np.int64], rows: Ints, forward_s: Floats, backward_s: Floats, weight_s: Floats
+    ) -> Floats:
+        """Return what a step takes where the stages' works take so long; only nets of ``rows`` are cut anywhere."""
+        ahead_s, back_s = self._travels(stage_of, rows)
+        times = StepTimes(
             forward_s=self.scale * forward_s,
-            backward_s=self.scale * (backward_s + again * forward_s),
+            backward_s=self.scale * backward_s,
             weight_s=self.scale * weight_s,
             ahead_s=ahead_s,
             back_s=back_s,
         )
+        return self.simulator.steps(times) + self._once_s(stage_of)
 
     def _summed(self, stage_of: NDArray[np.int64], each: Floats) -> Floats:
         cuts, stages = len(stage_of), self.stages
@@ -109,12 +111,12 @@ class StepModel:
         summed: Floats = np.bincount(key.ravel(), np.tile(each, cuts), minlength=cuts * stages).astype(np.float64)
         return summed.reshape(cuts, stages)
 
-    def _travels(self, stage_of: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    def _travels(self, stage_of: NDArray[np.int64], rows: Ints) -> tuple[Floats, Floats]:
         """Return how long values and gradients travel between each pair of stages: a net once per consumer stage."""
         own, stages, cuts = self.crossings, self.stages, len(stage_of)
-        tail, head = stage_of[:, own.producer], stage_of[:, own.consumer]
-        cut, row = np.nonzero(tail != head)
-        tail, head = tail[cut, row], head[cut, row]
+        tail, head = stage_of[:, own.producer[rows]], stage_of[:, own.consumer[rows]]
+        cut, place = np.nonzero(tail != head)
+        tail, head, row = tail[cut, place], head[cut, place], rows[place]
         nets = int(own.net.max(initial=0)) + 1
         _, first = np.unique((cut * nets + own.net[row]) * stages + head, return_index=True)
         cut, row, tail, head = cut[first], row[first], tail[first], head[first]

@@ -20,6 +20,8 @@ from autosplit.partition.table import Table
 
 _WIDE = 8_000
 """Ideals that a pool is chosen from where it cannot have all."""
+_CHAINS = 2_048
+"""Chains that are simulated together."""
 
 Choose = Callable[[int, Ints, int], Floats]
 """(ideal, larger, stage) -> how much of its forwards each stage does again, infinite where it cannot fit."""
@@ -67,15 +69,17 @@ class StagePool:
         head = np.concatenate(rows) if rows else rows_of(0)
         self.keys: Ints = tail * self.size + head
         classes: dict[object, int] = {}
-        self.kind = [classes.setdefault(self._place(place), place) for place in range(model.stages)]
+        kind = [classes.setdefault(self._place(place), place) for place in range(model.stages)]
         chosen = {
             place: np.concatenate([choose(ideal, larger, place) for ideal, larger in enumerate(rows)])
             for place in classes.values()
         }
-        self.by_tail = np.array([chosen[place] for place in self.kind]) if len(classes) > 1 else chosen[0][None]
+        again = np.array([chosen[place] for place in kind]) if len(classes) > 1 else chosen[0][None]
         order = np.argsort(head, kind="stable")
+        self.by_key: Ints = np.empty(len(order), dtype=np.int64)
+        self.by_key[order] = np.arange(len(order))
         self.tail, self.head = tail[order], head[order]
-        self.again: Floats = self.by_tail[:, order]
+        self.again: Floats = again[:, order]
         self.begin: Ints = np.searchsorted(self.head, np.arange(self.size + 1))
         self.forward_s, self.backward_s, self.weight_s = (
             self._between(each) for each in (model.forward_s, model.backward_s, model.weight_s)
@@ -133,15 +137,17 @@ class StagePool:
             chain.append(int(self.tail[low + int(np.argmin(own))]))
         return Best(float(values[-1, -1]), tuple(chain[::-1]))
 
-    def again_of(self, chains: Ints) -> Floats:
-        """Return what each stage of each chain does again, infinite where the stage is none or does not fit."""
-        key = chains[:, :-1] * self.size + chains[:, 1:]
-        found = np.minimum(np.searchsorted(self.keys, key), max(len(self.keys) - 1, 0))
-        place = np.minimum(np.arange(self.model.stages), len(self.by_tail) - 1)
-        again = np.where(self.keys[found] == key, self.by_tail[place, found], np.inf)
-        if self.empty:
-            again = np.where(chains[:, :-1] == chains[:, 1:], 0.0, again)
-        return again
+    def steps(self, chains: Ints) -> Floats:
+        """Return what a step takes under each chain, infinite where the chain is not legal or does not fit."""
+        stage, again = self._stages(chains)
+        legal = np.flatnonzero(np.isfinite(again).all(axis=1))
+        found = np.full(len(chains), np.inf)
+        for low in range(0, len(legal), _CHAINS):
+            own = legal[low : low + _CHAINS]
+            chosen = self._chosen(stage[own], again[own])
+            stage_of, rows = self._cut(chains[own])
+            found[own] = self.model.timed(stage_of, rows, *chosen)
+        return found
 
     def stage_of(self, chains: Ints) -> NDArray[np.int64]:
         """Return the stage of each group under each chain."""
@@ -150,13 +156,43 @@ class StagePool:
             stage += ~self.member[chains[:, boundary]]
         return stage
 
-    def steps(self, chains: Ints) -> Floats:
-        """Return what a step takes under each chain, infinite where the chain is not legal or does not fit."""
-        again = self.again_of(chains)
-        legal = np.flatnonzero(np.isfinite(again).all(axis=1))
-        found = np.full(len(chains), np.inf)
-        found[legal] = self.model.steps(self.stage_of(chains[legal]), again[legal])
-        return found
+    def _stages(self, chains: Ints) -> tuple[Ints, Floats]:
+        """Return the stages of each chain, -1 for an empty one, and what each does again, infinite if it is unfit."""
+        key = chains[:, :-1] * self.size + chains[:, 1:]
+        found = np.minimum(np.searchsorted(self.keys, key), max(len(self.keys) - 1, 0))
+        stage = self.by_key[found]
+        again = self.again[np.minimum(np.arange(self.model.stages), len(self.again) - 1), stage]
+        again = np.where(self.keys[found] == key, again, np.inf)
+        if self.empty:
+            none = chains[:, :-1] == chains[:, 1:]
+            stage, again = np.where(none, -1, stage), np.where(none, 0.0, again)
+        return stage, again
+
+    def _chosen(self, stage: Ints, again: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return the forward, backward and weight seconds of stages."""
+        forward, backward, weight = (
+            np.where(stage < 0, 0.0, each[stage]) for each in (self.forward_s, self.backward_s, self.weight_s)
+        )
+        return forward, backward + again * forward, weight
+
+    def _cut(self, chains: Ints) -> tuple[NDArray[np.int64], Ints]:
+        """Return the stage of each group under each chain, and the rows of nets that any of the chains cuts.
+
+        Groups that neither those rows nor what happens once per step asks for are left at 0.
+        """
+        own, model = self.model.crossings, self.model
+        inside = self.member[np.unique(chains[:, 1:-1])]
+        rows = np.flatnonzero((inside[:, own.producer] != inside[:, own.consumer]).any(axis=0))
+        if model.ties or model.sync_s.any():
+            return self.stage_of(chains), rows
+        groups = np.unique(np.concatenate([own.producer[rows], own.consumer[rows]]))
+        columns = np.ascontiguousarray(self.member[:, groups])
+        few = np.zeros((len(chains), len(groups)), dtype=np.int64)
+        for boundary in range(1, chains.shape[1] - 1):
+            few += ~columns[chains[:, boundary]]
+        stage_of = np.zeros((len(chains), model.graph.size), dtype=np.int64)
+        stage_of[:, groups] = few
+        return stage_of, rows
 
 
 def rows_of(count: int) -> Ints:
@@ -188,3 +224,33 @@ def cut_s(model: StepModel, table: Table) -> Floats:
     for tail, head, seconds in zip(own.producer, own.consumer, own.forward_s + own.backward_s, strict=True):
         cost += seconds * (table.columns[tail] & ~table.columns[head])
     return cost
+
+
+def nearby(model: StepModel, ideals: Sequence[int], *, width: int) -> list[int]:
+    """Return the ideals together with about ``width`` around each: a group more or less, the nearest first."""
+    size = model.graph.size
+    edges = np.array(sorted(model.graph.edges), dtype=np.int64).reshape(-1, 2)
+    tail, head = edges[:, 0], edges[:, 1]
+    pool: dict[int, None] = {}
+    for ideal in dict.fromkeys(ideals):
+        near = {ideal: None}
+        frontier = [ideal]
+        while frontier and len(near) < width:
+            reached: dict[int, None] = {}
+            for middle in frontier:
+                inside = _bits(middle, size)
+                addable, removable = ~inside, inside.copy()
+                addable[head[~inside[tail]]] = False
+                removable[tail[inside[head]]] = False
+                reached |= dict.fromkeys(
+                    middle ^ (1 << group) for group in np.flatnonzero(addable | removable).tolist()
+                )
+            frontier = [other for other in reached if other not in near][: width - len(near)]
+            near |= dict.fromkeys(frontier)
+        pool |= near
+    return list(pool)
+
+
+def _bits(ideal: int, size: int) -> NDArray[np.bool_]:
+    packed = np.frombuffer(ideal.to_bytes((size + 7) // 8, "little"), dtype=np.uint8)
+    return np.unpackbits(packed, count=size, bitorder="little").astype(np.bool_)

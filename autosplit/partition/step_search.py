@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import combinations
+from operator import itemgetter
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from autosplit.partition.clock import Clock
 from autosplit.partition.fast_simulate import Floats, Ints
 from autosplit.partition.step_pool import StagePool
 
-_ALONE = 24
-_TOGETHER = 4
+_ALONE = 12
+_TOGETHER = 3
 _REACH = 256
 """How many ideals a boundary alone may move to, how many each of a pair may, and how far in order of weight."""
 
@@ -46,27 +47,24 @@ class LocalSearch:
 
     def best(self, count: int) -> list[Scored]:
         """Return the shortest steps met so far."""
-        found = (Scored(step_s, chain) for chain, step_s in self.known.items() if np.isfinite(step_s))
-        return nsmallest(count, found, key=lambda each: (each.step_s, each.chain))
+        found = nsmallest(count, self.known.items(), key=itemgetter(1))
+        return [Scored(step_s, chain) for chain, step_s in found if np.isfinite(step_s)]
 
-    def descend(self, start: Scored, *, rounds: int) -> Scored:
-        """Move one boundary, a run of them, or two, to whatever shortens the step most, until nothing does."""
+    def descend(self, start: Scored, *, rounds: int, double: bool) -> Scored:
+        """Move one boundary or a run of them, or ``double`` two, to what shortens the step most, until nothing does."""
         best = start
         for _ in range(rounds):
             if self.clock.over:
                 break
-            better = self._first_better(best)
+            better = self._better(best, self._single) or (self._better(best, self._double) if double else None)
             if better is None:
                 break
             best = better
         return best
 
-    def _first_better(self, best: Scored) -> Scored | None:
-        for moves in (self._single, self._double):
-            found = self.score(map(tuple, moves(np.array(best.chain)).tolist()))
-            if found and found[0].step_s < best.step_s * (1 - 1e-12):
-                return found[0]
-        return None
+    def _better(self, best: Scored, moves: Callable[[Ints], Ints]) -> Scored | None:
+        found = self.score(map(tuple, moves(np.array(best.chain)).tolist()))
+        return found[0] if found and found[0].step_s < best.step_s * (1 - 1e-12) else None
 
     def _single(self, chain: Ints) -> Ints:
         """Return the chain with one boundary elsewhere, or with a run of boundaries moved alike by a step or two."""

@@ -23,13 +23,13 @@ from autosplit.partition.costs import Costs, check
 from autosplit.partition.fast_simulate import Floats, Ints
 from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, base_graph
-from autosplit.partition.ideals import neighbourhood
 from autosplit.partition.moves import Place
 from autosplit.partition.problem import RECOMPUTE, Problem
 from autosplit.partition.stage_costs import NONE_FITS, StageCosts
-from autosplit.partition.step_bound import Boxes, Sums, families, limited_chains, simple_bound
+from autosplit.partition.step_bound import Boxes, Sums, limited_chains, simple_bound
 from autosplit.partition.step_model import StepModel, again_share
-from autosplit.partition.step_pool import Choose, StagePool, pool_ideals
+from autosplit.partition.step_pool import Choose, StagePool, nearby, pool_ideals
+from autosplit.partition.step_relax import relaxed_bound
 from autosplit.partition.step_search import LocalSearch, Scored
 from autosplit.partition.table import Table
 
@@ -38,7 +38,8 @@ _IDEALS, _STAGES = 2_000, 400_000
 _EFFORT = 40_000_000
 """Stages, times positions, that the bounds of one pool look at, about."""
 _ORDERS = 6
-_FAMILIES = 2
+_MOST_ROUNDS, _FEW_ROUNDS = 600, 24
+_FAMILIES = 3
 _STARTS = 6
 _PASSES = 2
 _ROUNDS = 60
@@ -151,11 +152,13 @@ class _Search:
         self.local = LocalSearch(pool, clock=self.clock)
         if seed is not None:
             self.local.score([_chain(pool, seed)])
-        lower = self._candidates(pool, upper)
+        lower = self._candidates(pool, upper, rounds=_MOST_ROUNDS if complete else _FEW_ROUNDS)
         best = self._descend(_STARTS)
         if not complete:
             lower = simple_bound(self.problem, stages=self.model.stages)
             self._refine(best, upper)
+            known = min([upper, *(each.step_s for each in self.local.best(1))])
+            lower = max(lower, relaxed_bound(self.model, upper=known, clock=self.clock))
         return self._checked(lower)
 
     def _pool(self, seed: tuple[int, ...] | None, upper: float) -> tuple[StagePool, bool]:
@@ -177,27 +180,28 @@ class _Search:
         )
 
     def _chooser(self, table: Table) -> Choose:
-        share = np.array([again_share(option, microbatches=self.problem.microbatches) for option in RECOMPUTE])
+        microbatches, capacity = self.problem.microbatches, self.problem.capacity_bytes
+        share = np.array([again_share(option, microbatches=microbatches) for option in RECOMPUTE])
+        fewest = min(again_share(option, microbatches=microbatches) for option in self.problem.recompute)
         costs = StageCosts(table, self.goal)
 
         def choose(ideal: int, larger: Ints, place: int) -> Floats:
+            if capacity is None:
+                return np.full(len(larger), fewest)
             option = costs.options(ideal, larger, self.places[place])
             again: Floats = np.where(option == NONE_FITS, np.inf, share[option])
             return again
 
         return choose
 
-    def _candidates(self, pool: StagePool, upper: float) -> float:
+    def _candidates(self, pool: StagePool, upper: float, *, rounds: int) -> float:
         """Simulate the chains that bounds and limits lead to; return the bound."""
         sums = Sums(pool)
-        rounds = max(4, min(600, _EFFORT // max(1, len(pool.tail) * self.model.stages)))
+        rounds = max(4, min(rounds, _EFFORT // max(1, len(pool.tail) * self.model.stages)))
         self.local.score(limited_chains(sums, rounds=rounds, clock=self.clock))
         best = self.local.best(1)
-        known = families(self.model.schedule)
-        if best:
-            known.sort(key=lambda family: -sums.value(family, best[0].chain))
         lower = simple_bound(self.problem, stages=self.model.stages)
-        for family in known[:_FAMILIES]:
+        for family in sums.ranked(best[0].chain)[:_FAMILIES] if best else ():
             ceiling = min([upper, *(each.step_s for each in self.local.best(1))])
             found = Boxes(sums, family, upper=ceiling).run(rounds=rounds, clock=self.clock)
             lower = max(lower, found.lower)
@@ -205,26 +209,27 @@ class _Search:
         return lower
 
     def _descend(self, starts: int) -> Scored | None:
-        """Move boundaries from the best chains, then from what is best after that."""
+        """Move boundaries from the best chains one by one, then from what is best after that also two at a time."""
+        for start in self.local.best(starts):
+            self.local.descend(start, rounds=_ROUNDS, double=False)
         done: set[tuple[int, ...]] = set()
         for _ in range(_PASSES):
-            for start in self.local.best(starts):
+            for start in self.local.best(_PASSES):
                 if start.chain not in done:
-                    done |= {start.chain, self.local.descend(start, rounds=_ROUNDS).chain}
+                    done |= {start.chain, self.local.descend(start, rounds=_ROUNDS, double=True).chain}
         return next(iter(self.local.best(1)), None)
 
-    def _refine(self, best: Scored | None, upper: float) -> Scored | None:
+    def _refine(self, best: Scored | None, upper: float) -> None:
         """Go on among the ideals around the best cut."""
         for width in _WIDTHS:
             if best is None or self.clock.over:
                 break
             ideals = tuple(self.local.pool.table.ideals[place] for place in best.chain)
-            near = self._build(neighbourhood(self.graph, ideals, width=width), upper)
+            near = self._build(nearby(self.model, ideals, width=width), upper)
             if near.complete:
                 self.local = LocalSearch(near, clock=self.clock)
                 self.local.score([_chain(near, ideals)])
                 best = self._descend(1)
-        return best
 
     def _checked(self, lower: float) -> Step:
         """Return the best cut that the checker lets pass; of equal ones that whose fullest device needs least."""
