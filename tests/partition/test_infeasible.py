@@ -42,6 +42,12 @@ def test_a_work_that_fits_nowhere_is_named() -> None:
     assert error.smallest_bytes == 95
 
 
+@pytest.mark.parametrize(("size", "why"), [(60, "the nodes have 130 B"), (61, "node 1 'w1' alone needs at least 61 B")])
+def test_a_node_binds_alone_only_above_the_limit(size: int, why: str) -> None:
+    error = refusal(chain(60, size, 10, limit=60, stages=2), stages=2)
+    assert str(error).startswith(f"no partition fits 2 stages: {why}")
+
+
 def test_a_colour_that_fits_nowhere_is_named_with_what_lies_between_its_works() -> None:
     error = refusal(chain(30, 40, 10, 30, 1, colours="r..rb", limit=80, stages=3), stages=3)
     assert str(error) == (
