@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Literal
 
+from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.costs import Costs, check
 from autosplit.partition.graph import Graph
 from autosplit.partition.problem import Device, Problem, without_room
@@ -47,9 +48,10 @@ def best_shared(
     stages: int,
     least: Literal["load", "bytes"],
     empty: bool,
+    clock: Clock = FOREVER,
 ) -> Shared:
     """Return the best cut into ``stages`` stages that is found to fit the devices."""
-    judge = _Judge(problem, graph, stages=stages, least=least, empty=empty)
+    judge = _Judge(problem, graph, stages=stages, least=least, empty=empty, clock=clock)
     orders = judge.orders(most=_FEW)
     cuts = None if orders is None else judge.few_cuts(most=_FEW // len(orders))
     found: _Candidate | None = None
@@ -68,8 +70,16 @@ class _Judge:
     """Judges cuts of groups; counts the works that it has judged."""
 
     def __init__(
-        self, problem: Problem, graph: Graph, *, stages: int, least: Literal["load", "bytes"], empty: bool
+        self,
+        problem: Problem,
+        graph: Graph,
+        *,
+        stages: int,
+        least: Literal["load", "bytes"],
+        empty: bool,
+        clock: Clock,
     ) -> None:
+        self.clock = clock
         self.graph, self.stages, self.least, self.empty = graph, stages, least, empty
         self.positions = stages // problem.virtual_stages
         if least == "bytes":
@@ -141,7 +151,7 @@ class _Judge:
         self, best: _Candidate, candidates: Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
     ) -> _Candidate | None:
         for candidate in candidates:
-            if self.left <= 0:
+            if self.left <= 0 or self.clock.over:
                 return None
             if not self.empty and len(set(candidate[0])) < self.stages:
                 continue

@@ -60,9 +60,9 @@ class StageCosts:
         return np.where(kept, 0, NONE_FITS)
 
     def _loads(self, ideal: int, larger: Ints, places: Sequence[Place]) -> Floats:
+        """Return the loads, one row for all places where these are plain."""
         if all(place.terms == PLAIN for place in places):
-            row = self.table.loads(ideal, larger)
-            return np.broadcast_to(row, (len(places), len(larger)))
+            return self.table.loads(ideal, larger)[None, :]
         works_s, nets_s = self.table.works_s(ideal, larger), self.table.nets_s(ideal, larger)
         return np.stack([place.terms.work * works_s + place.terms.net * nets_s for place in places])
 

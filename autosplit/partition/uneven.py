@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.chains import Chain, best_chain
-from autosplit.partition.clock import FOREVER, Clock
+from autosplit.partition.clock import FOREVER, Clock, OutOfTime
 from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.problem import Problem
-from autosplit.partition.search import TOLERANCE, search
+from autosplit.partition.search import TOLERANCE, Found, search
 from autosplit.partition.shared import best_shared
 from autosplit.partition.table import Table
 from autosplit.partition.views import glued, labels, lossless, without_small
@@ -29,6 +30,10 @@ _WIDTHS = (16, 64, 256)
 _ROUNDS = 8
 _MANY_GROUPS = 600
 """Above this many groups the pool of all prefixes of several orders is too large."""
+_MOST_GROUPS = 2_000
+"""Above this many groups first solutions are looked for among runs of the model's order."""
+_ENTRIES = 25_000_000
+"""No table has more entries, ideals times groups."""
 
 
 @dataclass(frozen=True)
@@ -56,28 +61,21 @@ def find(
         outcome = search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit, clock=clock)
         assignment = None if outcome.found is None else outcome.found.assignment
         return Answer(assignment, None, outcome.lower_bound, outcome.exhaustive)
-    return _Search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit).run()
-
-
-@dataclass(frozen=True)
-class _Found:
-    chain: Chain
-    graph: Graph
-
-    @property
-    def assignment(self) -> tuple[int, ...]:
-        """The stage of each work."""
-        inner = self.chain.ideals[1:]
-        groups = range(self.graph.size)
-        stage = [next(index for index, ideal in enumerate(inner) if ideal >> group & 1) for group in groups]
-        return tuple(stage[group] for group in self.graph.group_of)
+    return _Search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit, clock=clock).run()
 
 
 class _Search:
     def __init__(
-        self, problem: Problem, *, stages: int, least: Literal["load", "bytes"], empty: bool, ideal_limit: int
+        self,
+        problem: Problem,
+        *,
+        stages: int,
+        least: Literal["load", "bytes"],
+        empty: bool,
+        ideal_limit: int,
+        clock: Clock = FOREVER,
     ) -> None:
-        self.problem, self.least, self.ideal_limit = problem, least, ideal_limit
+        self.problem, self.least, self.ideal_limit, self.clock = problem, least, ideal_limit, clock
         self.whole = self.base = base_graph(problem)
         each = problem.virtual_stages
         count = stages if empty else min(stages, self.base.size) // each * each
@@ -89,16 +87,20 @@ class _Search:
         self.goal = Goal.of(problem, stages=count, least=least, empty=empty)
         self.capacity = self.goal.capacity_bytes
         self.bytes = least == "bytes" or self.capacity is not None
-        self.best: _Found | None = None
+        self.best: Found | None = None
         self.lower = self._first_bound()
 
     def run(self) -> Answer:
         self._prefixes()
-        exhaustive = self._levels()
-        if not exhaustive and not self._closed():
-            if self.least == "load":
-                self._contracted()
-            self._refine()
+        exhaustive = False
+        try:
+            exhaustive = self._levels()
+            if not exhaustive and not self._closed():
+                if self.least == "load":
+                    self._contracted()
+                self._refine()
+        except OutOfTime:
+            pass
         if self.best is None and not exhaustive and self.least == "load":
             self._try_leanest()
         if self.problem.virtual_stages > 1:
@@ -106,7 +108,8 @@ class _Search:
         if self.best is None:
             return Answer(None, None, self.lower, exhaustive)
         if self.least == "load":
-            self._settle()
+            with suppress(OutOfTime):
+                self._settle()
         return Answer(self.best.assignment, self.best.chain.slots, self.lower, exhaustive)
 
     def _share(self, exhaustive: bool) -> Answer:
@@ -124,9 +127,15 @@ class _Search:
         for order in (orders, *([own] for own in orders)) if orders else ():
             table = self._table(self.whole, prefix_ideals(order))
             chains = (best_chain(table, goal=goal) for goal in goals)
-            seeds += [_Found(chain, self.whole).assignment for chain in chains if chain is not None]
+            seeds += [Found(chain, self.whole).assignment for chain in chains if chain is not None]
         found = best_shared(
-            self.problem, self.whole, seeds=seeds, stages=self.goal.stages, least=self.least, empty=self.goal.empty
+            self.problem,
+            self.whole,
+            seeds=seeds,
+            stages=self.goal.stages,
+            least=self.least,
+            empty=self.goal.empty,
+            clock=self.clock,
         )
         lower = found.value if found.exhaustive else self.lower
         return Answer(found.assignment, found.order, lower, exhaustive=found.exhaustive)
@@ -134,7 +143,10 @@ class _Search:
     def _prefixes(self) -> None:
         start = self._condensed(self.base, loads=self.least == "load", bytes_=self.bytes)
         for graph in (start, self.base) if start.size < self.goal.stages else (start,):
-            self._try(graph, prefix_ideals(some_orders(graph)))
+            if graph.size > _MOST_GROUPS:
+                graph = _in_runs(graph)
+            orders = some_orders(graph)
+            self._try(graph, prefix_ideals(orders if graph.size <= _MANY_GROUPS else orders[:1]))
         if self.best is not None and self.least == "load":
             self.base = glued(self.base, goal=self.goal, bound_s=self.best.chain.value)
 
@@ -148,7 +160,7 @@ class _Search:
         for graph, with_capacity in levels:
             if self._closed():
                 return True
-            ideals = all_ideals(graph, limit=self.ideal_limit)
+            ideals = self._ideals(graph)
             if ideals is None:
                 return False
             table = self._table(graph, ideals)
@@ -171,12 +183,12 @@ class _Search:
             small = without_small(self.base, goal=self.goal, small_s=fraction * bound_s)
             goal = self.goal.relaxed()
             reduced = self._condensed(glued(small, goal=goal, bound_s=bound_s), loads=True, bytes_=False, goal=goal)
-            ideals = all_ideals(reduced, limit=self.ideal_limit)
+            ideals = self._ideals(reduced)
             if ideals is None:
                 return
             self._bound(self._table(reduced, ideals), replace(goal, load_limit_s=bound_s * (1 + TOLERANCE)))
             true = merge(self.base, labels(self.base, reduced))
-            self._try(true, all_ideals(true, limit=self.ideal_limit) or [])
+            self._try(true, self._ideals(true) or [])
 
     def _refine(self) -> None:
         """Search the ideals near the best cuts, wider when that brings nothing."""
@@ -184,6 +196,7 @@ class _Search:
             for _ in range(_ROUNDS):
                 if self.best is None or self._closed():
                     return
+                self.clock.check()
                 before, graph = self.best.chain.value, self.best.graph
                 self._try(graph, neighbourhood(graph, self.best.chain.ideals, width=width))
                 if self.best.chain.value >= before * (1 - TOLERANCE):
@@ -199,7 +212,8 @@ class _Search:
         for width in _WIDTHS:
             if self.best is None:
                 self._try(lean.best.graph, neighbourhood(lean.best.graph, lean.best.chain.ideals, width=width))
-        self._refine()
+        with suppress(OutOfTime):
+            self._refine()
 
     def _settle(self) -> None:
         """Among equally good chains take the one whose fullest stage is emptiest."""
@@ -207,11 +221,11 @@ class _Search:
         if not self.base.has_bytes:
             return
         graph = self._condensed(self.base, loads=True, bytes_=True)
-        ideals = all_ideals(graph, limit=self.ideal_limit)
+        ideals = self._ideals(graph)
         table = None if ideals is None else self._table(graph, ideals)
-        chain = None if table is None else best_chain(table, goal=replace(self._limited(), least="bytes"))
+        chain = None if table is None else self._chain(table, replace(self._limited(), least="bytes"))
         if chain is not None:
-            self.best = _Found(replace(chain, value=self.best.chain.value), graph)
+            self.best = Found(replace(chain, value=self.best.chain.value), graph)
 
     def _try(self, graph: Graph, ideals: Sequence[int]) -> None:
         if ideals:
@@ -219,15 +233,19 @@ class _Search:
 
     def _try_table(self, table: Table, graph: Graph) -> None:
         """Take the table's best chain if it is better than, or as good as, the best so far."""
-        chain = best_chain(table, goal=self._limited())
+        chain = self._chain(table, self._limited())
         if chain is not None:
-            self.best = _Found(chain, graph)
+            self.best = Found(chain, graph)
 
     def _bound(self, table: Table, goal: Goal) -> None:
         """Raise the lower bound to the table's best value with empty stages allowed."""
-        chain = best_chain(table, goal=replace(goal, empty=True))
+        chain = self._chain(table, replace(goal, empty=True))
         value = math.inf if chain is None else chain.value
         self.lower = max(self.lower, value if self.best is None else min(value, self.best.chain.value))
+
+    def _chain(self, table: Table, goal: Goal) -> Chain | None:
+        """Return the best chain; the first ones, before anything is found, take the time that they need."""
+        return best_chain(table, goal=goal, clock=FOREVER if self.best is None else self.clock)
 
     def _limited(self) -> Goal:
         limit = math.inf if self.best is None else self.best.chain.value * (1 + TOLERANCE)
@@ -237,6 +255,9 @@ class _Search:
 
     def _condensed(self, graph: Graph, *, loads: bool, bytes_: bool, goal: Goal | None = None) -> Graph:
         return lossless(graph, goal=goal or self.goal, loads=loads, bytes_=bytes_)
+
+    def _ideals(self, graph: Graph) -> list[int] | None:
+        return all_ideals(graph, limit=min(self.ideal_limit, _ENTRIES // graph.size))
 
     def _closed(self) -> bool:
         return self.best is not None and self.best.chain.value <= self.lower * (1 + TOLERANCE)
@@ -252,3 +273,17 @@ class _Search:
         shared = sorted((1.0 / own.work for own in terms), reverse=True)[: self.goal.stages]
         whole = sum(self.base.times_s) * self.problem.virtual_stages / sum(shared)
         return max(whole, min(own.work for own in terms) * max(self.base.times_s))
+
+
+def _in_runs(graph: Graph) -> Graph:
+    """Return the graph with neighbours in the model's order merged, so that runs take about equally long."""
+    half = _MOST_GROUPS // 2
+    each_s = (sum(graph.times_s) or 1.0) / half
+    so_far_s = 0.0
+    first: dict[tuple[int, int], int] = {}
+    runs: list[int] = []
+    for group, time_s in enumerate(graph.times_s):
+        # A run ends with its share of the time, or of the groups.
+        runs.append(first.setdefault((int(so_far_s / each_s), group * half // graph.size), group))
+        so_far_s += time_s
+    return merge(graph, runs)

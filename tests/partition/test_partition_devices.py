@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
+from autosplit.partition import uneven
 from autosplit.partition.costs import check
 from autosplit.partition.problem import Device, Hold, Net, Problem, Work
 from autosplit.partition.solve import solve
@@ -123,3 +124,15 @@ def test_the_same_problem_has_the_same_cut_every_time(ideal_limit: int) -> None:
     problem = replace(problem, devices=(Device(), Device(2.0), Device(), Device(2.0)), free_order=True)
     found = {(p.assignment, p.order) for p in (solve(problem, ideal_limit=ideal_limit) for _ in range(3))}
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(random_problem(seed, Mix(24)), devices=(Device(), Device(2.0), Device()))
+    exact = solve(problem)
+    monkeypatch.setattr(uneven, "_MOST_GROUPS", 8)
+    monkeypatch.setattr(uneven, "_ENTRIES", 200)
+    rough = solve(problem)
+    assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)
+    assert exact.bottleneck_s * (1 - 1e-9) <= rough.bottleneck_s < 1.5 * exact.bottleneck_s
+    assert (exact.status, len(set(rough.assignment))) == ("optimal", 3)
