@@ -35,9 +35,9 @@ import numpy as np
 
 from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.graph import Graph
-from autosplit.partition.labelling import Pair, labelling
+from autosplit.partition.labelling import labelling
 from autosplit.partition.profile import Front, ideal, profile
-from autosplit.partition.skipping import PRICES, SHARES, Floats, Skips, skips
+from autosplit.partition.skipping import PRICES, SHARES, Floats, Skips, leads, skips
 
 _DEAR = (0.2, 0.8)
 """Boundaries that cost more than this part of the known load are not told apart; the second if the first matters."""
@@ -65,13 +65,13 @@ def bound(graph: Graph, *, stages: int, upper_s: float, clock: Clock = FOREVER) 
     labels = labelling(graph)
     if sum(3.0 ** (len(step.scope) + 1) for step in labels.steps) > _TABLES:
         return None
-    upper, total = upper_s / labels.quantum_s, sum(labels.times)
-    skipping = skips(labels, clock=clock)
-    loose = {tensor for pair in _far(skipping, limit=upper, average=total / stages) for tensor in labels.spanned[pair]}
+    ahead = leads(labels, limit=upper_s / labels.quantum_s) > sum(labels.times) / stages
+    loose = {each for far, tensors in zip(ahead, labels.spanned.values(), strict=True) if far for each in tensors}
     if loose:
         graph = replace(graph, tensors=tuple(each for at, each in enumerate(graph.tensors) if at not in loose))
         labels = labelling(graph)
-        skipping = skips(labels, clock=clock)
+    upper, total = upper_s / labels.quantum_s, sum(labels.times)
+    skipping = skips(labels, clock=clock)
     for part in _DEAR:
         front = profile(labels, dear=part * upper, work=_WORK, clock=clock)
         if front is None:
@@ -145,9 +145,3 @@ def _gains(skipping: Skips, limit: float) -> Floats:
     """Return by ``SHARES``, starts or ends, and pair what a stage that a tensor skips adds at most."""
     least: Floats = (skipping.gains + limit * np.array(PRICES)[:, None]).min(axis=2)
     return least
-
-
-def _far(skipping: Skips, *, limit: float, average: float) -> list[Pair]:
-    """Return the pairs whose tensors, by skipping a stage, let it get further than stages do on average."""
-    ahead = _gains(skipping, limit)[SHARES.index(1.0), 0] > average
-    return [pair for pair, far in zip(skipping.pairs, ahead, strict=True) if far]

@@ -45,11 +45,19 @@ class Skips:
 def skips(labels: Labelling, *, clock: Clock = FOREVER) -> Skips:
     """Return the bounds for all tensors."""
     pairs = tuple(labels.spanned)
-    one, two = _boundary(labels), _stage(labels)
+    one, two = _boundary(labels), _stage(labels, shares=SHARES)
     clock.check()
     single = np.array([_pick(one, pair, 1) for pair in pairs]).reshape(len(pairs), 2)
     double = np.array([_pick(two, pair, 2) for pair in pairs]).reshape(len(pairs), len(SHARES), 2, len(PRICES))
     return Skips(pairs, -single[:, 0], single[:, 1], np.moveaxis(double, 0, -1))
+
+
+def leads(labels: Labelling, *, limit: float) -> Floats:
+    """Return for each pair that a tensor spans how far beyond ``ends(I)`` a stage that it skips has ``starts(J)``."""
+    table = _stage(labels, shares=(1.0,))
+    gains = np.array([_pick(table, pair, 2) for pair in labels.spanned]).reshape(-1, 2, len(PRICES))[:, 0]
+    least: Floats = (gains + limit * np.array(PRICES)).min(axis=1)
+    return least
 
 
 def _pick(table: dict[Pair, Floats], pair: Pair, last: int) -> Floats:
@@ -63,9 +71,9 @@ def _boundary(labels: Labelling) -> dict[Pair, Floats]:
     return _marginals(labels.steps, times, _terms(labels, np.full((2, 2, 2), -1.0)))
 
 
-def _stage(labels: Labelling) -> dict[Pair, Floats]:
+def _stage(labels: Labelling, *, shares: Sequence[float]) -> dict[Pair, Floats]:
     """Return the max-marginals of what ``Skips`` has as ``gains``."""
-    share, toward, price = (axis.ravel() for axis in np.meshgrid(SHARES, (-1.0, 1.0), PRICES, indexing="ij"))
+    share, toward, price = (axis.ravel() for axis in np.meshgrid(shares, (-1.0, 1.0), PRICES, indexing="ij"))
     times = np.zeros((len(labels.times), 3, len(price)))
     times[:, 1, :] = np.array(labels.times)[:, None] * (1.0 - price)
     gained = np.zeros((3, 3, len(price)))
