@@ -38,7 +38,7 @@ TOLERANCE = 1e-9
 _SHORT = 2_500
 """Orders of at most so many groups are tried by the handful."""
 
-_FEW, _MANY, _PER_GROUP = 5_000, 50_000, 30
+_FEW, _MANY, _PER_GROUP = 5_000, 40_000, 30
 """How many ideals are listed: for side questions; for a proof by thresholds, and how many more for each group."""
 
 _ENTRIES = 25_000_000
@@ -51,6 +51,9 @@ _WIDTHS = (16, 64, 256)
 _ROUNDS = 8
 _POOL = 8_000
 """Ideals around the best cuts: how many around each, how often, and how many in all."""
+
+
+_LOADS = Concern(loads=True, bytes=False)
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,10 @@ class _Search:
         self.goal = Goal.of(problem, stages=count, least=least, empty=empty)
         self.capacity = self._binding_capacity() if least == "load" else None
         self.concern = Concern(loads=least == "load", bytes=least == "bytes" or self.capacity is not None)
+        self.merged: dict[Concern, Graph] = {}
         self.best: Found | None = None
         self.lower = self._first_bound()
-        self.exhaustive = False
+        self.loads_known = self.exhaustive = False
 
     def run(self) -> None:
         """Search until the gap is closed, all was searched, or the time is over."""
@@ -136,42 +140,46 @@ class _Search:
 
     def _prefixes(self) -> None:
         """Find a first solution, whatever the time, and merge what a better one cannot separate."""
-        start = condense(self.base, concern=self.concern)
+        start = self._condensed(self.concern)
         if start.size < self.goal.stages:
             start = self.base
         self._take(best_prefixes(start, range(start.size), goal=self._limited()), start)
         self.clock.check()
         if self.best is not None and self.least == "load":
-            self.base = glue_costly(self.base, bound_s=self.best.chain.value)
+            glued = glue_costly(self.base, bound_s=self.best.chain.value)
+            if glued.size < self.base.size:
+                self.base = glued
+                self.merged.clear()
 
     def _more_prefixes(self) -> None:
         """Look among the prefixes of a few topological orders, where these are short."""
-        graph = condense(self.base, concern=self.concern)
-        if self._closed() or not self.goal.stages <= graph.size <= _SHORT:
-            return
-        orders = some_orders(graph)
-        for order in orders:
-            self._take(best_prefixes(graph, order, goal=self._limited()), graph)
-            self.clock.check()
-        self._try(graph, prefix_ideals(orders))
+        graph = self._condensed(self.concern)
+        if not self._closed() and self.goal.stages <= graph.size <= _SHORT:
+            self._try(graph, prefix_ideals(some_orders(graph)))
 
     def _loads_alone(self) -> None:
         """Bound and search without an eye for bytes: where the best cut fits, it is the best that fits."""
         if self.least == "bytes" or self._closed():
             return
-        graph = condense(self.base, concern=Concern(loads=True, bytes=False))
+        graph = self._condensed(_LOADS)
         upper = math.inf if self.best is None else self.best.chain.value
+        seed = None
         if self.capacity is not None:
-            free = best_prefixes(graph, range(graph.size), goal=self._relaxed(None))
-            upper = upper if free is None else min(upper, free.value)
+            seed = best_prefixes(graph, range(graph.size), goal=self._relaxed(None))
+            upper = upper if seed is None else min(upper, seed.value)
         ideals = lattice(graph, limit=_MANY + _PER_GROUP * graph.size, clock=self.clock)
         if ideals is None:
             self._name_boundaries(graph, upper=upper)
             return
         found = improve(ideals, stages=self.goal.stages, lower=self.lower, upper=upper, clock=self.clock)
-        self.lower = max(self.lower, found.lower_bound)
-        if found.chain is not None:
-            self._take_or_near(found.chain, graph)
+        self.lower, self.loads_known = max(self.lower, found.lower_bound), True
+        seed = found.chain or seed
+        if seed is not None and self.capacity is None and self._is_legal(seed):
+            self._take(seed, graph)
+        if not self._closed():
+            # The merges had no eye for bytes, and stages may be empty, but most of what is legal is still there.
+            near = () if seed is None else seed.ideals
+            self._try(graph, self._few_ideals(graph) or self._around(graph, near, width=_WIDTHS[1]))
 
     def _name_boundaries(self, graph: Graph, *, upper: float) -> None:
         """Raise the lower bound by one that needs no list of ideals, and search around the boundaries that it names."""
@@ -185,7 +193,7 @@ class _Search:
 
     def _all(self) -> None:
         """Search graphs of growing detail, as long as all their ideals can be listed."""
-        for graph in (condense(self.base, concern=self.concern), self.base):
+        for graph in (self._condensed(self.concern), self.base):
             limit = min(self.ideal_limit, _ENTRIES // graph.size)
             ideals = None if self._closed() else all_ideals(graph, limit=limit)
             if ideals is None:
@@ -195,12 +203,12 @@ class _Search:
     def _contracted(self) -> None:
         """Bound from graphs without their small costs, solve on the same groups with true costs."""
         for fraction in _PROBES:
-            if self.least == "bytes" or self.best is None or self._closed():
+            if self.least == "bytes" or self.loads_known or self.best is None or self._closed():
                 return
             small_s = fraction * self.best.chain.value
             reduced = condense(
                 glue_costly(without_small(self.base, goal=self.goal, small_s=small_s), bound_s=self.best.chain.value),
-                concern=Concern(loads=True, bytes=False),
+                concern=_LOADS,
             )
             ideals = self._few_ideals(reduced)
             if not ideals:
@@ -224,7 +232,7 @@ class _Search:
         """Among equally good chains take the one whose fullest stage is emptiest."""
         if self.best is None or self.least == "bytes" or not self.base.has_bytes:
             return
-        graph = condense(self.base, concern=Concern(loads=True, bytes=True))
+        graph = self._condensed(Concern(loads=True, bytes=True))
         ideals = self._few_ideals(graph)
         if not ideals:
             graph = self.best.graph
@@ -245,13 +253,6 @@ class _Search:
             self._take(best_chain(table, goal=self._limited(), clock=self.clock), table.graph)
             if table.graph.size == self.base.size:
                 self.lower = self.best.chain.value if self.best is not None else math.inf
-
-    def _take_or_near(self, chain: Chain, graph: Graph) -> None:
-        """Take a chain that may need too many bytes or have empty stages, or what is near it."""
-        if self.capacity is None and self._is_legal(chain):
-            self._take(chain, graph)
-        elif not self._closed():
-            self._try(graph, self._around(graph, chain.ideals, width=_WIDTHS[0]))
 
     def _few_ideals(self, graph: Graph) -> list[int]:
         """Return all ideals, none where these are not few."""
@@ -307,6 +308,12 @@ class _Search:
         if self.least == "load":
             return replace(self.goal, load_limit_s=limit, capacity_bytes=self.capacity)
         return replace(self.goal, capacity_bytes=(limit,) * self.goal.stages)
+
+    def _condensed(self, concern: Concern) -> Graph:
+        """Return the graph without what need not be cut."""
+        if concern not in self.merged:
+            self.merged[concern] = condense(self.base, concern=concern)
+        return self.merged[concern]
 
     def _closed(self) -> bool:
         if self.best is None:
