@@ -20,6 +20,8 @@ from autosplit.partition.table import Table
 
 _WIDE = 8_000
 """Ideals that a pool is chosen from where it cannot have all."""
+_CELLS = 16_000_000
+"""Ideals that are looked at, times groups."""
 _CHAINS = 2_048
 """Chains that are simulated together."""
 
@@ -202,11 +204,15 @@ def rows_of(count: int) -> Ints:
 
 def pool_ideals(graph: Graph, model: StepModel, *, most: int, always: Sequence[int]) -> tuple[list[int], bool]:
     """Return about ``most`` ideals, those of ``always`` among them, and whether these are all."""
-    ideals = all_ideals(graph, limit=_WIDE)
+    wide = max(500, min(_WIDE, _CELLS // graph.size))
+    most = min(most, wide)
+    ideals = all_ideals(graph, limit=wide)
     if ideals is not None and len(ideals) <= most:
         return ideals, True
     if ideals is None:
-        ideals = prefix_ideals(some_orders(graph)[: max(1, _WIDE // graph.size)])
+        orders = some_orders(graph)[: wide // graph.size] if graph.size < wide else [list(range(graph.size))]
+        ideals = prefix_ideals(orders)
+        ideals = ideals[:: -(-len(ideals) // wide)]
     everything = (1 << graph.size) - 1
     kept = dict.fromkeys((0, everything, *always))
     table = Table(graph, ideals)
@@ -229,6 +235,7 @@ def cut_s(model: StepModel, table: Table) -> Floats:
 def nearby(model: StepModel, ideals: Sequence[int], *, width: int) -> list[int]:
     """Return the ideals together with about ``width`` around each: a group more or less, the nearest first."""
     size = model.graph.size
+    width = min(width, max(4, _CELLS // (size * model.stages)))
     edges = np.array(sorted(model.graph.edges), dtype=np.int64).reshape(-1, 2)
     tail, head = edges[:, 0], edges[:, 1]
     pool: dict[int, None] = {}

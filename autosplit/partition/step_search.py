@@ -18,6 +18,8 @@ _ALONE = 12
 _TOGETHER = 3
 _REACH = 256
 """How many ideals a boundary alone may move to, how many each of a pair may, and how far in order of weight."""
+_CELLS, _TURNS = 200_000_000, 40
+"""Actions that are simulated from one pool, chains times schedule, and how many turns these must last for."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,16 @@ class LocalSearch:
     def __init__(self, pool: StagePool, *, clock: Clock) -> None:
         self.pool, self.clock = pool, clock
         self.known: dict[tuple[int, ...], float] = {}
+        self.left = _CELLS // max(pool.model.simulator.count, 1)
+        self.at_once = max(16, self.left // _TURNS)
+        self.turn = 0
 
     def score(self, chains: Iterable[tuple[int, ...]]) -> list[Scored]:
         """Return the chains that fit with their steps, the shortest first."""
         wanted = list(dict.fromkeys(chains))
         fresh = [chain for chain in wanted if chain not in self.known]
         if fresh:
+            self.left -= len(fresh)
             steps = self.pool.steps(np.array(fresh, dtype=np.int64))
             self.known |= zip(fresh, steps.tolist(), strict=True)
         found = [Scored(self.known[chain], chain) for chain in wanted if np.isfinite(self.known[chain])]
@@ -54,7 +60,7 @@ class LocalSearch:
         """Move one boundary or a run of them, or ``double`` two, to what shortens the step most, until nothing does."""
         best = start
         for _ in range(rounds):
-            if self.clock.over:
+            if self.clock.over or self.left < 0:
                 break
             better = self._better(best, self._single) or (self._better(best, self._double) if double else None)
             if better is None:
@@ -63,7 +69,11 @@ class LocalSearch:
         return best
 
     def _better(self, best: Scored, moves: Callable[[Ints], Ints]) -> Scored | None:
-        found = self.score(map(tuple, moves(np.array(best.chain)).tolist()))
+        """Return the best of the moves, or of every so many where they are too many, if it is better."""
+        moved = moves(np.array(best.chain))
+        step = -(-len(moved) // self.at_once) or 1
+        found = self.score(map(tuple, moved[self.turn % step :: step].tolist()))
+        self.turn += 1
         return found[0] if found and found[0].step_s < best.step_s * (1 - 1e-12) else None
 
     def _single(self, chain: Ints) -> Ints:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
+from operator import or_
 
 import numpy as np
 
@@ -33,8 +34,8 @@ from autosplit.partition.step_relax import relaxed_bound
 from autosplit.partition.step_search import LocalSearch, Scored
 from autosplit.partition.table import Table
 
-_IDEALS, _STAGES = 2_000, 400_000
-"""Ideals and stages of a pool, at most."""
+_IDEALS, _STAGES, _PLACES = 2_000, 400_000, 4_000_000
+"""Ideals and stages of a pool, at most, and stages times positions."""
 _EFFORT = 40_000_000
 """Stages, times positions, that the bounds of one pool look at, about."""
 _ORDERS = 6
@@ -175,9 +176,8 @@ class _Search:
         # A step is no shorter than all microbatches on one stage.
         limit_s = upper * (1 + 1e-9) / self.problem.microbatches
         table = Table(self.graph, ideals)
-        return StagePool(
-            self.model, table, limit_s=limit_s, choose=self._chooser(table), most=_STAGES, empty=self.empty
-        )
+        most = min(_STAGES, max(_PLACES // self.model.stages, 20_000))
+        return StagePool(self.model, table, limit_s=limit_s, choose=self._chooser(table), most=most, empty=self.empty)
 
     def _chooser(self, table: Table) -> Choose:
         microbatches, capacity = self.problem.microbatches, self.problem.capacity_bytes
@@ -251,9 +251,10 @@ class _Search:
         return tuple(stage[group] for group in self.graph.group_of)
 
     def _ideals_of(self, assignment: tuple[int, ...]) -> tuple[int, ...]:
-        stage = dict(zip(self.graph.group_of, assignment, strict=True))
-        count = self.model.stages
-        return tuple(sum(1 << group for group, own in stage.items() if own < end) for end in range(count + 1))
+        members = [0] * self.model.stages
+        for group, own in dict(zip(self.graph.group_of, assignment, strict=True)).items():
+            members[own] |= 1 << group
+        return (0, *accumulate(members, or_))
 
 
 def _chain(pool: StagePool, ideals: Sequence[int]) -> tuple[int, ...]:
