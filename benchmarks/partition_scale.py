@@ -17,7 +17,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,18 @@ def case(text: str) -> tuple[int, int]:
     return int(layers), int(stages)
 
 
+def write(path: Path, rows: Sequence[Row], *, machine: Mapping[str, Any]) -> None:
+    """Write what was measured so far."""
+    content = {
+        "benchmark": "partition_scale",
+        "machine": {**machine, "numpy": numpy.__version__},
+        "graph": {"costs of": MACHINE, "shape": "Llama", "scatter": 0.1},
+        "checks": [asdict(check) for check in checks_of(rows)],
+        "figures": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line per case, then the checks; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -136,22 +148,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     machine = pairs.facts()
     print(pairs.facts_text(machine))
-    rows = []
+    rows: list[Row] = []
     for layers, stages in arguments.only:
         rows.append(in_own_process(layers, stages))
         print(f"{rows[-1].name}: {rows[-1].cpu_s:.2f} s", file=sys.stderr)
+        if arguments.json:
+            write(arguments.json, rows, machine=machine)
     checks = checks_of(rows)
     print(pairs.table([line(row) for row in rows]))
     print(pairs.checks_text(checks))
-    if arguments.json:
-        content = {
-            "benchmark": "partition_scale",
-            "machine": machine | {"numpy": numpy.__version__},
-            "graph": {"costs of": MACHINE, "shape": "Llama", "scatter": 0.1},
-            "checks": [asdict(check) for check in checks],
-            "figures": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0 if all(check.ok for check in checks) else 1
 
 
