@@ -179,14 +179,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print a line per problem and cap, then the checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--only", default="", help="workloads whose name begins so")
+    parser.add_argument("--only", nargs="+", default=[""], help="workloads whose names begin so")
     parser.add_argument("--random", type=int, default=60, help="how many random graphs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     machine = pairs.facts()
     print(pairs.facts_text(machine))
     workloads = []
-    for path in sorted(arguments.folder.glob(f"{arguments.only}*.json")):
+    for path in sorted({path for start in arguments.only for path in arguments.folder.glob(f"{start}*.json")}):
         for line in workload_lines(path):
             workloads.append(line)
             print(_text(line), flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -59,12 +59,21 @@ def orders(problem: Problem, *, positions: int) -> list[tuple[int, ...]]:
 
 def brute_force(problem: Problem, *, stages: int, empty: bool = False) -> Best:
     """Return the least bottleneck over assignments, orders of devices and recompute options."""
+    return _least(problem, Rules.bottleneck_s, stages=stages, empty=empty)
+
+
+def brute_force_step(problem: Problem, *, stages: int, empty: bool = False) -> Best:
+    """Return the shortest simulated step over the same; each stage recomputes what is fastest for it."""
+    return _least(problem, Rules.step_s, stages=stages, empty=empty)
+
+
+def _least(problem: Problem, value_of: Callable[..., float], *, stages: int, empty: bool) -> Best:
     count = stages if empty else most_stages(problem, stages=stages)
     rules = Rules(problem, count)
     best = Best(math.inf, None)
     for order in orders(problem, positions=max(rules.lane) + 1):
         for assignment in assignments(problem, stages=count, empty=empty):
-            value = rules.bottleneck_s(assignment, order=order)
+            value = value_of(rules, assignment, order=order)
             if value < best.value:
                 best = Best(value, assignment, order)
     return best

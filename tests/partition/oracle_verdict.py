@@ -51,8 +51,14 @@ def _assert_legal(problem: Problem, partition: Partition, *, stages: int, empty:
     rules = Rules(problem, stages)
     assert rules.legal(partition.assignment)
     assert empty or len(set(partition.assignment)) == stages
-    assert rules.bottleneck_s(partition.assignment, order=partition.costs.order) == pytest.approx(partition.value_s)
-    costs = check(problem, partition.assignment, recompute=partition.costs.recompute, order=partition.costs.order)
+    assert rules.bottleneck_s(partition.assignment, order=partition.order) == pytest.approx(partition.value_s)
+    costs = check(
+        problem,
+        partition.assignment,
+        recompute=partition.recompute,
+        order=partition.order,
+        stages=stages,
+    )
     assert (costs.loads_s, costs.stage_bytes) == (partition.loads_s, partition.stage_bytes)
     assert costs.bottleneck_s == partition.value_s
     for needed, index in zip(costs.device_bytes, costs.order, strict=True):
