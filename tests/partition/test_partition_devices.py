@@ -136,3 +136,14 @@ def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pyt
     assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)
     assert exact.bottleneck_s * (1 - 1e-9) <= rough.bottleneck_s < 1.5 * exact.bottleneck_s
     assert (exact.status, len(set(rough.assignment))) == ("optimal", 3)
+
+
+def test_more_devices_than_works_in_free_order_equal_brute_force() -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        problem = random_problem(seed, Mix(chance.randint(2, 4), zero=0.0))
+        devices = tuple(Device(chance.choice((0.5, 1.0, 4.0))) for _ in range(5))
+        problem = replace(problem, devices=devices, free_order=True)
+        partition = solve(problem)
+        assert partition.status == "optimal"
+        assert partition.value_s == pytest.approx(brute_force(problem, stages=5).value), seed
