@@ -68,8 +68,8 @@ def bound(graph: Graph, *, stages: int, upper_s: float, clock: Clock = FOREVER) 
     ahead = leads(labels, limit=upper_s / labels.quantum_s) > sum(labels.times) / stages
     loose = {each for far, tensors in zip(ahead, labels.spanned.values(), strict=True) if far for each in tensors}
     if loose:
-        graph = replace(graph, tensors=tuple(each for at, each in enumerate(graph.tensors) if at not in loose))
-        labels = labelling(graph)
+        left = tuple(each for at, each in enumerate(graph.tensors) if at not in loose)
+        labels = labelling(replace(graph, tensors=left))
     upper, total = upper_s / labels.quantum_s, sum(labels.times)
     skipping = skips(labels, clock=clock)
     for part in _DEAR:
@@ -80,7 +80,20 @@ def bound(graph: Graph, *, stages: int, upper_s: float, clock: Clock = FOREVER) 
         lower = race.lower(least=max(total / stages, *labels.times), upper=upper)
         if not race.dear_matters:
             break
-    return Bound(min(lower * labels.quantum_s, upper_s), race.ideals(lower=lower, upper=upper, groups=graph.size))
+    chains = race.chains(lower=lower, upper=upper, groups=graph.size)
+    return Bound(min(lower * labels.quantum_s, upper_s), min(chains, key=lambda chain: _largest_load(graph, chain)))
+
+
+def _largest_load(graph: Graph, chain: tuple[int, ...]) -> float:
+    stage = [next(at for at, inside in enumerate(chain) if inside >> group & 1) for group in range(graph.size)]
+    loads = [0.0] * len(chain)
+    for group, time_s in enumerate(graph.times_s):
+        loads[stage[group]] += time_s
+    for tensor in graph.tensors:
+        paying = {stage[pin] for pin in (tensor.producer, *tensor.consumers)}
+        for each in paying if len(paying) > 1 else ():
+            loads[each] += tensor.cost_s
+    return max(loads)
 
 
 class _Race:
@@ -98,13 +111,20 @@ class _Race:
         """Return the largest limit under which the stages do not get to the end, or ``least``, known to be one."""
         return self._halve(least, upper, skipping=True)[0]
 
-    def ideals(self, *, lower: float, upper: float, groups: int) -> tuple[int, ...]:
-        """Return the ideals, made to nest, that get furthest with no tensor skipping a stage."""
-        points = self._points(self._halve(lower, upper, skipping=False)[1], skipping=False) or []
-        chain = [0]
-        for point in points:
-            chain.append(chain[-1] | ideal(self.front, point, groups=groups))
-        return (*chain, *[(1 << groups) - 1] * (self.stages + 1 - len(chain)))
+    def chains(self, *, lower: float, upper: float, groups: int) -> list[tuple[int, ...]]:
+        """Return the ideals that get furthest with no tensor skipping a stage, and those that lag most; both nest."""
+        front = self.front
+        limit = self._halve(lower, upper, skipping=False)[1]
+        first, last = [0], [(1 << groups) - 1]
+        for point in self._points(limit, skipping=False) or ():
+            first.append(first[-1] | ideal(front, point, groups=groups))
+        ends = self.total
+        for _ in range(self.stages - 1):
+            point = min(int(np.searchsorted(front.starts, ends - limit)), len(front) - 1)
+            last.append(last[-1] & ideal(front, point, groups=groups))
+            ends = float(front.ends[point])
+        first += [last[0]] * (self.stages + 1 - len(first))
+        return [tuple(first), (0, *last[::-1])]
 
     def _halve(self, low: float, high: float, *, skipping: bool) -> tuple[float, float]:
         """Return neighbouring limits: only with the second do the stages get to the end, unless ``high`` is too low."""
