@@ -106,3 +106,12 @@ def test_gluing_and_leaving_out_small_costs_give_bounds() -> None:
         below += bound < optimum
     assert smaller > 1
     assert below > 2
+
+
+@pytest.mark.parametrize(("recompute", "size", "least_s"), [("never", 1, 6.0), ("always", 2, 11.0)])
+def test_what_is_recomputed_weighs_twice(recompute: str, size: int, least_s: float) -> None:
+    works = (Work("a", 4.0, 0.0), Work("b", 2.0, 0.0))
+    problem = Problem(works, (Net(0, (1,), 3.0, 0.0),), microbatches=4, recompute=(recompute,))
+    goal = Goal.of(problem, stages=2, empty=True)
+    smaller = lossless(base_graph(problem), goal=goal, loads=True, bytes_=False)
+    assert (smaller.size, value(smaller, goal)) == (size, least_s)
