@@ -29,6 +29,7 @@ from autosplit.partition.large import improve
 from autosplit.partition.lattice import lattice
 from autosplit.partition.problem import Problem
 from autosplit.partition.sequence import best_prefixes
+from autosplit.partition.swaps import best_nearby
 from autosplit.partition.table import Table
 from autosplit.partition.views import labels, without_small
 
@@ -52,6 +53,9 @@ _ROUNDS = 8
 _POOL = 8_000
 """Ideals around the best cuts: how many around each, how often, and how many in all."""
 
+
+_SWAPPED = 64
+"""Graphs of at most so many groups are searched by swaps."""
 
 _LOADS = Concern(loads=True, bytes=False)
 
@@ -133,6 +137,7 @@ class _Search:
             self._try_leanest()
             self._contracted()
             self._refine()
+            self._swap()
             self._settle()
         except OutOfTime:
             pass
@@ -227,6 +232,16 @@ class _Search:
                 self._try(graph, self._around(graph, self.best.chain.ideals, width=width))
                 if self.best.chain.value >= before * (1 - TOLERANCE):
                     break
+
+    def _swap(self) -> None:
+        """Let single groups change stages, where these are few enough to try them all."""
+        if self.best is None or self.least == "bytes" or self._closed() or self.base.size > _SWAPPED:
+            return
+        place = self.best.assignment
+        stage = dict(zip(self.base.group_of, place, strict=True))
+        ideals = [sum(1 << group for group, own in stage.items() if own < end) for end in range(self.goal.stages + 1)]
+        self._take(best_nearby(self.base, ideals, goal=self._limited(), clock=self.clock), self.base)
+        self._refine()
 
     def _settle(self) -> None:
         """Among equally good chains take the one whose fullest stage is emptiest."""
