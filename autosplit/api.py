@@ -17,6 +17,7 @@ from autosplit.options import (
     check_chunks,
     check_memory_limit,
     check_optimizer,
+    check_recompute,
     choose,
     resolve_devices,
     resolve_lanes,
@@ -64,8 +65,12 @@ def autosplit(
         plan: a `Plan` or the path of a saved one, to be followed instead of planning: its stages, schedule and chunks.
         lanes: "threads": a thread per CPU lane, so that stages run at the same time, forward and backward; "inline":
             the calling thread issues everything; "auto": threads on several CPU lanes, else inline.
-        virtual_stages, recompute, precision, rng, batch_norm, compile, graphs, mesh: reserved; only the
-            defaults are available in this version, anything else is refused.
+        recompute: what a stage does again in its backward so as not to keep it: "never", "always" (all of it),
+            "except_last" (as "always", but for the last microbatch of a step), "block" (each of its blocks alone; a
+            stage without any is one), or a list with one of these per stage. "auto" is "never" unless the memory
+            limit does not hold with it: then the plan chooses per stage. Gradients are the same bits.
+        virtual_stages, precision, rng, batch_norm, compile, graphs, mesh: reserved; only the defaults are available in
+            this version, anything else is refused.
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
@@ -85,7 +90,6 @@ def autosplit(
             "model.to_empty(device='cpu') and initialise it"
         )
     choose("virtual_stages", virtual_stages, (1,))
-    choose("recompute", recompute, ("auto", "never"))
     choose("precision", precision, (None,))
     choose("rng", rng, ("auto", "counter"))
     choose("batch_norm", batch_norm, ("micro",))
@@ -98,6 +102,7 @@ def autosplit(
         devices=resolved,
         chunks=check_chunks(chunks) if pinned is None else _pinned_chunks(pinned, check_chunks(chunks)),
         schedule=choose("schedule", schedule, SCHEDULES),
+        recompute=_recompute(recompute, stages=len(resolved), pinned=pinned),
         memory_limit=check_memory_limit(memory_limit),
         optimizer=check_optimizer(optimizer),
         batch_dims=batch_dims,
@@ -118,6 +123,19 @@ def _pinned_chunks(plan: Plan, chunks: int) -> int:
             f"the plan has chunks={plan.chunks}, chunks={chunks} was given; leave chunks out, or plan again"
         )
     return plan.chunks
+
+
+def _recompute(recompute: Any, *, stages: int, pinned: Plan | None) -> tuple[str, ...] | None:
+    """Return what stages recompute; with a plan it is the plan's, and anything else but "auto" is an error."""
+    asked = check_recompute(recompute, stages=stages)
+    if pinned is None or asked is None:
+        return asked
+    planned = [stage.recompute for stage in pinned.stages]
+    if planned != (list(asked) * len(planned) if len(asked) == 1 else list(asked)):
+        raise PlanError(
+            f"the plan has recompute={planned}, recompute={recompute!r} was given; leave recompute out, or plan again"
+        )
+    return asked
 
 
 def _try_own(pipe: PipelinedModule, own: Any) -> None:

@@ -15,6 +15,8 @@ OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
 SCHEDULES = ("auto", "1f1b", "gpipe")
 LANES = ("auto", "inline", "threads")
+RECOMPUTE = ("never", "always", "except_last", "block")
+"""What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
 
 
 class Sample:
@@ -54,6 +56,8 @@ class Options:
     memory_limit: int | None = None
     optimizer: str | int = "adamw"
     batch_dims: Any = None
+    recompute: tuple[str, ...] | None = ("never",)
+    """What every stage does, or one entry per stage; None: recompute only what the memory limit asks for."""
     lanes: str = "inline"
     lane_timeout_s: float | None = 1800.0
     measure: bool = True
@@ -102,6 +106,25 @@ def check_memory_limit(limit: int | float | str | None) -> int | None:
     if limit_bytes <= 0:
         raise InputError(f"memory_limit={limit!r}: give a positive number of bytes, or text such as '70GiB'")
     return limit_bytes
+
+
+def check_recompute(recompute: Any, *, stages: int) -> tuple[str, ...] | None:
+    """Return what every stage recomputes as a tuple of one, or one entry per stage; None for "auto"."""
+    if isinstance(recompute, str):
+        choose("recompute", recompute, ("auto", *RECOMPUTE))
+        return None if recompute == "auto" else (recompute,)
+    valid = (
+        f"'auto', {', '.join(map(repr, RECOMPUTE))}, or a list with one of {', '.join(map(repr, RECOMPUTE))} per stage"
+    )
+    if not isinstance(recompute, (list, tuple)):
+        raise InputError(f"recompute={recompute!r} is not available; valid: {valid}")
+    if len(recompute) != stages:
+        raise InputError(f"recompute={recompute!r} has {len(recompute)} entries for {stages} stages; valid: {valid}")
+    unknown = next((entry for entry in recompute if entry not in RECOMPUTE), None)
+    if unknown is not None:
+        place = list(recompute).index(unknown)
+        raise InputError(f"recompute[{place}]={unknown!r} is not available; valid: {valid}")
+    return tuple(recompute) if len(set(recompute)) > 1 else (recompute[0],)
 
 
 def check_seconds(name: str, seconds: Any) -> float | None:

@@ -289,7 +289,7 @@ class Recordings:
     def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
         devices = self.options.devices[: len(plan.stages)]
         stage_of = assign(found.graph, plan.stage_of(), stages=len(devices))
-        lowered = lower(found.graph, stage_of, devices)
+        lowered = lower(found.graph, stage_of, devices, recompute=[stage.recompute for stage in plan.stages])
         if not self.lanes:
             self.lanes = tuple(lane(device) for device in devices)
         place(self.model, lowered, devices)

@@ -83,6 +83,7 @@ class _Program:
 
     def cells_and_end(self, microbatches: int) -> None:
         """Add every cell in clock order, the merges, the epilogue and the output."""
+        self.last = microbatches - 1
         for clock in range(microbatches + len(self.lowered.stages) - 1):
             for stage, layout in enumerate(self.layout.stages):
                 if 0 <= clock - stage < microbatches and layout.nodes:
@@ -194,7 +195,11 @@ class _Program:
             bundle = self._item(self.cells[source, microbatch], str(stage))
             name = f"y{source}_{microbatch}_on{stage}"
             given[f"from{source}"] = self._transfer(bundle, source, stage, name)
-        cell = self.graph.call_module(self.attributes[f"stage{stage}"], tuple(given[name] for name in module.takes))
+        flag: dict[str, Any] = {}
+        if self.lowered.again[stage] is not None:
+            flag["recompute"] = self.lowered.runs_again(stage, last=microbatch == self.last)
+        args = tuple(given[name] for name in module.takes)
+        cell = self.graph.call_module(self.attributes[f"stage{stage}"], args, flag)
         self.cells[stage, microbatch] = named(self.graph, cell, f"y{stage}_{microbatch}")
         if set(layout.sent) - {OUT}:
             lane = self._item(self.lanes, stage)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from autosplit.lower.layout import Layout, Slot
+from autosplit.lower.units import take_out
 from autosplit.runtime.ops import alias, draw, fork
+from autosplit.runtime.recompute import Recomputed
 from autosplit.trace.calls import under
 from autosplit.trace.graph import INFO, LENGTH
 
@@ -34,6 +37,13 @@ SINGLE_FUNCTIONS = (operator.add, operator.sub, operator.mul, operator.truediv, 
 SINGLE_METHODS = ("view", "reshape", "transpose", "permute", "add", "sub", "mul", "div", "flatten", "unsqueeze")
 
 
+class Unit(NamedTuple):
+    """Recorded nodes that follow each other and run again as one; ``place`` is what to call them."""
+
+    place: str
+    nodes: tuple[fx.Node, ...]
+
+
 class Region:
     """A graph under construction: recorded nodes go in by :meth:`copy`, outside values by :meth:`bind`."""
 
@@ -48,6 +58,9 @@ class Region:
         self.slots: dict[Slot, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
         self.functions: dict[str, Any] = {}
+        self.units: list[Unit] = []
+        self.made: dict[fx.Node, list[fx.Node]] = {}
+        """What each recorded node became: its copy, and what that takes or forks alone."""
 
     def bind(self, name: str, slots: Iterable[Slot], names: Mapping[str, str]) -> None:
         """Add a placeholder for a bundle and unpack it."""
@@ -61,6 +74,7 @@ class Region:
         """Copy recorded nodes in model order."""
         changed = []
         for node in nodes:
+            before = next(reversed(self.graph.nodes))
             self._copy(node)
             key = node.name
             forks = key in self.layout.forked or (key in self.layout.home and self.layout.uses[key] > 1)
@@ -69,8 +83,18 @@ class Region:
                     changed.append(node)  # its history is whole behind its last change in place
                 else:
                     self._fork(node, self.layout.uses[key])
+            self.made[node] = _behind(before)
         for node in changed:
             self._fork(node, self.layout.uses[node.name])
+
+    def copy_units(self, pieces: Iterable[tuple[str, Sequence[fx.Node]]], *, place: str) -> None:
+        """Copy recorded nodes in model order; the nodes of every piece that has a path will run again as one."""
+        nodes: list[fx.Node] = []
+        for path, own in pieces:
+            nodes += own
+            if path:
+                self.units.append(Unit(f"{path!r} of {place}", tuple(own)))
+        self.copy(nodes)
 
     def value(self, slot: Slot) -> fx.Node:
         """Return the node for a slot that the region gives."""
@@ -175,16 +199,34 @@ class Region:
         for node in (self.key, self.rows, *self.lengths.values()):
             if not node.users:
                 self.graph.erase_node(node)
+        units = {f"unit{number}": self._taken_out(unit, number) for number, unit in enumerate(self.units)}
+        return self._module(self.graph, kind, units)
+
+    def _module(
+        self, graph: fx.Graph, kind: str, units: Mapping[str, Recomputed] = MappingProxyType({})
+    ) -> RegionModule:
         module = RegionModule(nn.Module(), fx.Graph(), kind)
         module.__dict__[ROOT] = self.traced.root
         module.__dict__.update(self.functions)
+        module.__dict__.update(units)
+        module.__dict__["units"] = tuple(units)
         module.training = self.traced.root.training
-        module.graph = self.graph
+        module.graph = graph
         return module
+
+    def _taken_out(self, unit: Unit, number: int) -> Recomputed:
+        """Put a call of a unit in the place of its nodes."""
+        own = [made for node in unit.nodes for made in self.made[node]]
+        region = self._module(take_out(self.graph, own, attribute=f"unit{number}"), f"Unit{number}")
+        writes = [name for node in unit.nodes if INFO in node.meta for name in node.meta[INFO].writes]
+        return Recomputed(region, self.traced.root, writes=writes, place=unit.place)
 
 
 class RegionModule(fx.GraphModule):
     """A piece of the model as a graph; its state is the model's own and is not registered here a second time."""
+
+    units: tuple[str, ...] = ()
+    """The attributes that run parts of it so that these run again in the backward."""
 
     def recompile(self) -> Any:
         """Compile the graph; a call goes straight to it, so that an exception keeps its own traceback."""
@@ -215,6 +257,8 @@ class RegionModule(fx.GraphModule):
 
     def _state(self, kind: str) -> Any:
         for node in self.graph.nodes:
+            if node.op == "call_module" and node.target in self.units:
+                yield from self.__dict__[str(node.target)].region._state(kind)
             if node.op not in ("call_module", "get_attr") or not str(node.target).startswith(f"{ROOT}."):
                 continue
             path = str(node.target).removeprefix(f"{ROOT}.")
@@ -229,6 +273,14 @@ class RegionModule(fx.GraphModule):
             elif name in holder._modules:
                 module = holder.get_submodule(name)
                 yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes of a graph that were added after one."""
+    found = []
+    while (node := node.next).op != "root":
+        found.append(node)
+    return found
 
 
 def named(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out
 from autosplit.lower.region import Region, RegionModule
+from autosplit.profile.stage_pieces import block_paths, in_units
 from autosplit.runtime.ops import OUT
+from autosplit.runtime.recompute import Recomputed
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 
@@ -35,6 +38,8 @@ class Lowered:
     epilogue_outputs: tuple[str, ...]
     outputs: tuple[object, ...]
     """The flat outputs: fx nodes of the recording, or constants."""
+    recompute: tuple[str, ...]
+    """What each stage does again in its backward."""
 
     @property
     def traced(self) -> TracedGraph:
@@ -45,6 +50,27 @@ class Lowered:
     def takes(self) -> tuple[tuple[str, ...], ...]:
         """The names of what each stage takes, in order."""
         return tuple(stage.takes for stage in self.stages)
+
+    @cached_property
+    def again(self) -> tuple[Recomputed | None, ...]:
+        """Per stage what runs it so that all of it runs again in the backward; None where that is not asked for."""
+        return tuple(
+            _recomputed(self.layout, index, stage) if self._whole(index) else None
+            for index, stage in enumerate(self.stages)
+        )
+
+    def _whole(self, stage: int) -> bool:
+        blocks = self.recompute[stage] == "block" and not self.stages[stage].units
+        return blocks or self.recompute[stage] in ("always", "except_last")
+
+    def runs_again(self, stage: int, *, last: bool) -> bool:
+        """Tell whether all of a stage runs again in its backward; ``last``: for the last microbatch of a step."""
+        return self.again[stage] is not None and not (last and self.recompute[stage] == "except_last")
+
+    def cell(self, stage: int, *, last: bool) -> Callable[..., Any]:
+        """Return what runs a stage on a microbatch."""
+        again = self.again[stage]
+        return again if again is not None and self.runs_again(stage, last=last) else self.stages[stage]
 
     @cached_property
     def changes_inputs(self) -> bool:
@@ -58,22 +84,41 @@ class Lowered:
         return any(info.random for _, info in self.traced.compute_nodes())
 
 
-def lower(traced: TracedGraph, stage_of: Mapping[str, int], devices: Sequence[torch.device]) -> Lowered:
-    """Cut a recording into stages; ``stage_of`` gives the stage of every tensor-computing node by stable name."""
+def lower(
+    traced: TracedGraph,
+    stage_of: Mapping[str, int],
+    devices: Sequence[torch.device],
+    *,
+    recompute: Sequence[str] | None = None,
+) -> Lowered:
+    """Cut a recording into stages; ``stage_of`` gives the stage of every tensor-computing node by stable name.
+
+    ``recompute`` says what each stage does again in its backward; None: nothing.
+    """
+    recompute = tuple(recompute or ["never"] * len(devices))
     layout = lay_out(traced, stage_of, len(devices))
     names = {n.name: n.name for n in traced.graph.nodes} | {name: _identifier(name) for name in layout.given}
     output = next(iter(reversed(traced.graph.nodes)))
-    stages = tuple(_stage(layout, i, device, names) for i, device in enumerate(devices))
+    stages = tuple(_stage(layout, i, device, names, recompute[i]) for i, device in enumerate(devices))
     prologues = tuple(_prologue(layout, i, device, names) for i, device in enumerate(devices))
     wanted = tuple(
         n.name for n in output.all_input_nodes if INFO in n.meta and n.meta[INFO].node_class is NodeClass.FULL
     )
     inputs = _epilogue_inputs(layout)
     epilogue = _epilogue(layout, devices[-1], inputs, wanted, names) if layout.epilogue else None
-    return Lowered(layout, stages, prologues, epilogue, inputs, wanted, tuple(output.args[0]))
+    return Lowered(layout, stages, prologues, epilogue, inputs, wanted, tuple(output.args[0]), recompute)
 
 
-def _stage(layout: Layout, index: int, device: torch.device, names: Mapping[str, str]) -> RegionModule:
+def _recomputed(layout: Layout, index: int, stage: RegionModule) -> Recomputed:
+    """Return a whole stage that runs again."""
+    inputs = {n.name: n.meta[INFO] for n in layout.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta}
+    own = layout.stages[index]
+    copied = [position for position, slot in enumerate(own.inputs) if inputs[slot.value].mutated]
+    writes = [name for node in own.nodes for name in node.meta[INFO].writes]
+    return Recomputed(stage, layout.traced.root, writes=writes, copied=copied, place=f"stage {index}")
+
+
+def _stage(layout: Layout, index: int, device: torch.device, names: Mapping[str, str], recompute: str) -> RegionModule:
     stage = layout.stages[index]
     region = Region(layout, device)
     if stage.inputs:
@@ -82,9 +127,17 @@ def _stage(layout: Layout, index: int, device: torch.device, names: Mapping[str,
         region.bind("shared", stage.shared, names)
     for source in sorted(stage.received):
         region.bind(f"from{source}", stage.received[source], names)
-    region.copy(stage.nodes)
+    if recompute == "block":
+        region.copy_units(_units(layout, stage.nodes), place=f"stage {index}")
+    else:
+        region.copy(stage.nodes)
     sent = {target: tuple(region.value(slot) for slot in slots) for target, slots in sorted(stage.sent.items())}
     return region.finish(sent, f"Stage{index}")
+
+
+def _units(layout: Layout, nodes: Sequence[fx.Node]) -> list[tuple[str, tuple[fx.Node, ...]]]:
+    paths = block_paths(layout.traced.root, (node.meta[INFO].module for node in nodes))
+    return in_units(nodes, paths)
 
 
 def _prologue(layout: Layout, index: int, device: torch.device, names: Mapping[str, str]) -> RegionModule | None:

@@ -19,6 +19,7 @@ from autosplit.errors import TraceError
 from autosplit.options import Options
 from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.planning.apply import sources
+from autosplit.profile.stage_pieces import block_paths, in_units
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from cost_models import registry
@@ -62,7 +63,7 @@ def state_bytes(state: StateProfile, options: Options) -> StateBytes:
 def formulate(
     traced: TracedGraph, profile: Profile, options: Options, *, microbatches: int, schedule: str
 ) -> Formulation:
-    """Return the partition problem of a profiled recording."""
+    """Return the partition problem of a profiled recording, in which nothing is recomputed."""
     return _Formulator(traced, profile, options, microbatches, schedule).formulation()
 
 
@@ -125,6 +126,13 @@ class _Formulator:
         self.count = len(self.micro) + bool(self.full)
         self.first = self._first_micro()
         self.tied = tied_states(traced, profile)
+        self.blocks = self._blocks()
+
+    def _blocks(self) -> dict[str, int]:
+        """Map the nodes that lie in a block to its number; the solver takes any other for a block of its own."""
+        nodes = [node for node, _ in self.micro]
+        pieces = in_units(nodes, block_paths(self.traced.root, (info.module for _, info in self.micro)))
+        return {n.meta[INFO].name: number for number, (unit, own) in enumerate(pieces) if unit for n in own}
 
     def formulation(self) -> Formulation:
         if not self.count:
@@ -153,7 +161,15 @@ class _Formulator:
     def _work(self, info: TracedNode, static_bytes: int) -> Work:
         node = self.profile.nodes[info.name]
         transient = max(node.forward_transient_bytes, node.backward_transient_bytes)
-        return Work(info.name, node.forward_s, node.backward_s, static_bytes, transient, info.colour)
+        return Work(
+            info.name,
+            node.forward_s,
+            node.backward_s,
+            static_bytes,
+            transient,
+            info.colour,
+            block=self.blocks.get(info.name),
+        )
 
     def _epilogue(self, static_bytes: int) -> Work:
         """The full nodes as one work: their time once per step, their saved values once as a transient."""

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autosplit.memory.events import StageTrace, Step
-from autosplit.memory.pieces import MemoryKind, StageTraces
+from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
 from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.options import Options
 from autosplit.planning.formulate import held_copies, state_bytes
 from autosplit.profile.blocks import block_trace
 from autosplit.profile.stage_graph import StageGraph, stage_graph
+from autosplit.profile.stage_pieces import block_paths
 from autosplit.profile.stage_trace import How
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.catalog import build
@@ -30,6 +31,7 @@ class Cut:
     stages: int
     sizes: tuple[int, ...]
     schedule: str
+    recompute: tuple[Recompute, ...]
 
     def home(self, state: StateProfile) -> int:
         """Return the stage on which a parameter or buffer lies."""
@@ -60,7 +62,7 @@ def fullest_moments(cut: Cut) -> tuple[Fullest, ...]:
     Raises whatever a node raises on fake tensors.
     """
     graphs = [_graph(cut, stage) for stage in range(cut.stages)]
-    traces = {stage: StageTraces(never=_trace(cut, stage, graph)) for stage, graph in enumerate(graphs)}
+    traces = {stage: _traces(cut, stage, graph) for stage, graph in enumerate(graphs)}
     static = [_static(cut, stage, graph) for stage, graph in enumerate(graphs)]
     setting = Setting(finish={stage: _finish(cut, stage) for stage in range(cut.stages)})
     schedule = build(cut.schedule, stages=cut.stages, microbatches=len(cut.sizes))
@@ -75,13 +77,27 @@ def _graph(cut: Cut, stage: int) -> StageGraph:
     return stage_graph(cut.traced, [info.name for info in infos if cut.stage_of[info.name] == stage])
 
 
-def _trace(cut: Cut, stage: int, graph: StageGraph) -> StageTrace:
+def _traces(cut: Cut, stage: int, graph: StageGraph) -> StageTraces:
+    """Return the trace of a stage's microbatches, or under "except_last" those of both kinds."""
+    option = cut.recompute[stage]
+    own = [info.module for _, info in graph.computing()]
+    units = block_paths(cut.traced.root, own) if option == "block" else ()
+    return StageTraces(
+        option,
+        never=_trace(cut, stage, graph) if option in ("never", "except_last") else None,
+        recomputed=None if option == "never" else _trace(cut, stage, graph, units=units, whole=not units),
+    )
+
+
+def _trace(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = (), whole: bool = False) -> StageTrace:
     flows = {name: node.requires_grad for name, node in cut.profile.nodes.items()}
     how = How(
         cut.sizes[0],
         input_grads={**flows, **cut.profile.input_grads},
         roots=_roots(cut, graph),
         apart=True,
+        units=units,
+        whole=whole,
         kernels="cuda" if cut.options.devices[stage].type == "cuda" else "cpu",
     )
     return block_trace(graph, how)

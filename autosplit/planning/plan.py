@@ -55,7 +55,8 @@ class StagePlan(_Record):
     """Number of trainable and frozen parameter elements whose home is this stage."""
     forward_s: float
     backward_s: float
-    recompute: str = "never"
+    recompute: Literal["never", "always", "except_last", "block"] = "never"
+    """What the stage does again in its backward; ``backward_s`` counts that."""
     replicas: int = 1
     memory: StageMemory
 

@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import cast
 
 from torch import nn
 
 from autosplit.errors import InfeasibleError
+from autosplit.memory.pieces import Recompute
 from autosplit.options import Options
 from autosplit.partition.infeasible import over_capacity
 from autosplit.partition.problem import Problem, devices_of
@@ -20,6 +22,7 @@ from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, formulate, link_seconds, state_bytes
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
+from autosplit.planning.recompute import first_that_fits, share_again, solve_listed
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.catalog import build
@@ -47,7 +50,12 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     def written(partition: Partition) -> _Writer:
         return _Writer(model, found, costs, options, sizes, schedule, formulation, partition)
 
-    writer = _cut(formulation.problem, written)
+    def cut(recompute: tuple[str, ...]) -> _Writer:
+        if len(set(recompute)) > 1 and options.recompute is not None:
+            return _listed(formulation.problem, written, recompute)
+        return _cut(replace(formulation.problem, recompute=recompute), written)
+
+    writer = first_that_fits(options.recompute, cut)
     partition = writer.partition
     if partition.stages < len(options.devices):
         warnings.warn(
@@ -80,6 +88,14 @@ def _cut(problem: Problem, written: Callable[[Partition], _Writer]) -> _Writer:
     if even.over_capacity():
         raise over_capacity(problem, even.partition.assignment, stage_bytes=even.peaks())
     return even
+
+
+def _listed(problem: Problem, written: Callable[[Partition], _Writer], recompute: tuple[str, ...]) -> _Writer:
+    """Return a cut for stages that recompute as listed; raises InfeasibleError where that does not fit."""
+    writer = written(solve_listed(problem, recompute))
+    if writer.over_capacity():
+        raise over_capacity(writer.peaks(), problem.capacity_bytes or ())
+    return writer
 
 
 def _less(room: int | None, peak: int | None, limit: int | None) -> int | None:
@@ -120,11 +136,19 @@ class _Writer:
         pairs = zip(formulation.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
         self.stage_of = assign(self.traced, solved, stages=partition.stages)
+        self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
         self.fullest, self.unreplayed = self._replayed()
 
     def _replayed(self) -> tuple[tuple[Fullest, ...], str | None]:
         cut = Cut(
-            self.traced, self.costs, self.options, self.stage_of, self.partition.stages, self.sizes, self.schedule
+            self.traced,
+            self.costs,
+            self.options,
+            self.stage_of,
+            self.partition.stages,
+            self.sizes,
+            self.schedule,
+            self.recompute,
         )
         try:
             return fullest_moments(cut), None
@@ -185,6 +209,7 @@ class _Writer:
         own = [work for work, stage in works if stage == index]
         states = [s for s in self.costs.state.values() if self._home(s.uses) == index]
         parameters = [s for s in states if s.is_parameter]
+        again = share_again(self.recompute[index], microbatches=len(self.sizes))
         return StagePlan(
             index=index,
             device=str(self.options.devices[index]),
@@ -192,7 +217,8 @@ class _Writer:
             modules=tuple(covered_modules(self.model, names)),
             parameters=sum(s.elements for s in parameters),
             forward_s=sum(work.forward_s for work in own),
-            backward_s=sum(work.backward_s for work in own),
+            backward_s=sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own),
+            recompute=self.recompute[index],
             memory=self._memory(index, states),
         )
 

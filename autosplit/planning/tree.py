@@ -44,8 +44,14 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
     """Return the plan with the least bottleneck for a model that no graph can follow, for ``reason``.
 
     The model runs on the sample; its state, gradients and all random states are as before at the end. Raises what its
-    forward raises, and InfeasibleError when the memory limit cannot hold.
+    forward raises, InfeasibleError when the memory limit cannot hold, and InputError when recompute is asked for.
     """
+    asked = list(options.recompute or ())
+    if set(asked) - {"never"}:
+        raise InputError(
+            f"recompute={asked} is for models that a graph can follow; this one runs by its own Python ({reason}): "
+            "leave recompute out, or use torch.utils.checkpoint in the model"
+        )
     found = _findings(model, sample, options)
     rows = _rows(model, sample, options)
     sizes = tuple(sizes_of(rows, min(rows, options.chunks))) if found.why is None else (rows,)

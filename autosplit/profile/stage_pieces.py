@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import fx
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.trace.graph import INFO
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Runner(Protocol):
@@ -78,6 +80,15 @@ def cut_in_pieces(stage: StageGraph, units: Collection[str], *, whole: bool) -> 
     nodes = [node for node in stage.graph.nodes if node.op != "placeholder"]
     if whole or not units:
         return (Piece(tuple(nodes), whole),) if nodes else ()
+    return tuple(Piece(own, bool(unit)) for unit, own in in_units(nodes, units))
+
+
+def in_units(nodes: Sequence[fx.Node], units: Collection[str]) -> list[tuple[str, tuple[fx.Node, ...]]]:
+    """Return nodes of a stage, in model order, cut where a unit begins or ends, each piece with its unit's path or "".
+
+    Pieces are joined where a storage or a buffer that one makes or reads is changed in another. What touches an input
+    that the model changes is in no unit.
+    """
     pieces: list[tuple[str, list[fx.Node]]] = []
     for node in nodes:
         info = node.meta.get(INFO)
@@ -85,7 +96,64 @@ def cut_in_pieces(stage: StageGraph, units: Collection[str], *, whole: bool) -> 
         if not pieces or pieces[-1][0] != unit:
             pieces.append((unit, []))
         pieces[-1][1].append(node)
-    return tuple(Piece(tuple(own), bool(unit)) for unit, own in pieces)
+    joined: list[tuple[str, list[fx.Node]]] = []
+    for (unit, own), together in zip(pieces, _joins(pieces), strict=True):
+        if together:
+            joined[-1] = joined[-1][0] or unit, joined[-1][1] + own
+        else:
+            joined.append((unit, own))
+    return [("" if any(map(_takes_changed, own)) else unit, tuple(own)) for unit, own in joined]
+
+
+def _joins(pieces: Sequence[tuple[str, Sequence[fx.Node]]]) -> list[bool]:
+    """Tell of every piece whether it must not be parted from the one before it."""
+    spans: dict[int, tuple[int, int]] = {}
+    changed: set[int] = set()
+    for number, (_, own) in enumerate(pieces):
+        for info in (node.meta[INFO] for node in own if INFO in node.meta):
+            if info.colour is not None:
+                spans[info.colour] = spans.get(info.colour, (number, number))[0], number
+                changed |= {info.colour} if info.mutated or info.writes else set()
+    own_spans = [spans[colour] for colour in changed]
+    return [any(first < number <= last for first, last in own_spans) for number in range(len(pieces))]
+
+
+def _takes_changed(node: fx.Node) -> bool:
+    inputs = (n.meta[INFO] for n in node.all_input_nodes if n.op == "placeholder" and INFO in n.meta)
+    return any(info.mutated for info in inputs)
+
+
+def block_paths(root: nn.Module, modules: Iterable[str]) -> tuple[str, ...]:
+    """Return the paths of the blocks that some modules are or lie in: children of Sequential and its kind, outermost.
+
+    A child that holds blocks itself is looked into; one of torch's own layers is no block.
+    """
+    found: dict[str, None] = {}
+    for module in dict.fromkeys(modules):
+        parent, path = root, ""
+        for name in module.split(".") if module else ():
+            child = parent._modules.get(name)
+            if child is None:
+                break
+            path = f"{path}.{name}" if path else name
+            if _is_container(parent, top=parent is root) and _is_block(child):
+                found[path] = None
+                break
+            parent = child
+    return tuple(found)
+
+
+def _is_container(module: nn.Module, *, top: bool) -> bool:
+    """Tell whether a module is a row of others; of a recording's root, which is bare, its children's names tell."""
+    numbered = all(name.isdecimal() for name in module._modules)
+    return isinstance(module, _CONTAINERS) or (top and bool(module._modules) and numbered)
+
+
+def _is_block(module: nn.Module) -> bool:
+    children = [child for child in module._modules.values() if child is not None]
+    if isinstance(module, _CONTAINERS):
+        return bool(children) and not any(child._modules for child in children)
+    return bool(children) or not type(module).__module__.startswith("torch.nn")
 
 
 def unit_path(module: str, units: Collection[str]) -> str:

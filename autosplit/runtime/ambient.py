@@ -120,6 +120,11 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def may_hook_saved_tensors() -> bool:
+    """Tell whether hooks on saved tensors may be set: a transform or the caller may have banned them."""
+    return not is_transformed() and torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
 def needs_one_thread() -> bool:
     """Tell whether all work has to stay in the caller's thread, in the order of the program.
 

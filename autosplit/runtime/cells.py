@@ -181,7 +181,8 @@ class Cells:
                 given["inputs"] = self._passed(self._inputs(border, stage, microbatch))
             for source in layout.received:
                 given[f"from{source}"] = self._passed(self.received(border, source, stage, microbatch))
-            border.sent = self.lowered.stages[stage](*[given[name] for name in self.lowered.takes[stage]])
+            run = self.lowered.cell(stage, last=microbatch == len(self.step.sizes) - 1)
+            border.sent = run(*[given[name] for name in self.lowered.takes[stage]])
         border.done = lane.record()
         return border
 

@@ -178,9 +178,9 @@ class _OnLane(nn.Module):
         self.module = module
         self.lane = lane
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.lane.active():
-            given = self.module(*args)
+            given = self.module(*args, **kwargs)
         return {to: _sent(bundle, self.lane) for to, bundle in given.items()} if isinstance(given, dict) else given
 
 

@@ -89,7 +89,7 @@ VALID = {
     "rng": ("auto", "counter"),
     "optimizer": ("sgd", "adamw"),
     "batch_norm": ("micro",),
-    "recompute": ("never",),
+    "recompute": ("auto", "never", "always", "except_last", "block"),
 }
 
 
@@ -105,7 +105,6 @@ def test_an_unknown_choice_lists_the_valid_ones(option: str, unchanged: Unchange
 UNAVAILABLE = {
     "schedule": "zb_h1",
     "virtual_stages": 2,
-    "recompute": "always",
     "precision": "amp_bf16",
     "rng": "plain",
     "batch_norm": "full",
@@ -120,6 +119,25 @@ def test_what_this_version_does_not_do_is_refused_and_never_ignored(option: str,
     model = chain()
     with unchanged(model, value()), pytest.raises(InputError, match=rf"{option}=.*valid: "):
         split(model, **{option: UNAVAILABLE[option]})
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        (["always"], ("1 entries for 2 stages", "'except_last'")),
+        (["always", "never", "block"], ("3 entries for 2 stages", "'block'")),
+        (["never", "twice"], ("recompute[1]='twice'", "'except_last'", "per stage")),
+        (7, ("recompute=7", "'auto'", "a list")),
+    ],
+)
+def test_a_recompute_list_that_does_not_fit_gives_the_numbers(
+    asked: Any, parts: tuple[str, ...], unchanged: Unchanged
+) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(InputError) as caught:
+        split(model, devices=["cpu"] * 2, recompute=asked)
+    for part in parts:
+        assert part in str(caught.value)
 
 
 def test_threads_are_for_cpu_lanes_and_the_default_on_several() -> None:

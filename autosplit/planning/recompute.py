@@ -1,0 +1,67 @@
+"""What the stages of a plan do again in their backward: what is asked for, or the least that the memory asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from autosplit.errors import InfeasibleError
+from autosplit.options import RECOMPUTE
+from autosplit.partition.costs import check
+from autosplit.partition.problem import Problem
+from autosplit.partition.solve import Partition, solve
+
+Found = TypeVar("Found")
+
+
+def share_again(option: str, *, microbatches: int) -> float:
+    """Return how much of a stage's forward is done again, on average over the microbatches."""
+    return {"never": 0.0, "except_last": 1 - 1 / microbatches}.get(option, 1.0)
+
+
+def ways(asked: Sequence[str] | None) -> Iterator[tuple[str, ...]]:
+    """Yield what the solver may choose among per stage, one way after the other until one fits; None: "auto".
+
+    The solver's formula and the replayed peaks may differ by block or by stage, so each is also tried alone.
+    """
+    if asked is not None:
+        yield tuple(asked)
+        return
+    yield ("never",)
+    yield RECOMPUTE
+    yield ("always",)
+    yield ("block",)
+
+
+def first_that_fits(asked: Sequence[str] | None, cut: Callable[[tuple[str, ...]], Found]) -> Found:
+    """Return the first answer that fits; raises the InfeasibleError of the way that would need the least."""
+    errors: list[InfeasibleError] = []
+    for way in ways(asked):
+        try:
+            return cut(way)
+        except InfeasibleError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: float("inf") if error.smallest_bytes is None else error.smallest_bytes)
+
+
+def solve_listed(problem: Problem, recompute: Sequence[str]) -> Partition:
+    """Return a cut for stages that recompute as listed, whatever they need.
+
+    A stage that does forwards again counts as a slower device, by the model's own share of the forward. The bound is
+    that of any cut that recomputes nothing.
+    """
+    devices = [replace(device, capacity_bytes=None) for device in problem.devices or ()]
+    free = replace(problem, devices=tuple(devices), recompute=("never",))
+    forward_s = sum(work.forward_s for work in problem.works)
+    both_s = forward_s + sum(work.backward_s for work in problem.works)
+    part = forward_s / both_s if both_s else 0.0
+    slowed = tuple(
+        replace(device, slowdown=1 + part * share_again(option, microbatches=problem.microbatches))
+        for device, option in zip(devices, recompute, strict=True)
+    )
+    found = solve(replace(free, devices=slowed), objective="step_time")
+    bound_s = solve(free, objective="step_time").lower_bound_s
+    costs = check(problem, found.assignment, recompute=recompute[: found.stages])
+    value_s = costs.step_s
+    return replace(found, value_s=value_s, lower_bound_s=min(bound_s, value_s), status="bounded", costs=costs)

@@ -1,0 +1,198 @@
+"""Whatever runs again in the backward, outputs, gradients and buffers are the same bits as when nothing does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.options import Options
+from autosplit.pipelined import PipelinedModule
+from tests.equivalence.equality import LANES, Batch, Run, assert_same_bits, forward_backward, train_step
+from tests.equivalence.named_models import numbers
+
+WIDTH, WORDS, ROWS, STAGES, CHUNKS = 6, 13, 10, 3, 4
+OPTIONS = {
+    "always": ("always",),
+    "except_last": ("except_last",),
+    "block": ("block",),
+    "mixed": ("block", "never", "always"),
+}
+
+
+class Block(nn.Module):
+    """Batch norm, an in-place change, dropout, and a skip from the model's beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, value: Tensor, first: Tensor) -> Tensor:
+        inside = torch.tanh_(self.wide(self.norm(value)))
+        return value + self.drop(self.narrow(inside)) + F.dropout(first, 0.2, self.training)
+
+
+class Net(nn.Module):
+    """Tied at both ends; with ``mixes`` an output that mixes rows too."""
+
+    def __init__(self, *, mixes: bool = False) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.mixes = mixes
+
+    def forward(self, words: Tensor) -> Any:
+        first = value = self.table(words).mean(1)
+        for block in self.blocks:
+            value = block(value, first)
+        found = self.head(value)
+        return (found, found - found.mean(0)) if self.mixes else found
+
+
+class Written(nn.Module):
+    """Changes its input in place before anything else takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)) for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value.mul_(0.5)
+        return self.layers[2](self.layers[1](self.layers[0](value))) + value
+
+
+def words() -> Batch:
+    return Batch((torch.randint(WORDS, (ROWS, 3), generator=torch.Generator().manual_seed(1)),))
+
+
+def values(*, needs_grad: bool) -> Batch:
+    return Batch((numbers(ROWS, WIDTH, seed=1).detach().requires_grad_(needs_grad),))
+
+
+def split(
+    make: Callable[[], nn.Module],
+    *,
+    lanes: str = "inline",
+    recompute: tuple[str, ...] = ("never",),
+    schedule: str = "1f1b",
+) -> PipelinedModule:
+    """Split by estimated costs, so that the cut is the same in every run."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = make().double()
+    devices = (torch.device("cpu"),) * STAGES
+    options = Options(devices, CHUNKS, schedule=schedule, lanes=lanes, recompute=recompute, measure=False)
+    return PipelinedModule(model, options)
+
+
+@pytest.fixture(autouse=True)
+def _one_intra_op_thread() -> Iterator[None]:
+    """Give the caller one intra-op thread, as lanes have: how torch adds up depends on the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def first_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def runs(pipe: PipelinedModule, batch: Batch) -> list[Run]:
+    """Return a call with its backward and a step, one after the other from one seed."""
+    target = numbers(ROWS, WORDS, seed=2).detach()
+    torch.manual_seed(11)
+    call = forward_backward(pipe, batch)
+    step = train_step(
+        pipe, batch, target=target, loss_fn=lambda out, want: F.mse_loss(first_of(out), want), loss_reduction="mean"
+    )
+    return [call, step]
+
+
+@functools.cache
+def expected(name: str, lanes: str) -> list[Run]:
+    return runs(split(MODELS[name], lanes=lanes), words())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "mixing": functools.partial(Net, mixes=True)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_the_same_bits(option: str, lanes: str, schedule: str) -> None:
+    pipe = split(Net, lanes=lanes, recompute=OPTIONS[option], schedule=schedule)
+    found = runs(pipe, words())
+    assert pipe.plan is not None
+    assert {stage.recompute for stage in pipe.plan.stages} == set(OPTIONS[option])
+    for one, other in zip(found, expected("net", lanes), strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("option", ["always", "block"])
+def test_the_same_bits_where_an_output_mixes_rows(option: str) -> None:
+    pipe = split(MODELS["mixing"], lanes="threads", recompute=OPTIONS[option])
+    for one, other in zip(runs(pipe, words()), expected("mixing", "threads"), strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("option", ["always", "block"])
+def test_an_input_that_the_model_changes_is_changed_once(option: str, lanes: str, needs_grad: bool) -> None:
+    found = []
+    for recompute in (("never",), OPTIONS[option]):
+        pipe = split(Written, lanes=lanes, recompute=recompute)
+        own = values(needs_grad=needs_grad).fresh().args[0]
+        given = own * 1 if needs_grad else own
+        pipe(given).pow(2).sum().backward()
+        found.append([given.detach(), *(p.grad for p in pipe.parameters()), *([own.grad] if needs_grad else [])])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("option", ["always", "block"])
+def test_under_autocast_the_casts_are_the_same_again(option: str, lanes: str) -> None:
+    def run(recompute: tuple[str, ...]) -> list[Tensor]:
+        pipe = split(Net, lanes=lanes, recompute=recompute)
+        pipe.float()
+        torch.manual_seed(5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = pipe(*words().args)
+        output.float().pow(2).sum().backward()
+        return [output.detach(), *(p.grad for p in pipe.parameters() if p.grad is not None)]
+
+    never, again = run(("never",)), run(OPTIONS[option])
+    assert never[0].dtype is torch.bfloat16
+    for one, other in zip(never, again, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("option", ["always", "block"])
+def test_backwards_of_backwards_and_several_of_one_graph(option: str, lanes: str) -> None:
+    found = []
+    for recompute in (("never",), OPTIONS[option]):
+        pipe = split(functools.partial(nn.Sequential, *smooth()), lanes=lanes, recompute=recompute)
+        value = values(needs_grad=True).fresh().args[0]
+        loss = pipe(value).pow(2).sum()
+        first = torch.autograd.grad(loss, value, retain_graph=True)[0]
+        again = torch.autograd.grad(loss, value, create_graph=True)[0]
+        again.pow(2).sum().backward()
+        found.append([first, again.detach(), *(p.grad for p in pipe.parameters() if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def smooth() -> list[nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]

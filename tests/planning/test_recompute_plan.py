@@ -1,0 +1,123 @@
+"""What a plan recomputes: what was asked for, or under a memory limit the least that fits; and it can be pinned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from autosplit.errors import InfeasibleError, InputError, PlanError
+from autosplit.options import Options
+from autosplit.pipelined import PipelinedModule
+from autosplit.planning.plan import Plan
+
+WIDTH, ROWS = 16, 256
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.narrow(F.gelu(self.wide(value)))
+
+
+def value() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def planned(recompute: tuple[str, ...] | None, *, limit: int | None = None) -> Plan:
+    devices = (torch.device("cpu"),) * 2
+    options = Options(devices, 4, schedule="gpipe", recompute=recompute, memory_limit=limit, measure=False)
+    with torch.random.fork_rng():
+        pipe = PipelinedModule(nn.Sequential(*[Block() for _ in range(4)]), options)
+        pipe(value())
+    assert pipe.plan is not None
+    return pipe.plan
+
+
+def peak(plan: Plan) -> int:
+    return max(stage.memory.peak_bytes for stage in plan.stages)
+
+
+def kinds(plan: Plan) -> set[str]:
+    return {stage.recompute for stage in plan.stages}
+
+
+def test_a_limit_that_holds_only_with_recompute_is_met_and_the_plan_says_how() -> None:
+    free, never, always, block = (planned(way) for way in (None, ("never",), ("always",), ("block",)))
+    assert kinds(free) == {"never"}
+    least = min(peak(always), peak(block))
+    assert least < 0.8 * peak(never)
+    limit = (least + peak(never)) // 2
+    with pytest.raises(InfeasibleError):
+        planned(("never",), limit=limit)
+    found = planned(None, limit=limit)
+    assert peak(found) <= limit
+    assert found.fits
+    assert kinds(found) != {"never"}
+    assert kinds(planned(None, limit=peak(never))) == {"never"}
+    with pytest.raises(InfeasibleError):
+        planned(None, limit=least // 2)
+
+
+def test_what_is_asked_for_counts_in_time_and_memory() -> None:
+    never, always, last, mixed = (
+        planned(way) for way in (("never",), ("always",), ("except_last",), ("always", "never"))
+    )
+    assert [s.recompute for s in mixed.stages] == ["always", "never"]
+    for plan, share in ((never, 0.0), (always, 1.0), (last, 0.75)):
+        forward_s = sum(stage.forward_s for stage in plan.stages)
+        backward_s = sum(stage.backward_s for stage in plan.stages)
+        plain_s = sum(stage.backward_s for stage in never.stages)
+        assert backward_s == pytest.approx(plain_s + share * forward_s)
+    assert never.stages[0].memory.activation_bytes > last.stages[0].memory.activation_bytes
+    assert mixed.status == "bounded"
+
+
+def test_a_plan_keeps_what_its_stages_recompute(tmp_path: Path) -> None:
+    plan = planned(("always", "never"))
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+
+    def again(**options: Any) -> Any:
+        model = nn.Sequential(*[Block() for _ in range(4)])
+        return autosplit(model, devices=["cpu"] * 2, chunks=4, plan=path, **options)
+
+    pipe = again(recompute=["always", "never"])
+    pipe(value()).sum().backward()
+    assert [stage.recompute for stage in pipe.plan.stages] == ["always", "never"]
+    assert "recompute = True" in pipe.code
+    with pytest.raises(PlanError, match=r"\['always', 'never'\].*'block'"):
+        again(recompute="block")
+    path.write_text(path.read_text().replace('"always"', '"sometimes"'))
+    with pytest.raises(PlanError, match="recompute"):
+        Plan.load(path)
+
+
+class Own(nn.Module):
+    """Its Python decides by a value, in a loop: no graph follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            value = torch.tanh(layer(value)) * self.calls
+        return value
+
+
+def test_a_model_that_runs_by_its_own_python_refuses_recompute() -> None:
+    pipe = autosplit(Own(), devices=["cpu"] * 2, chunks=4, recompute="always")
+    with pytest.raises(InputError, match=r"always.*own Python.*torch\.utils\.checkpoint"):
+        pipe(value())
