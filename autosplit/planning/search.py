@@ -94,7 +94,7 @@ def _listed(problem: Problem, written: Callable[[Partition], _Writer], recompute
     """Return a cut for stages that recompute as listed; raises InfeasibleError where that does not fit."""
     writer = written(solve_listed(problem, recompute))
     if writer.over_capacity():
-        raise over_capacity(writer.peaks(), problem.capacity_bytes or ())
+        raise over_capacity(problem, writer.partition.assignment, stage_bytes=writer.peaks())
     return writer
 
 

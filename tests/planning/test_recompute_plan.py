@@ -79,6 +79,9 @@ def test_what_is_asked_for_counts_in_time_and_memory() -> None:
         assert backward_s == pytest.approx(plain_s + share * forward_s)
     assert never.stages[0].memory.activation_bytes > last.stages[0].memory.activation_bytes
     assert mixed.status == "bounded"
+    assert planned(("always", "never"), limit=peak(mixed)).fits
+    with pytest.raises(InfeasibleError, match="would hold it"):
+        planned(("always", "never"), limit=peak(mixed) - 1)
 
 
 def test_a_plan_keeps_what_its_stages_recompute(tmp_path: Path) -> None:
