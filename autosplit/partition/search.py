@@ -133,8 +133,8 @@ class _Search:
             self._prefixes()
             self._loads_alone()
             self._more_prefixes()
-            self._all()
             self._try_leanest()
+            self._all()
             self._contracted()
             self._refine()
             self._swap()
@@ -296,8 +296,11 @@ class _Search:
         self.lower = max(self.lower, value if self.best is None else min(value, self.best.chain.value))
 
     def _try_leanest(self) -> None:
-        """Look for a chain within the capacities near the one that needs the fewest bytes."""
-        if self.best is not None or self._closed():
+        """Look for a chain within the capacities near the one that needs the fewest bytes.
+
+        The fullest stage of every chain needs at least that search's lower bound: with less room nothing fits.
+        """
+        if self.best is not None or self.capacity is None or self._closed():
             return
         lean = _Search(
             self.problem,
@@ -309,6 +312,9 @@ class _Search:
         )
         lean.run()
         assert lean.best is not None, "without limits every graph can be cut"
+        if lean.lower > max(self.capacity) * (1 + TOLERANCE):
+            self.lower = math.inf
+            return
         for width in (1, *_WIDTHS):
             if self.best is None:
                 graph = lean.best.graph
