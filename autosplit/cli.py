@@ -31,7 +31,7 @@ from autosplit.cli_common import (
     page_width,
 )
 from autosplit.errors import InputError
-from autosplit.options import OPTIMIZER_COPIES, SCHEDULES
+from autosplit.options import OPTIMIZER_COPIES, RECOMPUTE, SCHEDULES
 from autosplit.planning.plan import Plan
 from autosplit.report import table
 from autosplit.verification import verify
@@ -81,6 +81,9 @@ app.command("solve", epilog=cli_solve.EXAMPLES)(cli_solve.solve_command)
 Devices = Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")]
 Chunks = Annotated[int, typer.Option(help="Number of microbatches.")]
 ScheduleName = Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")]
+Recompute = Annotated[
+    str, typer.Option(help=f"auto, one of {', '.join(RECOMPUTE)}, or one of these per stage, with commas between.")
+]
 PlanFile = Annotated[Path | None, typer.Option(help="Use this saved plan instead of a new one.")]
 
 
@@ -91,6 +94,7 @@ def report(
     chunks: Chunks,
     inputs: Inputs = None,
     schedule: ScheduleName = "auto",
+    recompute: Recompute = "auto",
     optimizer: Annotated[
         str, typer.Option(help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.")
     ] = "adamw",
@@ -114,6 +118,7 @@ def report(
                 devices=_devices(devices),
                 chunks=chunks,
                 schedule=schedule,
+                recompute=_recompute(recompute),
                 optimizer=int(optimizer) if optimizer.isdecimal() else optimizer,
                 memory_limit=memory_limit,
                 plan=plan,
@@ -133,6 +138,7 @@ def verify_command(
     chunks: Chunks,
     inputs: Inputs = None,
     schedule: ScheduleName = "auto",
+    recompute: Recompute = "auto",
     seed: Seed = 0,
     plan: PlanFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparisons as JSON instead of a table.")] = False,
@@ -149,7 +155,15 @@ def verify_command(
                 sample = own_sample(made)
             if sample is None:
                 raise no_inputs(made)
-            pipe = autosplit(made, _devices(devices), chunks, sample=sample, schedule=schedule, plan=plan)
+            pipe = autosplit(
+                made,
+                _devices(devices),
+                chunks,
+                sample=sample,
+                schedule=schedule,
+                recompute=_recompute(recompute),
+                plan=plan,
+            )
             found = verify(made, pipe, sample)
         typer.echo(found.to_json() if as_json else str(found))
         return DONE if found else ANSWER_IS_NO
@@ -159,6 +173,11 @@ def verify_command(
 
 def _devices(text: str) -> int | list[str]:
     return int(text) if text.strip().isdecimal() else [part.strip() for part in text.split(",")]
+
+
+def _recompute(text: str) -> str | list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    return parts if len(parts) > 1 else parts[0]
 
 
 def _plan(target: str, *, inputs: Sequence[InputSpec], seed: int, train: bool | None, **choices: Any) -> Plan:

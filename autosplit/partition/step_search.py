@@ -20,6 +20,8 @@ _REACH = 256
 """How many ideals a boundary alone may move to, how many each of a pair may, and how far in order of weight."""
 _CELLS, _TURNS = 200_000_000, 40
 """Actions that are simulated from one pool, chains times schedule, and how many turns these must last for."""
+_START = 300
+"""What starting a simulation takes, in chains that it could have simulated."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class LocalSearch:
         wanted = list(dict.fromkeys(chains))
         fresh = [chain for chain in wanted if chain not in self.known]
         if fresh:
-            self.left -= len(fresh)
+            self.left -= max(len(fresh), _START)
             steps = self.pool.steps(np.array(fresh, dtype=np.int64))
             self.known |= zip(fresh, steps.tolist(), strict=True)
         found = [Scored(self.known[chain], chain) for chain in wanted if np.isfinite(self.known[chain])]

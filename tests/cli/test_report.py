@@ -241,6 +241,8 @@ def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
         (("--devices", "2", "--chunks", "0", *X), "chunks=0"),
         ((*TWO_BY_FOUR, *X, "--schedule", "wild"), "schedule='wild' is not available; valid: 'auto', '1f1b', 'gpipe'"),
         ((*TWO_BY_FOUR, *X, "--optimizer", "lion"), "optimizer='lion' is not available; valid: 'none', 'sgd'"),
+        ((*TWO_BY_FOUR, *X, "--recompute", "some"), "recompute='some' is not available; valid: 'auto', 'never'"),
+        ((*TWO_BY_FOUR, *X, "--recompute", "never,block,always"), "has 3 entries for 2 stages"),
         ((*TWO_BY_FOUR, *X, "--memory-limit", "much"), "'much' is no size in bytes"),
         ((*TWO_BY_FOUR, *X, "--plan", "absent.json"), "cannot read the plan 'absent.json'"),
         ((*TWO_BY_FOUR, *X, "--save", "no_such_folder/plan.json"), "--save 'no_such_folder/plan.json': No such file"),
@@ -251,6 +253,13 @@ def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
 )
 def test_bad_usage(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert message in error_of(run(f"{NETS}:Mlp", *arguments))
+
+
+@pytest.mark.parametrize(("asked", "found"), [("always", ["always", "always"]), ("never, block", ["never", "block"])])
+def test_recompute_for_all_stages_or_each(run: Run, asked: str, found: list[str]) -> None:
+    result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--recompute", asked, "--json")
+    assert result.exit_code == 0, result.output
+    assert [stage.recompute for stage in Plan.model_validate_json(result.stdout).stages] == found
 
 
 def test_an_optimizer_can_be_a_number_of_bytes(run: Run) -> None:

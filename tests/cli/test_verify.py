@@ -40,6 +40,12 @@ def test_an_equal_pipe(run: Run) -> None:
     assert result.stderr == "a factory that talks\n"
 
 
+def test_an_equal_pipe_that_recomputes(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *X, "--recompute", "always")
+    assert result.exit_code == 0, result.output
+    assert "recompute='some'" in run(f"{NETS}:make_mlp", *X, "--recompute", "some").stderr
+
+
 def test_the_models_own_sample(run: Run) -> None:
     result = run(f"{NETS}:WithExample")
     assert result.exit_code == 0, result.output
