@@ -131,8 +131,9 @@ def test_what_is_held_between_forward_and_backward_falls(lanes: str) -> None:
     assert held["always"] <= 4 * batch  # microbatches, what the stages sent, the whole output
     assert held["block"] - held["always"] == (BLOCKS - 1) * batch + CHUNKS * batch // CHUNKS
     assert held["never"] - held["except_last"] == pytest.approx(0.75 * (held["never"] - held["always"]), rel=0.01)
-    assert peaks["never"] > peaks["except_last"] >= peaks["always"]
-    assert peaks["never"] > peaks["block"]
+    if lanes == "inline":  # how far threads overlap, and so their peak, differs from run to run
+        assert peaks["never"] > peaks["except_last"] >= peaks["always"]
+        assert peaks["never"] > peaks["block"]
 
 
 @pytest.mark.parametrize("recompute", ["never", "except_last", "always", "block"])
