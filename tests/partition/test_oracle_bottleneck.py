@@ -103,7 +103,7 @@ def test_solve_against_a_mixed_integer_program() -> None:
     proven = feasible = certain = near = seed = 0
     while proven < 24:
         problem, stages, empty = large(seed)
-        answer = solve_milp(problem, stages=stages, empty=empty, time_limit_s=5.0)
+        answer = solve_milp(problem, stages=stages, empty=empty, time_limit_s=30.0)
         seed += 1
         if answer.proven:
             proven += 1

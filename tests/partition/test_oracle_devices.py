@@ -112,7 +112,7 @@ def test_solve_on_uneven_devices_against_a_mixed_integer_program() -> None:
         problem = with_devices(problem, seed, stages=stages)
         even = tuple(index * stages // len(problem.works) for index in range(len(problem.works)))
         problem = limited(problem, seed, assignment=even, stages=stages)
-        answer = solve_milp(problem, stages=stages, time_limit_s=5.0)
+        answer = solve_milp(problem, stages=stages, time_limit_s=30.0)
         seed += 1
         if answer.proven:
             proven += 1
