@@ -39,7 +39,7 @@ TOLERANCE = 1e-9
 _SHORT = 2_500
 """Orders of at most so many groups are tried by the handful."""
 
-_FEW, _MANY, _PER_GROUP = 5_000, 40_000, 30
+_FEW, _MANY, _PER_GROUP = 5_000, 20_000, 20
 """How many ideals are listed: for side questions; for a proof by thresholds, and how many more for each group."""
 
 _ENTRIES = 25_000_000
@@ -47,6 +47,9 @@ _ENTRIES = 25_000_000
 
 _PROBES = (0.1, 0.03, 0.01, 0.004, 0.001)
 """Which small costs are set to zero, as parts of the best value."""
+
+_SMALL_GAP = 0.01
+"""Probes would hardly raise a bound that is so near to the best value already."""
 
 _WIDTHS = (16, 64, 256)
 _ROUNDS = 8
@@ -208,7 +211,9 @@ class _Search:
     def _contracted(self) -> None:
         """Bound from graphs without their small costs, solve on the same groups with true costs."""
         for fraction in _PROBES:
-            if self.least == "bytes" or self.loads_known or self.best is None or self._closed():
+            if self.least == "bytes" or self.loads_known or self.best is None:
+                return
+            if self.best.chain.value <= self.lower * (1 + _SMALL_GAP):
                 return
             small_s = fraction * self.best.chain.value
             reduced = condense(
