@@ -211,6 +211,11 @@ class Problem:
         return frozenset(flows | set(self.order))
 
 
+def again_share(option: str, *, microbatches: int) -> float:
+    """Return which part of its forwards a stage does again in its backwards."""
+    return {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(option, 1.0)
+
+
 def devices_of(capacities: Iterable[int | None]) -> tuple[Device, ...]:
     """Return devices of equal speed, with these many bytes each."""
     return tuple(Device(capacity_bytes=capacity) for capacity in capacities)

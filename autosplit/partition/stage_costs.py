@@ -15,7 +15,7 @@ import numpy as np
 
 from autosplit.partition.goal import PLAIN, Goal, Terms
 from autosplit.partition.moves import Place
-from autosplit.partition.problem import RECOMPUTE, Problem
+from autosplit.partition.problem import RECOMPUTE, Problem, again_share
 from autosplit.partition.table import Floats, Ints, Pins, Row, Table, Worst
 
 NONE_FITS = -1
@@ -191,9 +191,9 @@ class Extras:
 
 def again_shares(problem: Problem) -> list[tuple[int, float]]:
     """Return the recompute options, the fastest first: an index into RECOMPUTE, the part of the forward done again."""
-    shares = {"never": 0.0, "except_last": (problem.microbatches - 1) / problem.microbatches}
-    ranked = [(shares.get(name, 1.0), index) for index, name in enumerate(RECOMPUTE) if name in problem.recompute]
-    return [(index, again) for again, index in sorted(ranked)]
+    allowed = [(name, index) for index, name in enumerate(RECOMPUTE) if name in problem.recompute]
+    ranked = sorted((again_share(name, microbatches=problem.microbatches), index) for name, index in allowed)
+    return [(index, again) for again, index in ranked]
 
 
 def block_of(problem: Problem, work: int) -> tuple[bool, object]:

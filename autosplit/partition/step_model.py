@@ -17,11 +17,6 @@ _ENTRIES = 2**22
 """Pins of nets that are looked at together, times cuts."""
 
 
-def again_share(option: str, *, microbatches: int) -> float:
-    """Return which part of its forwards a stage does again in its backwards."""
-    return {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(option, 1.0)
-
-
 @dataclass(frozen=True)
 class Crossings:
     """The nets between groups, one row per consumer; ``ordered`` ones travel ahead, with a gradient that comes back."""

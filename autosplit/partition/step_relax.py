@@ -15,9 +15,9 @@ from autosplit.partition.clock import Clock
 from autosplit.partition.fast_simulate import Floats, Ints
 from autosplit.partition.graph import base_graph
 from autosplit.partition.ideals import all_ideals
-from autosplit.partition.problem import Device, Problem, Work
+from autosplit.partition.problem import Device, Problem, Work, again_share
 from autosplit.partition.step_bound import Boxes, Sums, limited_chains
-from autosplit.partition.step_model import StepModel, again_share
+from autosplit.partition.step_model import StepModel
 from autosplit.partition.step_pool import StagePool
 from autosplit.partition.table import Table
 

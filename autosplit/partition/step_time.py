@@ -25,10 +25,10 @@ from autosplit.partition.fast_simulate import Floats, Ints
 from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.moves import Place
-from autosplit.partition.problem import RECOMPUTE, Problem
+from autosplit.partition.problem import RECOMPUTE, Problem, again_share
 from autosplit.partition.stage_costs import NONE_FITS, StageCosts
 from autosplit.partition.step_bound import Boxes, Sums, limited_chains, simple_bound
-from autosplit.partition.step_model import StepModel, again_share
+from autosplit.partition.step_model import StepModel
 from autosplit.partition.step_pool import Choose, StagePool, nearby, pool_ideals
 from autosplit.partition.step_relax import relaxed_bound
 from autosplit.partition.step_search import LocalSearch, Scored

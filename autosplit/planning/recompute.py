@@ -7,17 +7,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autosplit.errors import InfeasibleError
-from autosplit.options import RECOMPUTE
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Problem
+from autosplit.partition.problem import RECOMPUTE, Problem, again_share
 from autosplit.partition.solve import Partition, solve
 
 Found = TypeVar("Found")
-
-
-def share_again(option: str, *, microbatches: int) -> float:
-    """Return how much of a stage's forward is done again, on average over the microbatches."""
-    return {"never": 0.0, "except_last": 1 - 1 / microbatches}.get(option, 1.0)
 
 
 def ways(asked: Sequence[str] | None) -> Iterator[tuple[str, ...]]:
@@ -57,7 +51,7 @@ def solve_listed(problem: Problem, recompute: Sequence[str]) -> Partition:
     both_s = forward_s + sum(work.backward_s for work in problem.works)
     part = forward_s / both_s if both_s else 0.0
     slowed = tuple(
-        replace(device, slowdown=1 + part * share_again(option, microbatches=problem.microbatches))
+        replace(device, slowdown=1 + part * again_share(option, microbatches=problem.microbatches))
         for device, option in zip(devices, recompute, strict=True)
     )
     found = solve(replace(free, devices=slowed), objective="step_time")

@@ -15,14 +15,14 @@ from autosplit.errors import InfeasibleError
 from autosplit.memory.pieces import Recompute
 from autosplit.options import Options
 from autosplit.partition.infeasible import over_capacity
-from autosplit.partition.problem import Problem, devices_of
+from autosplit.partition.problem import Problem, again_share, devices_of
 from autosplit.partition.solve import Partition, solve, solve_evenly
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, formulate, link_seconds, state_bytes
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
-from autosplit.planning.recompute import first_that_fits, share_again, solve_listed
+from autosplit.planning.recompute import first_that_fits, solve_listed
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.catalog import build
@@ -209,7 +209,7 @@ class _Writer:
         own = [work for work, stage in works if stage == index]
         states = [s for s in self.costs.state.values() if self._home(s.uses) == index]
         parameters = [s for s in states if s.is_parameter]
-        again = share_again(self.recompute[index], microbatches=len(self.sizes))
+        again = again_share(self.recompute[index], microbatches=len(self.sizes))
         return StagePlan(
             index=index,
             device=str(self.options.devices[index]),

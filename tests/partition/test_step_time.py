@@ -14,8 +14,8 @@ import pytest
 from autosplit.partition.clock import Clock
 from autosplit.partition.costs import Costs, check
 from autosplit.partition.graph import base_graph
-from autosplit.partition.problem import Device, Net, Problem, Work
-from autosplit.partition.step_model import StepModel, again_share
+from autosplit.partition.problem import Device, Net, Problem, Work, again_share
+from autosplit.partition.step_model import StepModel
 from autosplit.partition.step_time import Step, least_step
 from autosplit.schedule.catalog import SCHEDULES
 from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices, with_extras
