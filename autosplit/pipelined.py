@@ -24,7 +24,7 @@ from autosplit.report.table import render
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.lanes import Lane, caller_lane
-from autosplit.runtime.ops import sizes_of
+from autosplit.runtime.ops import CallState, sizes_of
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.formula import lengths_in
@@ -281,7 +281,7 @@ class PipelinedModule(fx.GraphModule):
             return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, _caller(tensors)))
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows)
-        seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else None
+        seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else 0
         return PreparedStep(
             recorded.lowered,
             lambda *given: recorded.setup.forward(*given),
@@ -292,7 +292,7 @@ class PipelinedModule(fx.GraphModule):
             lengths_in(recorded.traced.lengths, tensors),
             sizes,
             (*recorded.lanes, _caller(tensors)),
-            seed,
+            CallState(seed),
             core.recordings.schedule,
             recorded.orders,
             recorded,

@@ -107,8 +107,8 @@ class _Program:
         self.rows = named(self.graph, self.graph.placeholder("rows"), "rows")
         names = (length.name for length in self.lowered.traced.lengths)
         self.lengths = {name: named(self.graph, self.graph.placeholder(name), name) for name in names}
-        self.sizes, self.lanes, self.seed = (
-            named(self.graph, self.graph.placeholder(name), name) for name in ("sizes", "lanes", "seed")
+        self.sizes, self.lanes, self.state = (
+            named(self.graph, self.graph.placeholder(name), name) for name in ("sizes", "lanes", "state")
         )
 
     def _given(self) -> None:
@@ -144,7 +144,7 @@ class _Program:
                 self.values[slot] = self._item(out, position)
 
     def _key(self, microbatch: int) -> fx.Node:
-        return self.graph.call_function(Key, (self.seed, microbatch))
+        return self.graph.call_function(Key, (self.state, microbatch))
 
     def _home(self, slot: Slot) -> int | None:
         return self.layout.home.get(slot.value)

@@ -20,7 +20,7 @@ import torch
 from autosplit.runtime.ambient import any_autocast, has_module_hooks
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
-from autosplit.runtime.ops import OUT, Bundle, Key, enter, leave, take, transfer
+from autosplit.runtime.ops import OUT, Bundle, CallState, Key, enter, leave, take, transfer
 from autosplit.schedule.action import Action
 
 
@@ -43,7 +43,7 @@ class Step:
     sizes: tuple[int, ...]
     lanes: tuple[Lane, ...]
     """One lane per stage, and last the caller's device."""
-    seed: int | None
+    state: CallState
     schedule: str
     orders: dict[Any, Any]
     """Schedules made ready to run, kept from call to call."""
@@ -56,7 +56,7 @@ class Step:
 
     def given(self) -> tuple[Any, ...]:
         """Return what the program takes."""
-        return (*self.tensors, self.rows, *self.lengths.values(), self.sizes, self.lanes, self.seed)
+        return (*self.tensors, self.rows, *self.lengths.values(), self.sizes, self.lanes, self.state)
 
     def start(self) -> Start:
         """Run what comes before the first cell, in the caller's thread and graph."""
@@ -175,7 +175,7 @@ class Cells:
         border = self.cells[stage, microbatch] = Border()
         given: dict[str, Any] = {**self.step.lengths, "rows": self.step.sizes[microbatch]}
         given["shared"] = self._passed(self.given.get(stage))
-        given["key"] = None if self.step.seed is None else Key(self.step.seed, microbatch)
+        given["key"] = Key(self.step.state, microbatch)
         with lane.active():
             if layout.inputs:
                 given["inputs"] = self._passed(self._inputs(border, stage, microbatch))

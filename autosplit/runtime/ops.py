@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,17 @@ _DRAWING = threading.Lock()
 """Held while a random operation has the process's default generators for itself."""
 
 
-class Key(NamedTuple):
-    """What the random draws of one cell are seeded by."""
+@dataclass(frozen=True)
+class CallState:
+    """What all cells of one call share, besides values: ``seed`` is where its random draws begin."""
 
-    seed: int
+    seed: int = 0
+
+
+class Key(NamedTuple):
+    """Which cell an operation runs in: the call's state, and the microbatch (-1: before the first, -2: behind all)."""
+
+    state: CallState
     microbatch: int
 
 
@@ -273,7 +281,8 @@ def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs
 
     Generators belong to the process, so lanes that run at the same time draw one after the other.
     """
-    seed = zlib.crc32(f"{key.seed}/{name}/{key.microbatch}".encode()) ^ (key.seed & 0x7FFFFFFF) << 32
+    call = key.state.seed
+    seed = zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
     devices = {leaf.device for leaf in args if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
     with _DRAWING:

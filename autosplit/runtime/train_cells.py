@@ -1,0 +1,217 @@
+"""The cells of a training step, in the order of a schedule.
+
+Nothing reaches ``.grad`` before the last action has succeeded; then one backward hands all sums over, so that hooks
+fire once. One thread issues the actions in clock order, or every lane's thread works through its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autosplit.errors import InputError
+from autosplit.runtime import loss as losses
+from autosplit.runtime.ambient import ThreadState
+from autosplit.runtime.cells import Border, Cells, Step, held_back
+from autosplit.runtime.ops import OUT, alias, rows_along, transfer
+from autosplit.runtime.threads import LaneThreads
+from autosplit.runtime.turns import Turns, turns
+from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.catalog import build
+from autosplit.schedule.order import issue_order
+from autosplit.trace.graph import INFO, NodeClass
+
+Loss = Callable[[Any, int], torch.Tensor]
+
+
+def run(step: Step, loss: Loss, check: losses.WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
+    """Run a step in its schedule and return the loss of the batch; nothing reaches ``.grad`` before all has succeeded.
+
+    ``loss(output, m)`` is what microbatch ``m`` adds; ``check`` holds the sum against the loss of the whole batch.
+    ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        with step.entered() as handed:
+            cells = _TrainCells(step, loss, check)
+            hooks = held_back(p for parameters in cells.parameters for p in parameters)
+            if threads is None:
+                with hooks:
+                    for action in cells.order():
+                        cells.act(action)
+            else:
+                threads.run(cells.turns(), cells.act, ThreadState.current(), hooks)
+            handed += cells.results()
+        total = cells.losses[0]
+        for value in cells.losses[1:]:
+            total = total + value
+        if check is not None:
+            check.compare(total, cells.lowered.traced)
+        cells.hand_over()
+    return total
+
+
+class _TrainCells(Cells):
+    """The cells of a training step: the last stage's end in a loss."""
+
+    def __init__(self, step: Step, loss: Loss, check: losses.WholeCheck | None) -> None:
+        super().__init__(step, step.start(), detached=True)
+        self.loss = loss
+        self.check = check
+        self.losses: list[torch.Tensor] = []
+        self.roots: dict[int, torch.Tensor] = {}
+        """The loss of each microbatch, until its backward."""
+        self.free: list[torch.Tensor] = []
+        self.passed = [value for value in self.lowered.outputs if _is_input(value)]
+        """Inputs that are outputs too."""
+
+    def order(self) -> Sequence[Action]:
+        """Return the schedule's actions in the order in which one thread issues them."""
+        key = self.step.schedule, len(self.step.sizes), "order"
+        return self.step.once(key, lambda: issue_order(self._schedule()))
+
+    def turns(self) -> Turns:
+        """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
+        key = self.step.schedule, len(self.step.sizes), "turns"
+        return self.step.once(key, lambda: turns(self._schedule(), self._sources()))
+
+    def _schedule(self) -> Schedule:
+        return build(self.step.schedule, stages=self.last + 1, microbatches=len(self.step.sizes))
+
+    def _sources(self) -> list[set[int]]:
+        found = [set(layout.received) for layout in self.layout.stages]
+        found[-1] |= {stage for stage, layout in enumerate(self.layout.stages) if layout.sent.get(OUT)} - {self.last}
+        return found
+
+    def forward(self, stage: int, microbatch: int) -> Border:
+        """Run a stage on a microbatch, and behind the last one the loss."""
+        border = super().forward(stage, microbatch)
+        if stage == self.last:
+            passed = {value.name: self._input(value, microbatch) for value in self.passed}
+            with self.step.lanes[stage].active():
+                flat = self._output(microbatch, border, passed)
+                if self.check is not None:
+                    self.check.keep(flat)
+                value = self.roots[microbatch] = self.loss(self.lowered.traced.unflatten(flat), microbatch)
+            self.losses.append(value.detach())
+            if microbatch == 0:
+                self.free = self._free_leaves(border, value)
+                self.summed[stage] += self.free
+                self.apart |= {id(leaf) for leaf in self.free}
+        return border
+
+    def backward(self, stage: int, microbatch: int) -> None:
+        """Run a cell's backward; hooks on the loss's own leaves want the whole gradient too."""
+        with held_back(self.free if stage == self.last else ()):
+            super().backward(stage, microbatch)
+
+    def _roots(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if stage != self.last:
+            return super()._roots(border, stage, microbatch)
+        value = self.roots.pop(microbatch)
+        return ([value], [torch.ones_like(value)]) if value.requires_grad else ([], [])
+
+    def _free_leaves(self, border: Border, value: torch.Tensor) -> list[torch.Tensor]:
+        """Return the leaves under the loss that are not the last stage's: the loss's own parameters, for one.
+
+        So are parameters of other stages that the loss looks at itself, as a penalty on weights does.
+        """
+        own = {id(t) for bundle in (*border.leaves.values(), *self.given.values()) for t in bundle}
+        own |= {id(p) for p in self.parameters[-1]}
+        found, seen = [], set()
+        todo = [value.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in own:
+                found.append(leaf)
+            todo += [following for following, _ in node.next_functions]
+        return found
+
+    def _output(self, microbatch: int, last: Border, values: dict[str, torch.Tensor]) -> list[Any]:
+        """Return the model's flat outputs for one microbatch; what earlier stages made has a border of its own.
+
+        ``values`` are the inputs among them by name; the others are added.
+        """
+        for stage, layout in enumerate(self.layout.stages):
+            slots = layout.sent.get(OUT)
+            if not slots:
+                continue  # its cell may not have run yet: the last stage waits for those that it takes values of
+            own = stage == self.last
+            bundle = last.sent[OUT] if own else self.received(last, stage, self.last, microbatch, OUT)
+            values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
+        return [_flat(value, values) for value in self.lowered.outputs]
+
+    def _input(self, node: fx.Node, microbatch: int) -> torch.Tensor:
+        names = [n.name for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
+        tensor = self.step.tensors[names.index(node.name)]
+        piece = rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
+        *_, last, caller = self.step.lanes
+        return transfer((piece,), caller, last)[0]
+
+    def results(self) -> list[torch.Tensor | None]:
+        """Return what the caller's thread works on when the lanes are done."""
+        totals = [total for own in self.totals for total in own.values()]
+        kept = self.check.tensors() if self.check is not None else []
+        return [*self.losses, *totals, *self.input_gradients.values(), *kept]
+
+    def hand_over(self) -> None:
+        """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for stage, totals in enumerate(self.totals):
+            leaves = [(p, p) for p in (*self.parameters[stage], *(self.free if stage == self.last else ()))]
+            leaves += zip(self.start.shared.get(stage, ()), self.given.get(stage, ()), strict=True)
+            pairs += [(whole, totals[id(leaf)]) for whole, leaf in leaves if id(leaf) in totals]
+        for (stage, microbatch, position), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
+            pairs.append((self.start.inputs[stage][microbatch][position], gradient))
+        if not pairs:
+            raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
+        tensors, gradients = zip(*pairs, strict=True)
+        if len({lane.device for lane in self.step.lanes}) > 1:
+            # The engine takes all roots to be made on one stream; a view puts each on the caller's of its own device.
+            tensors = tuple(alias(tensor) for tensor in tensors)
+        with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
+            torch.autograd.backward(tensors, gradients)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put the gradients of leaves back when a hook raises: by then some have been added to.
+
+    Copies are made only where there are hooks; without them nothing of the caller's runs in here.
+    """
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    if not any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+        yield
+        return
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
+    try:
+        yield
+    except BaseException:
+        for leaf, gradient, content in before:
+            leaf.grad = gradient
+            if gradient is not None and content is not None:
+                gradient.copy_(content)
+        raise
+
+
+def _is_input(value: Any) -> bool:
+    info = value.meta.get(INFO) if isinstance(value, fx.Node) else None
+    return info is not None and value.op == "placeholder" and info.node_class is NodeClass.MICRO
+
+
+def _flat(value: Any, values: dict[str, torch.Tensor]) -> Any:
+    if not isinstance(value, fx.Node):
+        return value
+    if value.name in values:
+        return values[value.name]
+    raise InputError(
+        f"train_step cannot hand {value.name!r} of the output to the loss per microbatch: it is no value of the "
+        "batch's rows; call pipe(x) and loss.backward() instead"
+    )
