@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.runtime import cells, engine, ops
+from autosplit.runtime import cells, ops, train_cells
 from autosplit.runtime.cells import Cells
 from autosplit.runtime.lanes import CudaLane, Lane
 from tests.runtime import lane_models
@@ -265,7 +265,7 @@ def test_a_call_that_does_not_leave_its_lanes_is_found() -> None:
 
 
 def test_gradients_for_two_cards_reach_leaves_on_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "alias", lambda tensor: tensor)
+    monkeypatch.setattr(train_cells, "alias", lambda tensor: tensor)
     run = RecordedPipe(Chain(), *PLACES["two cards"])
     run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
     assert run.engine.mismatches
