@@ -238,6 +238,7 @@ class Cells:
                     if total is not None:
                         before = totals.get(id(leaf)) if id(leaf) in self.apart else None
                         totals[id(leaf)] = total if before is None else before + total
+        border.gradients.clear()
         if not self.keep:
             border.leaves.clear()
             border.sent = {}
