@@ -11,7 +11,6 @@ from torch import nn
 
 from autosplit.errors import InfeasibleError, InputError, PlanError
 from autosplit.options import (
-    SCHEDULES,
     Options,
     Sample,
     check_chunks,
@@ -24,6 +23,7 @@ from autosplit.options import (
 )
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan import Plan
+from autosplit.planning.schedules import Asked, ask
 
 
 def autosplit(
@@ -33,7 +33,7 @@ def autosplit(
     *,
     sample: Any = None,
     batch_dims: Any = None,
-    schedule: str = "auto",
+    schedule: str | Path = "auto",
     virtual_stages: int = 1,
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
@@ -58,8 +58,12 @@ def autosplit(
             ``example_input_array`` or ``dummy_inputs`` are used, else the pipe plans itself on its first call.
         batch_dims: which dimension of each input is the batch, where that is not the first: an int, a tuple with an
             entry per positional input, or a dict by name; None in it means no batch dimension.
-        schedule: "auto" (1f1b), "1f1b" or "gpipe": the order of work in `train_step`, and what the plan predicts.
-        memory_limit: bytes per stage that the plan must respect, or text such as "70GiB".
+        schedule: the order of work in `train_step`, and what the plan predicts: "auto" (1f1b), "gpipe", "1f1b",
+            "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward" (no backward), or the path of an action file: a CSV
+            as `torch.distributed.pipelining` has it, a row per device, with cells such as 0F0.
+        virtual_stages: stages per device: 2 or more under interleaved and looped_bfs, 2 under zb_v, else 1; left out,
+            what the schedule takes.
+        memory_limit: bytes per device that the plan must respect, or text such as "70GiB".
         optimizer: what the memory prediction assumes: "adamw", "adam", "momentum", "sgd", "none", or state bytes per
             parameter element.
         plan: a `Plan` or the path of a saved one, to be followed instead of planning: its stages, schedule and chunks.
@@ -69,7 +73,7 @@ def autosplit(
             "except_last" (as "always", but for the last microbatch of a step), "block" (each of its blocks alone; a
             stage without any is one), or a list with one of these per stage. "auto" is "never" unless the memory
             limit does not hold with it: then the plan chooses per stage. Gradients are the same bits.
-        virtual_stages, precision, rng, batch_norm, compile, graphs, mesh: reserved; only the defaults are available in
+        precision, rng, batch_norm, compile, graphs, mesh: reserved; only the defaults are available in
             this version, anything else is refused.
 
     Returns:
@@ -77,19 +81,10 @@ def autosplit(
 
     Raises:
         InputError, DeviceError: an argument cannot be used. TraceError: no graph can follow the model.
-        InfeasibleError: the memory limit cannot hold. PlanError: the plan is of another model.
+        InfeasibleError: the memory limit cannot hold. PlanError: the plan is of another model. ScheduleError: an action
+        file is no legal schedule, or is made for other devices or chunks.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if isinstance(model, PipelinedModule):
-        raise InputError("the model is a pipeline already; split pipe.unsplit() instead")
-    on_meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
-    if on_meta is not None:
-        raise InputError(
-            f"{on_meta} is on the meta device and has no values; build the model on a real device, or call "
-            "model.to_empty(device='cpu') and initialise it"
-        )
-    choose("virtual_stages", virtual_stages, (1,))
+    _check_model(model)
     choose("precision", precision, (None,))
     choose("rng", rng, ("auto", "counter"))
     choose("batch_norm", batch_norm, ("micro",))
@@ -98,11 +93,17 @@ def autosplit(
     choose("mesh", mesh, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     resolved = resolve_devices(devices)
+    count = check_chunks(chunks) if pinned is None else _pinned_chunks(pinned, check_chunks(chunks))
+    asked = ask(schedule, virtual_stages=virtual_stages, devices=len(resolved), chunks=count)
+    if pinned is not None:
+        _check_schedule(asked, pinned)
     options = Options(
         devices=resolved,
-        chunks=check_chunks(chunks) if pinned is None else _pinned_chunks(pinned, check_chunks(chunks)),
-        schedule=choose("schedule", schedule, SCHEDULES),
-        recompute=_recompute(recompute, stages=len(resolved), pinned=pinned),
+        chunks=asked.chunks,
+        schedule=asked.schedule,
+        virtual_stages=asked.virtual_stages,
+        actions=asked.actions,
+        recompute=_recompute(recompute, stages=asked.stages, pinned=pinned),
         memory_limit=check_memory_limit(memory_limit),
         optimizer=check_optimizer(optimizer),
         batch_dims=batch_dims,
@@ -116,6 +117,20 @@ def autosplit(
     return pipe
 
 
+def _check_model(model: Any) -> None:
+    """Raise InputError for what cannot be split: no module, a pipeline, or one without values."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(model, PipelinedModule):
+        raise InputError("the model is a pipeline already; split pipe.unsplit() instead")
+    on_meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
+    if on_meta is not None:
+        raise InputError(
+            f"{on_meta} is on the meta device and has no values; build the model on a real device, or call "
+            "model.to_empty(device='cpu') and initialise it"
+        )
+
+
 def _pinned_chunks(plan: Plan, chunks: int) -> int:
     """Return the plan's chunks; the default 8 gives way to them, any other number that differs is an error."""
     if chunks not in (8, plan.chunks):
@@ -123,6 +138,17 @@ def _pinned_chunks(plan: Plan, chunks: int) -> int:
             f"the plan has chunks={plan.chunks}, chunks={chunks} was given; leave chunks out, or plan again"
         )
     return plan.chunks
+
+
+def _check_schedule(asked: Asked, plan: Plan) -> None:
+    """Raise PlanError where a schedule is asked for that is not the plan's; "auto" is any."""
+    planned = plan.schedule, plan.virtual_stages, plan.actions
+    if asked.schedule != "auto" and planned != (asked.schedule, asked.virtual_stages, asked.actions):
+        raise PlanError(
+            f"the plan has schedule={plan.schedule!r} with virtual_stages={plan.virtual_stages}, "
+            f"schedule={asked.schedule!r} with virtual_stages={asked.virtual_stages} was given; leave schedule and "
+            "virtual_stages out, or plan again"
+        )
 
 
 def _recompute(recompute: Any, *, stages: int, pinned: Plan | None) -> tuple[str, ...] | None:

@@ -80,7 +80,8 @@ app.command("solve", epilog=cli_solve.EXAMPLES)(cli_solve.solve_command)
 
 Devices = Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")]
 Chunks = Annotated[int, typer.Option(help="Number of microbatches.")]
-ScheduleName = Annotated[str, typer.Option(help=f"One of {', '.join(SCHEDULES)}.")]
+ScheduleName = Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}, or an action file.")]
+VirtualStages = Annotated[int, typer.Option(help="Stages per device (default: what the schedule takes).")]
 Recompute = Annotated[
     str, typer.Option(help=f"auto, one of {', '.join(RECOMPUTE)}, or one of these per stage, with commas between.")
 ]
@@ -94,6 +95,7 @@ def report(
     chunks: Chunks,
     inputs: Inputs = None,
     schedule: ScheduleName = "auto",
+    virtual_stages: VirtualStages = 1,
     recompute: Recompute = "auto",
     optimizer: Annotated[
         str, typer.Option(help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.")
@@ -118,6 +120,7 @@ def report(
                 devices=_devices(devices),
                 chunks=chunks,
                 schedule=schedule,
+                virtual_stages=virtual_stages,
                 recompute=_recompute(recompute),
                 optimizer=int(optimizer) if optimizer.isdecimal() else optimizer,
                 memory_limit=memory_limit,
@@ -138,6 +141,7 @@ def verify_command(
     chunks: Chunks,
     inputs: Inputs = None,
     schedule: ScheduleName = "auto",
+    virtual_stages: VirtualStages = 1,
     recompute: Recompute = "auto",
     seed: Seed = 0,
     plan: PlanFile = None,
@@ -161,6 +165,7 @@ def verify_command(
                 chunks,
                 sample=sample,
                 schedule=schedule,
+                virtual_stages=virtual_stages,
                 recompute=_recompute(recompute),
                 plan=plan,
             )

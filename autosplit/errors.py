@@ -29,7 +29,14 @@ class PlanError(AutosplitError):
 
 
 class ScheduleError(AutosplitError):
-    """A list of actions is not a legal schedule."""
+    """A list of actions is not a legal schedule.
+
+    ``cells`` are lane and position of those that its grid marks.
+    """
+
+    def __init__(self, message: str, *, cells: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__(message)
+        self.cells = cells
 
 
 class DeviceError(AutosplitError):

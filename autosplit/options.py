@@ -13,7 +13,7 @@ from autosplit.units import parse_bytes
 
 OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
-SCHEDULES = ("auto", "1f1b", "gpipe")
+SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward")
 LANES = ("auto", "inline", "threads")
 RECOMPUTE = ("never", "always", "except_last", "block")
 """What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
@@ -53,6 +53,9 @@ class Options:
     devices: tuple[torch.device, ...]
     chunks: int
     schedule: str = "1f1b"
+    virtual_stages: int = 1
+    actions: tuple[tuple[str, ...], ...] = ()
+    """A schedule of the caller's own, device by device, in text form; ``schedule`` is then what errors call it."""
     memory_limit: int | None = None
     optimizer: str | int = "adamw"
     batch_dims: Any = None
@@ -68,9 +71,9 @@ class Options:
             return self.optimizer * elements
         return OPTIMIZER_COPIES[self.optimizer] * parameter_bytes
 
-    def capacity_bytes(self, stage: int) -> int | None:
-        """Return the bytes that a stage may use: the limit that was given, else what its CUDA device has."""
-        device = self.devices[stage]
+    def capacity_bytes(self, lane: int) -> int | None:
+        """Return the bytes that one of the devices may use: the limit that was given, else what its CUDA device has."""
+        device = self.devices[lane]
         if self.memory_limit is None and device.type == "cuda":
             return int(torch.cuda.get_device_properties(device).total_memory)
         return self.memory_limit

@@ -52,7 +52,7 @@ class Recordings:
 
     Attributes:
         plan: what all recordings are cut by; None before the first one when none was given.
-        lanes: one lane per stage; empty before the first recording.
+        lanes: the lane of each stage, the same object for stages of one lane; empty before the first recording.
         kept: the recordings by call signature, the newest last; several where they hold for different values only.
     """
 
@@ -109,7 +109,7 @@ class Recordings:
             made = plan_tree(self.model, sample, self.options, reason=reason)
             self.plan, findings = made.plan, made.findings
         elif not self.lanes:
-            check_plan(self.plan, self.model, stages=len(self.options.devices))
+            check_plan(self.plan, self.model, devices=len(self.options.devices))
         devices = self.options.devices[: len(self.plan.stages)]
         self.lanes = self.lanes or tuple(lane(device) for device in devices)
         paths = {path for path, _ in self.model.named_modules()}
@@ -269,7 +269,7 @@ class Recordings:
                 sizes = sizes_of(rows, self.options.chunks, found.graph.min_rows)
                 self.plan = make_plan(self.model, found, self.options, sizes=sizes)
             elif not self.kept:
-                check_plan(self.plan, self.model, stages=len(self.options.devices))
+                check_plan(self.plan, self.model, devices=len(self.options.devices))
             return self._cut(found, self.plan, key)
 
     def _check_constants(self, key: Key, sample: Sample) -> None:
@@ -287,11 +287,12 @@ class Recordings:
             raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
 
     def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
-        devices = self.options.devices[: len(plan.stages)]
+        devices = tuple(self.options.devices[stage.lane] for stage in plan.stages)
         stage_of = assign(found.graph, plan.stage_of(), stages=len(devices))
         lowered = lower(found.graph, stage_of, devices, recompute=[stage.recompute for stage in plan.stages])
         if not self.lanes:
-            self.lanes = tuple(lane(device) for device in devices)
+            own = tuple(lane(device) for device in self.options.devices[: len(plan.devices)])
+            self.lanes = tuple(own[stage.lane] for stage in plan.stages)
         place(self.model, lowered, devices)
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on

@@ -71,9 +71,13 @@ class ActionBytes:
 
 @dataclass(frozen=True)
 class DeviceReplay:
-    """One device's step, action by action; the last entry is the optimizer's where there is one."""
+    """One device's step, action by action; the last entry is the optimizer's where there is one.
+
+    ``held`` is what each of its stages held at the peak, but for what was transient or on its way.
+    """
 
     actions: tuple[ActionBytes, ...]
+    held: Mapping[int, Mapping[MemoryKind, int]]
 
     @property
     def peak(self) -> Moment:
@@ -199,23 +203,55 @@ def _device(lane: _Lane) -> DeviceReplay:
         live["optimizer"] += sum(static.optimizer)
     live["gradients"] += sum(count for _, count in lane.held_gradients())
     transfers = _transfers(lane)
+    shares = _Shares(lane)
     started: set[int] = set()
     entries = []
     for index, action in enumerate(lane.actions):
         if action.stage not in started:
             started.add(action.stage)
             live["whole_batch"] += sum(lane.static[action.stage].whole_batch)
+            shares.own[action.stage]["whole_batch"] = sum(lane.static[action.stage].whole_batch)
         piece = lane.piece(action)
         live["transfers"] = transfers[index]
         peak = Moment(action, piece.peak_node, _sum(live, piece.at_peak))
+        shares.see(peak, action.stage, piece.at_peak)
         live.update(piece.left)
+        shares.own[action.stage].update(piece.left)
         if lane.last_action[action.stage] == index:
-            live["whole_batch"] -= sum(lane.static[action.stage].whole_batch)
+            live["whole_batch"] -= shares.own[action.stage].pop("whole_batch")
         entries.append(ActionBytes(peak, _sum(live, {})))
     live["casts"] = live["transfers"] = 0
     if lane.finish or not entries:
         entries.append(_finish(lane, live))
-    return DeviceReplay(tuple(entries))
+        shares.end(entries[-1].peak)
+    return DeviceReplay(tuple(entries), shares.held)
+
+
+class _Shares:
+    """What each stage of a device holds, kept for the fullest moment so far."""
+
+    def __init__(self, lane: _Lane) -> None:
+        self.own: dict[int, Counter[MemoryKind]] = {stage: Counter() for stage in lane.stages}
+        for stage, static in lane.static.items():
+            self.own[stage]["parameters"] = sum(static.parameters)
+            self.own[stage]["optimizer"] = sum(static.optimizer)
+        for stage, count in lane.held_gradients():
+            self.own[stage]["gradients"] += count
+        self.held: dict[int, Mapping[MemoryKind, int]] = {}
+        self._most = -1
+
+    def see(self, peak: Moment, stage: int | None, more: Mapping[MemoryKind, int]) -> None:
+        """Take note of an action's highest moment; ``stage`` holds ``more`` then."""
+        if peak.total_bytes > self._most:
+            self._most = peak.total_bytes
+            lasting: dict[MemoryKind, int] = {kind: count for kind, count in more.items() if kind != "transient"}
+            self.held = {own: _sum(live, lasting) if own == stage else _sum(live, {}) for own, live in self.own.items()}
+
+    def end(self, peak: Moment) -> None:
+        """Take note of the optimizer's step, before which casts end."""
+        for live in self.own.values():
+            del live["casts"]
+        self.see(peak, None, {})
 
 
 def _finish(lane: _Lane, live: Counter[MemoryKind]) -> ActionBytes:

@@ -33,8 +33,8 @@ def fingerprint_of(model: nn.Module, nodes: list[str]) -> Fingerprint:
     )
 
 
-def check_plan(plan: Plan, model: nn.Module, *, stages: int) -> None:
-    """Raise PlanError when a plan was made for another model or another number of stages."""
+def check_plan(plan: Plan, model: nn.Module, *, devices: int) -> None:
+    """Raise PlanError when a plan was made for another model or for more devices."""
     if plan.fingerprint.state != _hash(state_entries(model)):
         raise PlanError(
             f"the plan was made for {plan.fingerprint.model} with other parameters or buffers than this "
@@ -42,8 +42,8 @@ def check_plan(plan: Plan, model: nn.Module, *, stages: int) -> None:
             f"{_hash(state_entries(model))}, the plan's is {plan.fingerprint.state}); plan again: "
             "autosplit(model, ...) without plan="
         )
-    if len(plan.stages) > stages:
-        raise PlanError(f"the plan has {len(plan.stages)} stages, devices names {stages}; give one device per stage")
+    if len(plan.devices) > devices:
+        raise PlanError(f"the plan has {len(plan.devices)} lanes, devices names {devices}; give one device per lane")
 
 
 def _hash(entries: list[str]) -> str:

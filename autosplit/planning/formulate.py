@@ -7,7 +7,7 @@ own: its home is the first stage that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -61,19 +61,30 @@ def state_bytes(state: StateProfile, options: Options) -> StateBytes:
 
 
 def formulate(
-    traced: TracedGraph, profile: Profile, options: Options, *, microbatches: int, schedule: str
+    traced: TracedGraph,
+    profile: Profile,
+    options: Options,
+    *,
+    microbatches: int,
+    schedule: str,
+    virtual_stages: int = 1,
 ) -> Formulation:
     """Return the partition problem of a profiled recording, in which nothing is recomputed."""
-    return _Formulator(traced, profile, options, microbatches, schedule).formulation()
+    return _Formulator(traced, profile, options, microbatches, schedule, virtual_stages).formulation()
 
 
-def held_copies(traced: TracedGraph, profile: Profile, options: Options, stage_of: Mapping[str, int]) -> dict[int, int]:
-    """Return the bytes of tied parameters that each stage holds a copy of: stages of one device share one."""
+def held_copies(
+    traced: TracedGraph, profile: Profile, devices: Sequence[torch.device], stage_of: Mapping[str, int]
+) -> dict[int, int]:
+    """Return the bytes of tied parameters that each stage holds a copy of: stages of one device share one.
+
+    ``devices`` has one entry per stage.
+    """
     held: dict[int, int] = {}
     for state in tied_states(traced, profile):
         home, *others = sorted({stage_of[name] for name in state.uses})
         for stage in others:
-            if options.devices[stage] != options.devices[home]:
+            if devices[stage] != devices[home]:
                 held[stage] = held.get(stage, 0) + state.bytes
     return held
 
@@ -116,9 +127,10 @@ class _Formulator:
         options: Options,
         microbatches: int,
         schedule: str,
+        virtual_stages: int,
     ) -> None:
         self.traced, self.profile, self.options = traced, profile, options
-        self.microbatches, self.schedule = microbatches, schedule
+        self.microbatches, self.schedule, self.virtual_stages = microbatches, schedule, virtual_stages
         self.micro = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.MICRO]
         self.full = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.FULL]
         self.work_of = {info.name: index for index, (_, info) in enumerate(self.micro)}
@@ -145,7 +157,7 @@ class _Formulator:
             works.append(self._epilogue(static[len(self.micro)]))
             names.append(tuple(info.name for _, info in self.full))
             order += [(index, len(self.micro)) for index in range(len(self.micro))]
-        limits = [self.options.capacity_bytes(stage) for stage in range(len(self.options.devices))]
+        limits = [self.options.capacity_bytes(lane) for lane in range(len(self.options.devices))]
         problem = Problem(
             tuple(works),
             tuple(self._nets()),
@@ -154,6 +166,7 @@ class _Formulator:
             self._ties(),
             microbatches=self.microbatches,
             schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
             devices=devices_of(limits),
         )
         return Formulation(problem, tuple(names))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
 from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
@@ -16,7 +18,7 @@ from autosplit.profile.stage_graph import StageGraph, stage_graph
 from autosplit.profile.stage_pieces import block_paths
 from autosplit.profile.stage_trace import How
 from autosplit.profile.types import Profile, StateProfile
-from autosplit.schedule.catalog import build
+from autosplit.schedule.action import Schedule
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 
@@ -28,10 +30,14 @@ class Cut:
     profile: Profile
     options: Options
     stage_of: Mapping[str, int]
-    stages: int
     sizes: tuple[int, ...]
-    schedule: str
+    schedule: Schedule
     recompute: tuple[Recompute, ...]
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each stage."""
+        return tuple(self.options.devices[lane] for lane in self.schedule.stage_lane)
 
     def home(self, state: StateProfile) -> int:
         """Return the stage on which a parameter or buffer lies."""
@@ -40,35 +46,44 @@ class Cut:
 
 @dataclass(frozen=True)
 class Fullest:
-    """A stage at the moment of the step at which it holds the most."""
+    """A device at the moment of the step at which it holds the most."""
 
     moment: Moment
+    held: Mapping[int, Mapping[MemoryKind, int]]
+    """What each of its stages holds then."""
     epilogue_bytes: int
-    """What the nodes that run once per step, on the whole batch, add on the last stage."""
+    """What the nodes that run once per step, on the whole batch, add on the last stage's device."""
 
     @property
     def peak_bytes(self) -> int:
         """All of it."""
         return self.moment.total_bytes + self.epilogue_bytes
 
-    def of(self, *kinds: MemoryKind) -> int:
-        """Return the bytes of some kinds."""
-        return sum(self.moment.bytes.get(kind, 0) for kind in kinds)
+    @property
+    def running(self) -> int:
+        """The stage whose action runs then; in the optimizer's step the device's first."""
+        return min(self.held) if self.moment.action is None else self.moment.action.stage
+
+    def of(self, stage: int, *kinds: MemoryKind) -> int:
+        """Return the bytes of some kinds that a stage holds."""
+        return sum(self.held[stage].get(kind, 0) for kind in kinds)
 
 
 def fullest_moments(cut: Cut) -> tuple[Fullest, ...]:
-    """Return each stage's fullest moment in one training step, the optimizer's among them.
+    """Return each device's fullest moment in one training step, the optimizer's among them.
 
     Raises whatever a node raises on fake tensors.
     """
-    graphs = [_graph(cut, stage) for stage in range(cut.stages)]
+    schedule = cut.schedule
+    graphs = [_graph(cut, stage) for stage in range(schedule.stages)]
     traces = {stage: _traces(cut, stage, graph) for stage, graph in enumerate(graphs)}
     static = [_static(cut, stage, graph) for stage, graph in enumerate(graphs)]
-    setting = Setting(finish={stage: _finish(cut, stage) for stage in range(cut.stages)})
-    schedule = build(cut.schedule, stages=cut.stages, microbatches=len(cut.sizes))
+    setting = Setting(finish={lane: _finish(cut, lane) for lane in range(len(schedule.lanes))})
     found = replay(schedule, traces, static, setting=setting)
-    last, epilogue = cut.stages - 1, _epilogue_bytes(cut)
-    return tuple(Fullest(device.peak, epilogue if s == last else 0) for s, device in enumerate(found.devices))
+    last, epilogue = schedule.stage_lane[-1], _epilogue_bytes(cut)
+    return tuple(
+        Fullest(device.peak, device.held, epilogue if lane == last else 0) for lane, device in enumerate(found.devices)
+    )
 
 
 def _graph(cut: Cut, stage: int) -> StageGraph:
@@ -98,7 +113,7 @@ def _trace(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = 
         apart=True,
         units=units,
         whole=whole,
-        kernels="cuda" if cut.options.devices[stage].type == "cuda" else "cpu",
+        kernels="cuda" if cut.devices[stage].type == "cuda" else "cpu",
     )
     return block_trace(graph, how)
 
@@ -118,7 +133,7 @@ def _roots(cut: Cut, graph: StageGraph) -> frozenset[str]:
 
 def _static(cut: Cut, stage: int, graph: StageGraph) -> StaticBytes:
     states = [state for state in cut.profile.state.values() if cut.home(state) == stage]
-    copies = held_copies(cut.traced, cut.profile, cut.options, cut.stage_of).get(stage, 0)
+    copies = held_copies(cut.traced, cut.profile, cut.devices, cut.stage_of).get(stage, 0)
     taken = [node.meta[INFO] for node in graph.inputs]
     shared = [info for info in taken if info.node_class is NodeClass.SHARED and info.name in cut.profile.nodes]
     return StaticBytes(
@@ -128,11 +143,12 @@ def _static(cut: Cut, stage: int, graph: StageGraph) -> StaticBytes:
     )
 
 
-def _finish(cut: Cut, stage: int) -> tuple[Step, ...]:
-    """Return what the optimizer allocates in its step, as torch does by default on the stage's device."""
-    on_cpu = cut.options.devices[stage].type == "cpu"
+def _finish(cut: Cut, lane: int) -> tuple[Step, ...]:
+    """Return what the optimizer allocates in its step on a device, as torch does by default there."""
+    on_cpu = cut.options.devices[lane].type == "cpu"
     optimizer = Optimizer(cut.options.optimizer, "forloop" if on_cpu else "foreach")
-    states = [s for s in cut.profile.state.values() if s.trainable and s.elements and cut.home(s) == stage]
+    own = {stage for stage, place in enumerate(cut.schedule.stage_lane) if place == lane}
+    states = [s for s in cut.profile.state.values() if s.trainable and s.elements and cut.home(s) in own]
     sizes = [parameter_bytes(s.elements, element_bytes=s.bytes // s.elements, optimizer=optimizer) for s in states]
     return optimizer_steps(sizes, optimizer=optimizer, first=False, on_cpu=on_cpu)
 

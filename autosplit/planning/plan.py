@@ -7,9 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autosplit.errors import PlanError
+from autosplit.errors import PlanError, ScheduleError
+from autosplit.planning.schedules import schedule_of
+from autosplit.schedule.action import Schedule
 
 VERSION = 1
 _WAY_OUT = "write one with plan.save(path)"
@@ -28,9 +30,10 @@ class _Header(BaseModel):
 
 
 class StageMemory(_Record):
-    """Bytes of one stage's device at the moment of the step at which it holds the most; the parts add up to the peak.
+    """Bytes of one stage at the moment of the step at which its device holds the most.
 
-    Gradients are None when the step begins: at an early moment some are not there yet.
+    The peak is the device's; the parts of all stages on it add up to that. Gradients are None when the step begins: at
+    an early moment some are not there yet.
     """
 
     parameter_bytes: int
@@ -48,6 +51,8 @@ class StagePlan(_Record):
 
     index: int
     device: str
+    lane: int = Field(default_factory=lambda fields: fields["index"])
+    """Index into the plan's devices, each of which is one lane; a file without it has one stage per device."""
     nodes: tuple[str, ...]
     modules: tuple[str, ...]
     """Qualified names of the modules in whose forward the stage's nodes run, in model order."""
@@ -90,12 +95,17 @@ class Plan(_Record):
     version: int = VERSION
     fingerprint: Fingerprint
     devices: tuple[str, ...]
+    """One entry per lane."""
     stages: tuple[StagePlan, ...]
     boundaries: tuple[Boundary, ...]
     chunks: int
     microbatch_rows: tuple[int, ...]
     """Rows of each microbatch of the batch that was planned for."""
     schedule: str
+    virtual_stages: int = Field(default=1, ge=1)
+    """The most stages on one device."""
+    actions: tuple[tuple[str, ...], ...] = ()
+    """A schedule of the caller's own, lane by lane, in text form; empty where ``schedule`` is one of autosplit's."""
     optimizer: str
     step_s: float
     bubble: float
@@ -118,6 +128,20 @@ class Plan(_Record):
     def stage_of(self) -> dict[str, int]:
         """Map stable node names to stage numbers."""
         return {name: stage.index for stage in self.stages for name in stage.nodes}
+
+    def schedule_for(self, microbatches: int) -> Schedule:
+        """Return the legal schedule of a step with so many microbatches.
+
+        Of a schedule of the caller's own the actions of further microbatches are left out; ScheduleError where there
+        are more microbatches than it has.
+        """
+        return schedule_of(
+            self.schedule,
+            stages=len(self.stages),
+            microbatches=microbatches,
+            virtual_stages=self.virtual_stages,
+            actions=self.actions,
+        )
 
     @property
     def gap(self) -> float:
@@ -179,6 +203,15 @@ def _contradiction(plan: Plan) -> str | None:
         foreign = [index for index in (boundary.producer, *boundary.consumers) if not -1 <= index < count]
         if foreign:
             return f"boundary {boundary.value!r} names stage {foreign[0]}, there are {count} stages"
+    lanes = {stage.lane for stage in plan.stages}
+    if lanes != set(range(len(plan.devices))):
+        return f"its stages are on lanes {sorted(lanes)}, and there are {len(plan.devices)} devices"
+    try:
+        placed = plan.schedule_for(len(plan.microbatch_rows) or 1).stage_lane
+    except ScheduleError as error:
+        return str(error)
+    if placed != tuple(stage.lane for stage in plan.stages):
+        return f"schedule {plan.schedule!r} has its stages on lanes {list(placed)}"
     if not 1 <= len(plan.microbatch_rows) <= plan.chunks:
         return f"it has {len(plan.microbatch_rows)} microbatches for chunks={plan.chunks}"
     if plan.fits is not _FITS[plan.verdict]:

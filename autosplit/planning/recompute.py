@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
+from autosplit.partition.goal import lanes
 from autosplit.partition.problem import RECOMPUTE, Problem, again_share
 from autosplit.partition.solve import Partition, solve
 
@@ -42,19 +43,21 @@ def first_that_fits(asked: Sequence[str] | None, cut: Callable[[tuple[str, ...]]
 def solve_listed(problem: Problem, recompute: Sequence[str]) -> Partition:
     """Return a cut for stages that recompute as listed, whatever they need.
 
-    A stage that does forwards again counts as a slower device, by the model's own share of the forward. The bound is
-    that of any cut that recomputes nothing.
+    A device whose stages do forwards again counts as a slower one, by the model's own share of the forward. The bound
+    is that of any cut that recomputes nothing.
     """
     devices = [replace(device, capacity_bytes=None) for device in problem.devices or ()]
     free = replace(problem, devices=tuple(devices), recompute=("never",))
     forward_s = sum(work.forward_s for work in problem.works)
     both_s = forward_s + sum(work.backward_s for work in problem.works)
     part = forward_s / both_s if both_s else 0.0
-    slowed = tuple(
-        replace(device, slowdown=1 + part * again_share(option, microbatches=problem.microbatches))
-        for device, option in zip(devices, recompute, strict=True)
-    )
-    found = solve(replace(free, devices=slowed), objective="step_time")
+    lane = lanes(problem, stages=len(recompute))
+    again = [again_share(option, microbatches=problem.microbatches) for option in recompute]
+    slowed = []
+    for place, device in enumerate(devices):
+        own = [share for share, at in zip(again, lane, strict=True) if at == place]
+        slowed.append(replace(device, slowdown=1 + part * sum(own) / len(own)))
+    found = solve(replace(free, devices=tuple(slowed)), objective="step_time")
     bound_s = solve(free, objective="step_time").lower_bound_s
     costs = check(problem, found.assignment, recompute=recompute[: found.stages])
     value_s = costs.step_s

@@ -15,7 +15,7 @@ from autosplit.errors import InfeasibleError
 from autosplit.memory.pieces import Recompute
 from autosplit.options import Options
 from autosplit.partition.infeasible import over_capacity
-from autosplit.partition.problem import Problem, again_share, devices_of
+from autosplit.partition.problem import Problem, Work, again_share, devices_of
 from autosplit.partition.solve import Partition, solve, solve_evenly
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
@@ -23,11 +23,10 @@ from autosplit.planning.formulate import Formulation, formulate, link_seconds, s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
 from autosplit.planning.recompute import first_that_fits, solve_listed
+from autosplit.planning.schedules import schedule_of
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile, StateProfile
-from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import TransferTime, simulate
-from autosplit.schedule.validate import validate
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace
 from autosplit.trace.probe import probe_rows
@@ -45,10 +44,12 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     traced = found.graph
     costs = _profile(model, found, options, sizes)
     schedule = "1f1b" if options.schedule == "auto" else options.schedule
-    formulation = formulate(traced, costs, options, microbatches=len(sizes), schedule=schedule)
+    formulation = formulate(
+        traced, costs, options, microbatches=len(sizes), schedule=schedule, virtual_stages=options.virtual_stages
+    )
 
     def written(partition: Partition) -> _Writer:
-        return _Writer(model, found, costs, options, sizes, schedule, formulation, partition)
+        return _Writer(model, found, costs, options, sizes, formulation, partition)
 
     def cut(recompute: tuple[str, ...]) -> _Writer:
         if len(set(recompute)) > 1 and options.recompute is not None:
@@ -57,7 +58,7 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
 
     writer = first_that_fits(options.recompute, cut)
     partition = writer.partition
-    if partition.stages < len(options.devices):
+    if partition.stages < len(options.devices) * options.virtual_stages:
         warnings.warn(
             f"{len(options.devices)} devices were given, but the model has only "
             f"{_count(partition.stages, 'separable part')}: using {_count(partition.stages, 'stage')}",
@@ -126,13 +127,19 @@ class _Writer:
         costs: Profile,
         options: Options,
         sizes: tuple[int, ...],
-        schedule: str,
         formulation: Formulation,
         partition: Partition,
     ) -> None:
         self.model, self.traced, self.costs, self.options = model, found.graph, costs, options
         self.rung, self.whole = found.rung, found.whole
-        self.sizes, self.schedule, self.formulation, self.partition = sizes, schedule, formulation, partition
+        self.sizes, self.formulation, self.partition = sizes, formulation, partition
+        self.schedule = schedule_of(
+            formulation.problem.schedule,
+            stages=partition.stages,
+            microbatches=len(sizes),
+            virtual_stages=formulation.problem.virtual_stages,
+        )
+        self.lane = self.schedule.stage_lane
         pairs = zip(formulation.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
         self.stage_of = assign(self.traced, solved, stages=partition.stages)
@@ -145,7 +152,6 @@ class _Writer:
             self.costs,
             self.options,
             self.stage_of,
-            self.partition.stages,
             self.sizes,
             self.schedule,
             self.recompute,
@@ -156,13 +162,13 @@ class _Writer:
             return (), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def peaks(self) -> list[int]:
-        """Return the peak of every stage: replayed, or where that was not possible by the solver's formula."""
+        """Return the peak of every device: replayed, or where that was not possible by the solver's formula."""
         if self.fullest:
-            return [stage.peak_bytes for stage in self.fullest]
-        return list(self.partition.stage_bytes)
+            return [device.peak_bytes for device in self.fullest]
+        return list(self.partition.costs.device_bytes)
 
     def over_capacity(self) -> bool:
-        """Tell whether a stage needs more than a capacity that the solver kept by its formula."""
+        """Tell whether a device needs more than a capacity that the solver kept by its formula."""
         limits = self.formulation.problem.capacity_bytes
         return limits is not None and any(
             limit is not None and peak > limit for peak, limit in zip(self.peaks(), limits, strict=False)
@@ -172,21 +178,25 @@ class _Writer:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = tuple(self._boundaries())
+        weight_s = [sum(work.weight_s for work in self._works(index)) for index in range(len(stages))]
         timeline = simulate(
-            validate(build(self.schedule, stages=len(stages), microbatches=len(self.sizes))),
+            self.schedule,
             forward_s=[stage.forward_s for stage in stages],
             backward_s=[stage.backward_s for stage in stages],
+            input_gradient_s=[s.backward_s - w for s, w in zip(stages, weight_s, strict=True)],
+            weight_gradient_s=weight_s,
             transfers=self._transfers(),
         )
         fits = fit_of(stages)
         return Plan(
             fingerprint=fingerprint(self.model, self.traced),
-            devices=tuple(str(device) for device in self.options.devices[: len(stages)]),
+            devices=tuple(str(device) for device in self.options.devices[: len(self.schedule.lanes)]),
             stages=stages,
             boundaries=boundaries,
             chunks=self.options.chunks,
             microbatch_rows=self.sizes,
-            schedule=self.schedule,
+            schedule=self.schedule.name,
+            virtual_stages=self.formulation.problem.virtual_stages,
             optimizer=str(self.options.optimizer),
             step_s=self.partition.value_s + self._shared_s() + self._sent_s(boundaries),
             bubble=timeline.bubble,
@@ -205,44 +215,62 @@ class _Writer:
 
     def _stage(self, index: int) -> StagePlan:
         names = [info.name for _, info in self.traced.compute_nodes() if self.stage_of[info.name] == index]
-        works = zip(self.formulation.problem.works, self.partition.assignment, strict=True)
-        own = [work for work, stage in works if stage == index]
-        states = [s for s in self.costs.state.values() if self._home(s.uses) == index]
-        parameters = [s for s in states if s.is_parameter]
+        own = self._works(index)
+        parameters = [s for s in self._states(index) if s.is_parameter]
         again = again_share(self.recompute[index], microbatches=len(self.sizes))
         return StagePlan(
             index=index,
-            device=str(self.options.devices[index]),
+            device=str(self.options.devices[self.lane[index]]),
+            lane=self.lane[index],
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),
             parameters=sum(s.elements for s in parameters),
             forward_s=sum(work.forward_s for work in own),
             backward_s=sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own),
             recompute=self.recompute[index],
-            memory=self._memory(index, states),
+            memory=self._memory(index),
         )
 
-    def _memory(self, index: int, states: Sequence[StateProfile]) -> StageMemory:
-        totals = [state_bytes(state, self.options) for state in states]
-        parameters = sum(s.bytes for s in states if s.is_parameter)
-        buffers = sum(s.bytes for s in states if not s.is_parameter)
-        gradients, optimizer = sum(t.gradient for t in totals), sum(t.optimizer for t in totals)
-        peak = self.peaks()[index]
-        if self.fullest:
-            full = self.fullest[index]
-            gradients, activations = full.of("gradients"), full.of("activations", "whole_batch", "casts")
-        else:
-            activations = self.partition.costs.stages[index].activation_bytes
+    def _memory(self, index: int) -> StageMemory:
+        """Return what a stage holds at its device's peak; what is transient then is the running stage's."""
+        lane = self.lane[index]
+        peak = self.peaks()[lane]
+        own = self._held(index)
+        stages = [stage for stage, place in enumerate(self.lane) if place == lane]
+        running = self.fullest[lane].running if self.fullest else stages[0]
+        held = sum(sum(self._held(stage).values()) for stage in stages)
         return StageMemory(
-            parameter_bytes=parameters,
-            buffer_bytes=buffers,
-            gradient_bytes=gradients,
-            optimizer_bytes=optimizer,
-            activation_bytes=activations,
-            transient_bytes=peak - parameters - buffers - gradients - optimizer - activations,
+            **own,
+            transient_bytes=peak - held if index == running else 0,
             peak_bytes=peak,
-            capacity_bytes=self.options.capacity_bytes(index),
+            capacity_bytes=self.options.capacity_bytes(lane),
         )
+
+    def _held(self, index: int) -> dict[str, int]:
+        states = self._states(index)
+        totals = [state_bytes(state, self.options) for state in states]
+        if self.fullest:
+            full = self.fullest[self.lane[index]]
+            gradients = full.of(index, "gradients")
+            activations = full.of(index, "activations", "whole_batch", "casts")
+        else:
+            gradients = sum(total.gradient for total in totals)
+            activations = self.partition.costs.stages[index].activation_bytes
+        return {
+            "parameter_bytes": sum(s.bytes for s in states if s.is_parameter),
+            "buffer_bytes": sum(s.bytes for s in states if not s.is_parameter),
+            "gradient_bytes": gradients,
+            "optimizer_bytes": sum(total.optimizer for total in totals),
+            "activation_bytes": activations,
+        }
+
+    def _works(self, index: int) -> list[Work]:
+        works = zip(self.formulation.problem.works, self.partition.assignment, strict=True)
+        return [work for work, stage in works if stage == index]
+
+    def _states(self, index: int) -> list[StateProfile]:
+        """Return the parameters and buffers whose home a stage is."""
+        return [s for s in self.costs.state.values() if self._home(s.uses) == index]
 
     def _home(self, uses: Iterable[str]) -> int:
         return min((self.stage_of[name] for name in uses), default=0)

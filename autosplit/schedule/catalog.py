@@ -116,7 +116,11 @@ def _entry(name: str) -> Entry:
     return SCHEDULES[name]
 
 
-def _size(name: str, *, stages: int, microbatches: int, virtual_stages: int) -> Size:
+def stages_per_device(name: str, virtual_stages: int = 1) -> int:
+    """Return how many stages a device holds under a schedule; ``virtual_stages`` means what it means to `build`.
+
+    Raises ScheduleError when the schedule has no such number per device.
+    """
     allowed = _entry(name).virtual_stages
     if virtual_stages == 1:
         virtual_stages = allowed or 2
@@ -125,6 +129,11 @@ def _size(name: str, *, stages: int, microbatches: int, virtual_stages: int) -> 
         others = [other for other, entry in SCHEDULES.items() if entry.virtual_stages in (None, virtual_stages)]
         instead = f", or choose {' or '.join(others)}" if virtual_stages > 1 else ""
         raise ScheduleError(f"{name} puts {takes} on a device, not {virtual_stages}; leave virtual_stages out{instead}")
+    return virtual_stages
+
+
+def _size(name: str, *, stages: int, microbatches: int, virtual_stages: int) -> Size:
+    virtual_stages = stages_per_device(name, virtual_stages)
     if stages % virtual_stages:
         less = stages - stages % virtual_stages
         ways = " or ".join(str(count) for count in (less, less + virtual_stages) if count)

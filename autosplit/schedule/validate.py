@@ -112,4 +112,6 @@ def _missing(schedule: Schedule, action: Action) -> NoReturn:
 
 
 def _fail(schedule: Schedule, fact: str, cells: Iterable[Cell]) -> NoReturn:
-    raise ScheduleError(f"schedule {schedule.name!r}: {fact}\n{schedule.grid(frozenset(cells))}")
+    marked = tuple(cells)
+    places = tuple((cell.lane, cell.position) for cell in marked)
+    raise ScheduleError(f"schedule {schedule.name!r}: {fact}\n{schedule.grid(frozenset(marked))}", cells=places)

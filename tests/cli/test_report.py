@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
         (("--devices", "toaster", "--chunks", "4", *X), "'toaster' is no torch device; valid here: 'cpu'"),
         (("--devices", "0", "--chunks", "4", *X), "devices=0: give at least one device"),
         (("--devices", "2", "--chunks", "0", *X), "chunks=0"),
-        ((*TWO_BY_FOUR, *X, "--schedule", "wild"), "schedule='wild' is not available; valid: 'auto', '1f1b', 'gpipe'"),
+        ((*TWO_BY_FOUR, *X, "--schedule", "wild"), "schedule='wild' is not available; valid: 'auto', 'gpipe', '1f1b'"),
         ((*TWO_BY_FOUR, *X, "--optimizer", "lion"), "optimizer='lion' is not available; valid: 'none', 'sgd'"),
         ((*TWO_BY_FOUR, *X, "--recompute", "some"), "recompute='some' is not available; valid: 'auto', 'never'"),
         ((*TWO_BY_FOUR, *X, "--recompute", "never,block,always"), "has 3 entries for 2 stages"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autosplit import AutosplitError, DeviceError, InfeasibleError, InputError, PlanError, autosplit
 from autosplit.options import resolve_lanes
+from autosplit.schedule import catalog
 
 Unchanged = Callable[..., AbstractContextManager[None]]
 
@@ -84,7 +85,7 @@ def test_an_unknown_device_lists_the_valid_ones(devices: Any, unchanged: Unchang
 
 
 VALID = {
-    "schedule": ("gpipe", "1f1b"),
+    "schedule": ("auto", *catalog.SCHEDULES, "the path of an action file"),
     "lanes": ("auto", "inline", "threads"),
     "rng": ("auto", "counter"),
     "optimizer": ("sgd", "adamw"),
@@ -103,8 +104,6 @@ def test_an_unknown_choice_lists_the_valid_ones(option: str, unchanged: Unchange
 
 
 UNAVAILABLE = {
-    "schedule": "zb_h1",
-    "virtual_stages": 2,
     "precision": "amp_bf16",
     "rng": "plain",
     "batch_norm": "full",

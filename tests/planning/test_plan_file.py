@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
         boundaries=tuple(draw(st.lists(_boundaries(count), max_size=4))),
         chunks=draw(st.integers(len(rows), 16)),
         microbatch_rows=tuple(rows),
-        schedule=draw(names),
+        schedule=draw(st.sampled_from(["gpipe", "1f1b", "zb_h1", "forward"])),
         optimizer=draw(names),
         step_s=draw(seconds),
         bubble=draw(st.floats(0, 1)),

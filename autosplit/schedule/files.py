@@ -1,0 +1,194 @@
+"""Action files: the text form in which ``torch.distributed.pipelining`` keeps a schedule, read and written.
+
+A CSV file with a row per device (torch: rank) and an action per cell; empty cells are ticks in which nothing is done:
+
+```
+    0F0,0F1,,0B0,,0B1        device 0
+    ,1F0,1B0,1F1,1B1,        device 1
+```
+
+Files are data: reading one runs nothing. What torch's lowered files (``compute_comms``) list beside the work of the
+stages says how ranks talk (SEND_F, RECV_F, SEND_B, RECV_B) or how FSDP keeps weights (UNSHARD, RESHARD, REDUCE_GRAD):
+here values go where they are used, and weights are whole, so these cells are passed over. Of ``(0F1;3B0)OVERLAP_F_B``
+the parts are taken one after the other.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from autosplit.errors import ScheduleError
+from autosplit.schedule.action import Action, Cell, Schedule
+from autosplit.schedule.validate import validate
+
+MOST_BYTES = 2**22
+"""A larger file is no schedule that could be planned."""
+_DIGITS = 6
+_SHOWN = 40
+_ASIDE = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+_TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cell is in its file, counted from 1."""
+
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"line {self.line}, column {self.column}"
+
+
+def read_actions(path: str | Path) -> Schedule:
+    """Return the legal schedule of an action file, named after it.
+
+    Raises ScheduleError that names line and column, with the grid where one can be drawn.
+    """
+    source = Path(path)
+    try:
+        with source.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleError(f"cannot read the action file {str(path)!r}: {reason}") from error
+    if len(data) > MOST_BYTES:
+        raise ScheduleError(f"{str(path)!r} is no action file: it is larger than {MOST_BYTES // 2**20} MiB")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            f"{str(path)!r} is no action file: byte {error.start} is no UTF-8 text; write a row of cells such as 2F0 "
+            "per device"
+        ) from error
+    return parse_actions(text, name=source.stem)
+
+
+def parse_actions(text: str, *, name: str) -> Schedule:
+    """Return the legal schedule that the text of an action file lists; raises ScheduleError as `read_actions` does."""
+    lanes: list[tuple[Action, ...]] = []
+    places: list[tuple[Place, ...]] = []
+    for line, row in _rows(text, name=name):
+        cells = [
+            (action, Place(line, column + 1))
+            for column, cell in enumerate(row)
+            for action in _actions(cell, name=name, place=Place(line, column + 1))
+        ]
+        if not cells:
+            _refuse(name, f"line {line} lists no work of a stage; every row is a device, leave out those without any")
+        lanes.append(tuple(action for action, _ in cells))
+        places.append(tuple(place for _, place in cells))
+    if not lanes:
+        _refuse(name, "it is empty; write a row per device, with cells such as 0F0")
+    try:
+        return validate(_ascending(_placed(lanes, name=name, places=places)))
+    except ScheduleError as error:
+        if error.cells:
+            where = "; ".join(_where(places, Cell(*cell)) for cell in error.cells)
+            raise ScheduleError(f"{where}: {error}", cells=error.cells) from None
+        raise
+
+
+def from_rows(rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
+    """Return the schedule of rows of text forms, not validated; raises ScheduleError where a cell is no action."""
+    lanes = [tuple(map(Action.parse, row)) for row in rows]
+    return _placed(lanes, name=name, places=())
+
+
+def dump_actions(schedule: Schedule) -> str:
+    """Return a legal schedule as the text of an action file, a column per tick of its clock, as torch reads it."""
+    ticks = schedule.clocks()
+    length = max(ticks.values(), default=-1) + 1
+    out = io.StringIO(newline="")
+    writer = csv.writer(out)
+    for lane, actions in enumerate(schedule.lanes):
+        row = [""] * length
+        for position, action in enumerate(actions):
+            row[ticks[Cell(lane, position)]] = str(action)
+        writer.writerow(row)
+    return out.getvalue()
+
+
+def _rows(text: str, *, name: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the lines with their numbers, without blank ones at the end."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n, \t").split("\n")
+    if lines == [""]:
+        return
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield number, next(csv.reader([line], strict=True), [])
+        except csv.Error as error:
+            _refuse(name, f"line {number} is no line of a CSV file: {error}")
+
+
+def _actions(cell: str, *, name: str, place: Place) -> list[Action]:
+    """Return the work that a cell lists."""
+    text = cell.strip()
+    if not text or _ASIDE.fullmatch(text):
+        return []
+    if (both := _TOGETHER.fullmatch(text)) is not None:
+        return [action for part in both[1].split(";") for action in _actions(part, name=name, place=place)]
+    if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
+        _refuse(name, f"{place}: {_short(text)} has a number of more than {_DIGITS} digits")
+    try:
+        return [Action.parse(text)]
+    except ScheduleError:
+        _refuse(
+            name,
+            f"{place}: {_short(text)} is no action; write stage, F, B, I or W, and microbatch, such as 2F0, or leave "
+            "the cell empty",
+        )
+
+
+def _placed(lanes: Sequence[tuple[Action, ...]], *, name: str, places: Sequence[Sequence[Place]]) -> Schedule:
+    """Return the schedule with its stages where their first action is; every stage up to the last must be somewhere."""
+    lane_of: dict[int, int] = {}
+    for lane, actions in enumerate(lanes):
+        for action in actions:
+            lane_of.setdefault(action.stage, lane)
+    last = max(lane_of, default=-1)
+    if len(lane_of) <= last:
+        absent = next(stage for stage in range(last) if stage not in lane_of)
+        lane = lane_of[last]
+        position = next(index for index, action in enumerate(lanes[lane]) if action.stage == last)
+        where = f"{places[lane][position]}: " if places else ""
+        _refuse(name, f"{where}{lanes[lane][position]} is of stage {last}, but stage {absent} is in no row")
+    return Schedule(name, tuple(lanes), tuple(lane_of[stage] for stage in range(last + 1)))
+
+
+def _ascending(schedule: Schedule) -> Schedule:
+    """Return the schedule with each stage's backwards in ascending order of microbatches where they descend throughout.
+
+    torch's looped breadth-first schedule lets them descend; here gradients add in one order under every schedule.
+    """
+    falling = {stage for stage in range(schedule.stages) if _falls(schedule, stage)}
+    last = schedule.microbatches - 1
+    lanes = tuple(
+        tuple(Action(a.stage, a.kind, last - a.microbatch) if a.kind != "F" and a.stage in falling else a for a in lane)
+        for lane in schedule.lanes
+    )
+    return Schedule(schedule.name, lanes, schedule.stage_lane) if falling else schedule
+
+
+def _falls(schedule: Schedule, stage: int) -> bool:
+    order = [a.microbatch for a in schedule.lanes[schedule.stage_lane[stage]] if a.stage == stage and a.kind == "B"]
+    return len(order) > 1 and order == list(reversed(range(schedule.microbatches)))
+
+
+def _where(places: Sequence[Sequence[Place]], cell: Cell) -> str:
+    row = places[cell.lane]
+    return str(row[cell.position]) if cell.position < len(row) else f"end of line {row[-1].line}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+
+
+def _refuse(name: str, fact: str) -> NoReturn:
+    raise ScheduleError(f"schedule {name!r}: {fact}")
