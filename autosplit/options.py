@@ -64,6 +64,10 @@ class Options:
     lanes: str = "inline"
     lane_timeout_s: float | None = 1800.0
     measure: bool = True
+    cut: Mapping[str, int] | None = None
+    """The stages of modules by their paths, for all that runs inside them; None: the plan finds the cut."""
+    microbatches: str = "tensor_split"
+    """Whose sizes microbatches have: those of ``torch.tensor_split`` or of ``torch.chunk``."""
 
     def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return the bytes of optimizer state of one parameter."""

@@ -280,7 +280,7 @@ class PipelinedModule(fx.GraphModule):
         if isinstance(recorded, TreeRun):
             return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, _caller(tensors)))
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
-        sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows)
+        sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
         seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else 0
         return PreparedStep(
             recorded.lowered,

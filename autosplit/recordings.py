@@ -266,7 +266,8 @@ class Recordings:
             self._batch_dims = dict(zip(found.inputs.names, found.inputs.batch_dims, strict=True))
             rows = batch_rows(found.inputs)
             if self.plan is None:
-                sizes = sizes_of(rows, self.options.chunks, found.graph.min_rows)
+                least, like = found.graph.min_rows, self.options.microbatches
+                sizes = sizes_of(rows, self.options.chunks, least, like=like)
                 self.plan = make_plan(self.model, found, self.options, sizes=sizes)
             elif not self.kept:
                 check_plan(self.plan, self.model, devices=len(self.options.devices))

@@ -20,6 +20,7 @@ from autosplit.partition.solve import Partition, solve, solve_evenly
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, formulate, link_seconds, state_bytes
+from autosplit.planning.given import given
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
 from autosplit.planning.recompute import first_that_fits, solve_listed
@@ -52,13 +53,15 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
         return _Writer(model, found, costs, options, sizes, formulation, partition)
 
     def cut(recompute: tuple[str, ...]) -> _Writer:
+        if options.cut is not None:
+            return written(given(traced, formulation, options.cut, recompute, stages=len(options.devices)))
         if len(set(recompute)) > 1 and options.recompute is not None:
             return _listed(formulation.problem, written, recompute)
         return _cut(replace(formulation.problem, recompute=recompute), written)
 
     writer = first_that_fits(options.recompute, cut)
     partition = writer.partition
-    if partition.stages < len(options.devices) * options.virtual_stages:
+    if partition.stages < len(options.devices) * options.virtual_stages and options.cut is None:
         warnings.warn(
             f"{len(options.devices)} devices were given, but the model has only "
             f"{_count(partition.stages, 'separable part')}: using {_count(partition.stages, 'stage')}",

@@ -17,6 +17,7 @@ from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
 from autosplit.partition.solve import Partition, solve
 from autosplit.planning.fingerprint import fingerprint_of
 from autosplit.planning.formulate import link_seconds, state_bytes
+from autosplit.planning.given import as_given
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
 from autosplit.planning.search import covered_modules, fit_of
 from autosplit.profile.module_costs import ModuleCosts, module_costs
@@ -47,7 +48,7 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
     forward raises, InfeasibleError when the memory limit cannot hold, and InputError when recompute is asked for.
     """
     asked = list(options.recompute or ())
-    if set(asked) - {"never"}:
+    if set(asked) - {"never"} and options.cut is None:
         raise InputError(
             f"recompute={asked} is for models that a graph can follow; this one runs by its own Python ({reason}): "
             "leave recompute out, or use torch.utils.checkpoint in the model"
@@ -58,7 +59,7 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
     cut = _first(sample, found, sizes[0])
     threads = 1 if found.why is None else None
     costs = module_costs(model, cut, measure=options.measure, device="cpu-lane", threads=threads)
-    units = choose_units(model, costs.for_units(), least=len(options.devices))
+    units = tuple(options.cut or choose_units(model, costs.for_units(), least=len(options.devices)))
     return TreePlan(_Writer(model, options, costs, units, sizes, found.why, reason).plan(), found)
 
 
@@ -108,10 +109,15 @@ class _Writer:
         self.sizes, self.why, self.reason = sizes, why, reason
         self.states = _states(model, homes(model, {unit: index for index, unit in enumerate(units)}))
         self.problem = self._problem()
-        self.partition: Partition = solve(self.problem, stages=len(options.devices))
+        self.partition: Partition = self._partition()
         called = {path for path, seen in costs.modules.items() if seen.first is not None}
         self.stage_of = coarsened(dict(zip(units, self.partition.assignment, strict=True)), called=called)
         self.home = homes(model, self.stage_of)
+
+    def _partition(self) -> Partition:
+        if self.options.cut is None:
+            return solve(self.problem, stages=len(self.options.devices))
+        return as_given(self.problem, [self.options.cut[unit] for unit in self.units], objective="bottleneck")
 
     def _problem(self) -> Problem:
         static = [0] * len(self.units)
@@ -236,6 +242,8 @@ class _Writer:
             yield f"rows are independent: {len(self.sizes)} microbatches overlap in the forward"
         else:
             yield f"one chunk, the stages run one after the other: {self.why}"
+        if set(self.options.recompute or ()) - {"never"}:
+            yield f"recompute={list(self.options.recompute or ())} has no effect: no graph can follow this model"
         if not self.costs.measured:
             yield "costs of modules are estimates"
 

@@ -11,6 +11,7 @@ counted once.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,29 @@ from torch.utils.checkpoint import checkpoint
 
 from autosplit.runtime.ambient import may_hook_saved_tensors
 from autosplit.runtime.ops import Key
+
+_HERE = threading.local()
+"""Which run of a region that runs twice is under way in this thread."""
+
+
+def is_checkpointing() -> bool:
+    """Tell whether a module's forward is called in a run that keeps nothing: it will be called again."""
+    return getattr(_HERE, "run", None) == "first"
+
+
+def is_recomputing() -> bool:
+    """Tell whether a module's forward is called again, in the backward, so as to have what was not kept."""
+    return getattr(_HERE, "run", None) == "second"
+
+
+@contextlib.contextmanager
+def _during(run: str) -> Iterator[None]:
+    before = getattr(_HERE, "run", None)
+    _HERE.run = run
+    try:
+        yield
+    finally:
+        _HERE.run = before
 
 
 class Recomputed(nn.Module):
@@ -89,7 +113,8 @@ class _Again:
             for place in self.places:
                 own[place] = self.first.pop(place)
             self.versions = self.part.versions()
-            return self.part.region(*_gathered(own, self.sizes))
+            with _during("first"):
+                return self.part.region(*_gathered(own, self.sizes))
         if self.part.versions() != self.versions:
             raise RuntimeError(
                 f"a parameter of {self.part.place} was changed in place between the forward and the backward, which "
@@ -101,7 +126,7 @@ class _Again:
         for place in self.places:
             own[place] = own[place].clone()
         try:
-            with _copied(self.part.root, self.part.writes):
+            with _copied(self.part.root, self.part.writes), _during("second"):
                 return self.part.region(*_gathered(own, self.sizes))
         except Exception as error:
             error.add_note(f"raised when {self.part.place} ran again for its backward")

@@ -6,7 +6,7 @@ import pytest
 
 import autosplit
 import cost_models
-from autosplit import errors
+from autosplit import compat, errors
 
 ERRORS = [
     name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.AutosplitError)
@@ -22,14 +22,14 @@ def test_the_tree_of_errors():
     assert len(ERRORS) == 8
 
 
-@pytest.mark.parametrize("package", [autosplit, cost_models])
+@pytest.mark.parametrize("package", [autosplit, compat, cost_models])
 def test_all_lists_what_exists_once(package):
     assert len(set(package.__all__)) == len(package.__all__)
     assert [name for name in package.__all__ if not hasattr(package, name)] == []
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [(package, name) for package in (autosplit, cost_models) for name in package.__all__]
+    ("package", "name"), [(package, name) for package in (autosplit, compat, cost_models) for name in package.__all__]
 )
 def test_public_names_are_documented(package, name):
     value = getattr(package, name)

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("autosplit", "cost_models")
+PUBLIC = {ROOT / "autosplit", ROOT / "autosplit" / "compat", ROOT / "cost_models"}
+"""Packages whose names users import."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 GENERATED = ("build", "dist")
@@ -102,7 +104,7 @@ def test_the_pattern_finds_unowned_notes():
 
 
 def test_subpackages_hold_a_docstring_only():
-    inits = [path for path in SOURCES if path.name == "__init__.py" and path.parent.parent != ROOT]
+    inits = [path for path in SOURCES if path.name == "__init__.py" and path.parent not in PUBLIC]
     assert len(inits) >= 8
     for path in inits:
         body = ast.parse(TEXTS[path]).body

@@ -1,0 +1,50 @@
+"""A cut that was given by hand: what it costs, and how far from the best of all cuts it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autosplit.partition.costs import check
+from autosplit.partition.problem import Problem
+from autosplit.partition.solve import Objective, Partition, solve
+from autosplit.planning.apply import assign
+from autosplit.planning.formulate import Formulation
+from autosplit.trace.graph import TracedGraph
+
+_BOUND_S = 1.0
+"""How long the solver may look for a bound: nothing but the report waits for it."""
+
+
+def given(
+    traced: TracedGraph, formulation: Formulation, cut: Mapping[str, int], recompute: Sequence[str], *, stages: int
+) -> Partition:
+    """Return the partition that gives every operation the stage of the innermost module of ``cut`` that it lies in.
+
+    Stages may be empty; empty ones at the end are left out. Capacities play no part: the cut is the caller's.
+    ``recompute`` has one entry, or one per stage.
+    """
+    placed = assign(traced, cut, stages=stages)
+    assignment = [placed[names[0]] for names in formulation.names]
+    return as_given(formulation.problem, assignment, recompute, objective="step_time")
+
+
+def as_given(
+    problem: Problem, assignment: Sequence[int], recompute: Sequence[str] = ("never",), *, objective: Objective
+) -> Partition:
+    """Return a partition as it was given, with its costs and the solver's bound."""
+    problem = replace(problem, recompute=("never",))
+    used = max(assignment) + 1
+    again = list(recompute) * used if len(recompute) == 1 else list(recompute[:used])
+    costs = check(problem, assignment, recompute=again)
+    free = tuple(replace(device, capacity_bytes=None) for device in problem.devices or ())
+    bound_s = solve(replace(problem, devices=free), objective=objective, time_limit_s=_BOUND_S).lower_bound_s
+    value_s = costs.step_s if objective == "step_time" else costs.bottleneck_s
+    return Partition(
+        assignment=tuple(assignment),
+        objective=objective,
+        value_s=value_s,
+        lower_bound_s=min(bound_s, value_s),
+        status="bounded",
+        costs=costs,
+    )

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.compat import BalanceError, GPipe
+from autosplit.compat.chain import CHECKPOINTS
+from tests.compat.sequential_models import assert_like_plain, mlp, pairs, rows, unet
+
+CPUS = ["cpu"] * 3
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("count", [1, 5, 8, 9])
+def test_outputs_and_gradients_are_the_plain_model_s(checkpoint, count):
+    model = mlp()
+    pipe = GPipe(copy.deepcopy(model), [2, 1, 2], devices=CPUS, chunks=4, checkpoint=checkpoint)
+    assert_like_plain(pipe, model, rows(count, 4))
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
+def test_tuples_go_from_partition_to_partition(balance):
+    model = pairs()
+    assert_like_plain(GPipe(copy.deepcopy(model), balance, devices=CPUS, chunks=3), model, rows(7, 4))
+
+
+def test_a_tuple_may_be_the_input():
+    model = nn.Sequential(*pairs()[1:])
+    pipe = GPipe(model, [1, 1], devices=CPUS, chunks=2)
+    x, y = rows(5, 4), rows(5, 4)
+    assert [torch.equal(*both) for both in zip(pipe((x, y)), model((x, y)), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(8, (2, 2, 2, 2)), (9, (3, 3, 3)), (5, (2, 2, 1)), (3, (1, 1, 1))])
+def test_microbatches_have_the_sizes_of_chunk(count, sizes):
+    pipe = GPipe(mlp(), [3, 2], devices=CPUS, chunks=4)
+    x = rows(count, 4)
+    pipe(x)
+    assert pipe.pipe.plan.microbatch_rows == sizes == tuple(len(part) for part in x.chunk(4))
+
+
+def test_the_balance_is_the_cut():
+    pipe = GPipe(mlp(), (2, 1, 2), devices=CPUS, chunks=2)
+    pipe(rows(4, 4))
+    layers = [{name.split("#")[0] for name in stage.nodes} for stage in pipe.pipe.plan.stages]
+    assert layers == [{"partitions.0.0", "partitions.0.1"}, {"partitions.1.2"}, {"partitions.2.3", "partitions.2.4"}]
+    assert "at most" in pipe.pipe.report()
+
+
+def test_public_attributes_are_converted():
+    pipe = GPipe(mlp(), iter([2, 3]), devices=(d for d in CPUS), chunks=4.0, checkpoint="never")
+    assert (pipe.balance, pipe.devices, pipe.checkpoint) == ([2, 3], [torch.device("cpu")] * 2, "never")
+    assert pipe.chunks == 4
+    assert isinstance(pipe.chunks, int)
+
+
+def test_it_is_like_a_sequential():
+    model = mlp()
+    pipe = GPipe(model, [2, 1, 2], devices=CPUS)
+    assert len(pipe) == 5
+    assert list(pipe) == list(model)
+    assert (pipe[0], pipe[4], pipe[-1], pipe[-5]) == (model[0], model[4], model[4], model[0])
+    for index in (5, -6):
+        with pytest.raises(IndexError):
+            pipe[index]
+
+
+def test_names_are_torchgpipe_s():
+    pipe = GPipe(nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)]), [1, 2], devices=CPUS)
+    names = [f"partitions.{place}.{name}" for place in ("0.0", "1.1", "1.2") for name in ("weight", "bias")]
+    assert list(pipe.state_dict()) == [name for name, _ in pipe.named_parameters()] == names
+    assert isinstance(pipe.partitions, nn.ModuleList)
+    assert all(isinstance(partition, nn.Sequential) for partition in pipe.partitions)
+
+
+def test_moves_are_refused_and_dtypes_are_not():
+    pipe = GPipe(mlp(), [5], devices=CPUS)
+    moves = [pipe.cuda, pipe.cpu, lambda: pipe.to("cpu"), lambda: pipe.to(0), lambda: pipe.to(torch.rand(1))]
+    moves += [lambda: pipe.to(device="cpu"), lambda: pipe.to(tensor=torch.rand(1))]
+    for move in moves:
+        with pytest.raises(TypeError, match="GPipe should manage device placement: they lie on cpu"):
+            move()
+    assert pipe.to(torch.float32) is pipe
+    assert pipe(torch.rand(4, 4)).dtype == torch.float32
+    assert pipe.double()(rows(4, 4)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"balance": None}, ValueError, "balance is required(.|\n)*balance_by_time"),
+        ({"balance": [1]}, BalanceError, r"module: 5, sum of balance: 1(.|\n)*balance_by_time"),
+        ({"balance": [6]}, BalanceError, "module: 5, sum of balance: 6"),
+        ({"balance": [0, 5]}, BalanceError, r"positive integer \(balance: \[0, 5\]\)"),
+        ({"balance": [-1, 6]}, BalanceError, "positive integer"),
+        ({"balance": [1, 1, 1, 2]}, IndexError, r"devices: 3, partitions: 4"),
+        ({"chunks": 0}, ValueError, r"chunks must be positive integer \(chunks: 0\)"),
+        ({"checkpoint": "some"}, ValueError, "'always', 'except_last', or 'never'(.*)'some'"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, error, message):
+    with pytest.raises(error, match=message):
+        GPipe(mlp(), **{"balance": [2, 3], "devices": CPUS} | arguments)
+
+
+def test_models_that_cannot_be():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="Sequential to be partitioned, it is a Linear"):
+        GPipe(layer, [1], devices=CPUS)
+    with pytest.raises(ValueError, match="duplicate children"):
+        GPipe(nn.Sequential(layer, layer), [1, 1], devices=CPUS)
+    tied = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
+    with pytest.raises(ValueError, match=r"duplicate parameters in distinct children(.*)autosplit\(model"):
+        GPipe(tied, [1, 1], devices=CPUS)
+
+
+class Word(nn.Module):
+    def forward(self, x):
+        return x, "word"
+
+
+@pytest.mark.parametrize("value", ["word", [torch.rand(2)], (torch.rand(2), "word"), 42])
+def test_only_tensors_go_in(value):
+    with pytest.raises(TypeError, match="expected Tensor, but got"):
+        GPipe(nn.Sequential(nn.Identity()), [1], devices=CPUS)(value)
+
+
+def test_only_tensors_go_from_partition_to_partition_and_out():
+    for model in (nn.Sequential(Word()), nn.Sequential(Word(), nn.Flatten())):
+        with pytest.raises(TypeError, match="expected Tensor, but got str"):
+            GPipe(model, [1] * len(model), devices=CPUS)(torch.rand(2, 2))
+
+
+def test_an_empty_model_gives_its_input():
+    pipe = GPipe(nn.Sequential(), [])
+    x = torch.tensor(42)
+    assert pipe(x) is x
+    assert (len(pipe), list(pipe)) == (0, [])
+
+
+def test_partitions_may_compute_nothing():
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Identity()).double()
+    assert_like_plain(GPipe(copy.deepcopy(model), [1, 1, 1], devices=CPUS, chunks=2), model, rows(4, 4))
+
+
+def test_modes_and_hooks_are_the_layers():
+    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), [1, 2], devices=CPUS, chunks=2)
+    x = torch.rand(6, 4)
+    assert not torch.equal(pipe(x), pipe(x))
+    assert torch.equal(pipe.eval()(x), pipe(x))
+    seen = []
+    pipe.partitions[1].register_forward_hook(lambda module, inputs, output: seen.append((len(output), output.grad_fn)))
+    with torch.no_grad():
+        pipe(x)
+    assert [entry for entry in seen if entry[0] == 3][-2:] == [(3, None), (3, None)]
+
+
+def test_copies_run_by_themselves():
+    model = unet()
+    pipe = GPipe(model, [2, 1, 2], devices=CPUS, chunks=2)
+    x = rows(4, 2, 5)
+    before = pipe(x)
+    twin = copy.deepcopy(pipe)
+    with torch.no_grad():
+        twin[2].weight.zero_()
+    assert torch.equal(pipe(x), before)
+    assert not torch.equal(twin(x), before)
+    assert twin.pipe.plan == pipe.pipe.plan
+
+
+def test_a_failing_layer_raises_its_own_error():
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise LookupError("its own")
+
+    with pytest.raises(LookupError, match="its own"):
+        GPipe(nn.Sequential(nn.Linear(2, 2), Failing()), [1, 1], devices=CPUS, chunks=2)(torch.rand(4, 2))
+
+
+def test_the_pipe_below_trains_in_one_call():
+    model = mlp()
+    pipe = GPipe(copy.deepcopy(model), [2, 3], devices=CPUS, chunks=4)
+    x, target = rows(9, 4), rows(9, 2).detach()
+    loss = pipe.pipe.train_step(x, target=target, loss_fn=nn.MSELoss())
+    plain = nn.functional.mse_loss(model(x.detach()), target)
+    plain.backward()
+    torch.testing.assert_close(loss, plain.detach(), rtol=1e-12, atol=1e-12)
+    for own, other in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.compat import GPipe, Namespace, pop, skippable, stash, verify_skippables
+from autosplit.compat.chain import CHECKPOINTS
+from autosplit.compat.skip import on_their_own
+from tests.compat.sequential_models import Down, Up, assert_like_plain, rows, unet
+
+CPUS = ["cpu"] * 5
+
+
+class Pass(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def layer(*, stashes=(), pops=()):
+    return skippable(stash=stashes, pop=pops)(Pass)()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("balance", [[5], [1, 4], [2, 1, 2], [1, 1, 1, 1, 1]])
+def test_skips_cross_partitions(balance, checkpoint):
+    model = unet()
+    pipe = GPipe(copy.deepcopy(model), balance, devices=CPUS, chunks=3, checkpoint=checkpoint)
+    with on_their_own():
+        assert_like_plain(pipe, model, rows(7, 2, 5))
+
+
+def test_a_skip_goes_directly_to_the_stage_that_pops_it():
+    pipe = GPipe(unet(), [1, 1, 1, 1, 1], devices=CPUS, chunks=2)
+    pipe(rows(4, 2, 5))
+    sent = {(b.producer, b.consumers) for b in pipe.pipe.plan.boundaries if b.producer != -1}
+    assert sent == {(0, (1, 3)), (1, (2,)), (2, (3,)), (3, (4,))}
+    assert [b.consumers for b in pipe.pipe.plan.boundaries if b.producer == -1] == [(0, 4)]
+
+
+def test_none_may_be_stashed():
+    @skippable(stash=["none"])
+    class Stash(nn.Module):
+        def forward(self, x):
+            yield stash("none", None)
+            return x * 2
+
+    @skippable(pop=["none"])
+    class Pop(nn.Module):
+        def forward(self, x):
+            assert (yield pop("none")) is None
+            return x * 3
+
+    pipe = GPipe(nn.Sequential(Stash(), Pop()), [1, 1], devices=CPUS, chunks=2)
+    x = rows(4, 2)
+    pipe(x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 6))
+
+
+def test_a_layer_that_reads_values_keeps_its_skips_by_microbatch():
+    @skippable(stash=["largest"])
+    class Reads(nn.Module):
+        def forward(self, x):
+            yield stash("largest", x * float(x.detach().abs().amax(1).sum().item() >= 0))
+            return x + 1
+
+    @skippable(pop=["largest"])
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x * (yield pop("largest"))
+
+    model = nn.Sequential(Reads(), nn.Linear(3, 3), Adds()).double()
+    with on_their_own():
+        assert_like_plain(GPipe(copy.deepcopy(model), [1, 1, 1], devices=CPUS, chunks=3), model, rows(6, 3))
+
+
+def test_outside_of_a_pipe_skips_stay_with_the_thread():
+    down, up = Down(1, 1).double(), Up(1, 1).double()
+    x = rows(2, 1, 3)
+    assert torch.equal(up(down(x)), up.module.conv(down.module.conv(x).relu()) + x)
+    with pytest.raises(RuntimeError, match="'skip' has not been stashed"):
+        up(x)
+
+
+@pytest.mark.parametrize(
+    ("stashes", "pops", "command", "message"),
+    [
+        ([], [], stash("a", None), "'a' has not been declared as stashable"),
+        ([], [], pop("a"), "'a' has not been declared as poppable"),
+        (["a"], [], None, "'a' must be stashed but have not"),
+        ([], ["a"], None, "'a' must be popped but have not"),
+    ],
+)
+def test_what_is_declared_is_what_is_done(stashes, pops, command, message):
+    @skippable(stash=stashes, pop=pops)
+    class Layer(nn.Module):
+        def forward(self, x):
+            if command is not None:
+                yield command
+            return x
+
+    with on_their_own(), pytest.raises(RuntimeError, match=message):
+        Layer()(torch.rand(1), skips=(torch.rand(1),) * len(pops))
+
+
+def test_only_skips_may_be_yielded():
+    @skippable()
+    class Layer(nn.Module):
+        def forward(self, x):
+            yield x
+            return x
+
+    with pytest.raises(TypeError, match="is not a command from @skippable"):
+        Layer()(torch.rand(1))
+
+
+def test_problems_of_all_layers_are_told_at_once():
+    model = nn.Sequential(
+        layer(stashes=["a", "b"]),
+        layer(stashes=["a"]),
+        layer(pops=["a"]),
+        layer(pops=["a", "c"]),
+        layer(stashes="d", pops="d"),
+    )
+    with pytest.raises(TypeError) as error:
+        verify_skippables(model)
+    assert str(error.value).splitlines()[2:] == [
+        "* '1' redeclared 'a' as stashable but not isolated by namespace",
+        "* '3' redeclared 'a' as poppable but not isolated by namespace",
+        "* '3' declared 'c' as poppable but it was not stashed",
+        "* '4' declared 'd' both as stashable and as poppable",
+        "* no module declared 'b' as poppable but stashed",
+    ]
+    with pytest.raises(TypeError, match="do not match"):
+        GPipe(model, [5], devices=CPUS)
+
+
+def test_namespaces_keep_names_apart():
+    one, other = Namespace(), Namespace()
+    assert one != other
+    assert copy.copy(one) == one
+    assert (one < other) != (other < one)
+    stashing, popping = ([layer(**kind).isolate(n) for n in (one, other)] for kind in ({"stashes": "a"}, {"pops": "a"}))
+    verify_skippables(nn.Sequential(*stashing, *popping))
+    both = layer(stashes=["a", "b"]).isolate(one, only=["a"])
+    assert list(both.stashable()) == [(one, "a"), (None, "b")]
+
+
+def test_a_skippable_layer_shows_what_it_is():
+    assert repr(layer()) == "@skippable(Pass())"
