@@ -20,6 +20,7 @@ from autosplit.options import (
     choose,
     resolve_devices,
     resolve_lanes,
+    resolve_rng,
 )
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan import Plan
@@ -73,7 +74,10 @@ def autosplit(
             "except_last" (as "always", but for the last microbatch of a step), "block" (each of its blocks alone; a
             stage without any is one), or a list with one of these per stage. "auto" is "never" unless the memory
             limit does not hold with it: then the plan chooses per stage. Gradients are the same bits.
-        precision, rng, batch_norm, compile, graphs, mesh: reserved; only the defaults are available in
+        rng: "plain": random operations draw the plain model's own numbers, bit for bit, and leave torch's generator as
+            it does; "counter": each draws from a seed per step, operation and microbatch, the same for every cut;
+            "auto": plain on CPU lanes, else counter. What cannot be drawn beforehand is drawn by counter and reported.
+        precision, batch_norm, compile, graphs, mesh: reserved; only the defaults are available in
             this version, anything else is refused.
 
     Returns:
@@ -86,7 +90,6 @@ def autosplit(
     """
     _check_model(model)
     choose("precision", precision, (None,))
-    choose("rng", rng, ("auto", "counter"))
     choose("batch_norm", batch_norm, ("micro",))
     choose("compile", compile, (False,))
     choose("graphs", graphs, (False,))
@@ -108,6 +111,7 @@ def autosplit(
         optimizer=check_optimizer(optimizer),
         batch_dims=batch_dims,
         lanes=resolve_lanes(lanes, resolved),
+        rng=resolve_rng(rng, resolved),
     )
     pipe = PipelinedModule(model, options, pinned)
     if sample is not None:

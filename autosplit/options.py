@@ -15,6 +15,7 @@ OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward")
 LANES = ("auto", "inline", "threads")
+RNG = ("auto", "plain", "counter")
 RECOMPUTE = ("never", "always", "except_last", "block")
 """What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
 
@@ -63,6 +64,8 @@ class Options:
     """What every stage does, or one entry per stage; None: recompute only what the memory limit asks for."""
     lanes: str = "inline"
     lane_timeout_s: float | None = 1800.0
+    rng: str = "counter"
+    """Whose random numbers: "plain" (the model's own bits), "counter" (seeded by step, operation and microbatch)."""
     measure: bool = True
     cut: Mapping[str, int] | None = None
     """The stages of modules by their paths, for all that runs inside them; None: the plan finds the cut."""
@@ -153,6 +156,20 @@ def resolve_lanes(lanes: str, devices: Sequence[torch.device]) -> str:
     if lanes == "auto":
         return "inline" if cuda or len(devices) == 1 else "threads"
     return lanes
+
+
+def resolve_rng(rng: str, devices: Sequence[torch.device]) -> str:
+    """Return "plain" or "counter" for "auto": plain on CPU lanes; plain on CUDA devices raises an InputError."""
+    choose("rng", rng, RNG)
+    cuda = [str(device) for device in devices if device.type != "cpu"]
+    if rng == "plain" and cuda:
+        raise InputError(
+            f"rng='plain' is for CPU lanes, devices has {', '.join(cuda)}: a CUDA kernel's numbers hang on how it is "
+            "launched; use rng='counter'"
+        )
+    if rng == "auto":
+        return "counter"
+    return rng
 
 
 def resolve_devices(devices: Any) -> tuple[torch.device, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -22,9 +22,10 @@ from autosplit.recorded import PreparedStep, PreparedTree, Recorded
 from autosplit.recordings import Recordings
 from autosplit.report.table import render
 from autosplit.runtime import engine, middle
-from autosplit.runtime.ambient import needs_one_thread
+from autosplit.runtime.ambient import is_transformed, needs_one_thread
 from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, sizes_of
+from autosplit.runtime.tape import Tape
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.formula import lengths_in
@@ -168,7 +169,7 @@ class PipelinedModule(fx.GraphModule):
             loss_fn=loss_fn,
             reduction=loss_reduction,
             proved=self._core.losses,
-            whole=lambda: self._run(step),
+            whole=lambda: self._run(replace(step, state=step.state.fresh())),
             threads=None if needs_one_thread() else self._core.threads,
         )
 
@@ -281,7 +282,7 @@ class PipelinedModule(fx.GraphModule):
             return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, _caller(tensors)))
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
-        seed = int(torch.randint(2**_SEED_BITS, ())) if recorded.lowered.random else 0
+        lengths = lengths_in(recorded.traced.lengths, tensors)
         return PreparedStep(
             recorded.lowered,
             lambda *given: recorded.setup.forward(*given),
@@ -289,10 +290,10 @@ class PipelinedModule(fx.GraphModule):
             partial(add_location, lowered=recorded.lowered),
             tensors,
             rows,
-            lengths_in(recorded.traced.lengths, tensors),
+            lengths,
             sizes,
             (*recorded.lanes, _caller(tensors)),
-            CallState(seed),
+            _call_state(recorded, core.options.rng, sizes, lengths),
             core.recordings.schedule,
             recorded.orders,
             recorded,
@@ -348,6 +349,15 @@ class PipelinedModule(fx.GraphModule):
 def _caller(leaves: Sequence[Any]) -> Lane:
     """Return the lane of the caller: on the device of the batch."""
     return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))
+
+
+def _call_state(recorded: Recorded, rng: str, sizes: Sequence[int], lengths: Mapping[str, int]) -> CallState:
+    """Return where the random numbers of a call come from; under transforms operations draw by a seed."""
+    lowered = recorded.lowered
+    taped = rng == "plain" and bool(lowered.tape) and not is_transformed()
+    seeded = bool(lowered.off_tape) if taped else lowered.random
+    seed = int(torch.randint(2**_SEED_BITS, ())) if seeded else 0
+    return CallState(seed, Tape(lowered.tape, sizes, lengths) if taped else None)
 
 
 def _free_names(model: nn.Module, stages: int) -> dict[str, str]:

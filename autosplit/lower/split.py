@@ -15,6 +15,7 @@ from autosplit.lower.region import Region, RegionModule
 from autosplit.profile.stage_pieces import block_paths, in_units
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.recompute import Recomputed
+from autosplit.runtime.tape import TapeNode
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 
@@ -82,6 +83,23 @@ class Lowered:
     def random(self) -> bool:
         """Tell whether any node draws random numbers."""
         return any(info.random for _, info in self.traced.compute_nodes())
+
+    @cached_property
+    def tape(self) -> tuple[TapeNode, ...]:
+        """The random nodes whose numbers can be drawn beforehand, in model order."""
+        stages = {node: stage for stage, own in enumerate(self.layout.stages) for node in own.nodes}
+        found = []
+        for node, info in self.traced.compute_nodes():
+            again = node in stages and self.recompute[stages[node]] != "never"
+            if info.random and (own := TapeNode.of(info, again=again)) is not None:
+                found.append(own)
+        return tuple(found)
+
+    @cached_property
+    def off_tape(self) -> tuple[str, ...]:
+        """The names of the random nodes whose numbers cannot be drawn beforehand."""
+        held = {node.name for node in self.tape}
+        return tuple(i.name for _, i in self.traced.compute_nodes() if i.random and i.name not in held)
 
 
 def lower(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Seque
 def _again(ctx: Any) -> list[torch.Tensor]:
     """Run all forwards again, in the caller's thread and graph, and return their outputs."""
     cells: Cells = ctx.cells
-    again = Cells(cells.step, cells.start, detached=False)
+    again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, detached=False)
     try:
         with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
             for action in issue_order(forward_only(cells.last + 1, len(cells.step.sizes))):

@@ -6,11 +6,10 @@ microbatch.
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +20,31 @@ from torch.fx.node import has_side_effect
 from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.lanes import Bundle as Bundle
 from autosplit.runtime.lanes import Lane
+from autosplit.runtime.tape import DRAWING, Tape
 
 OUT = "out"
 """The name, among a stage's bundles, of the one for the epilogue and the caller."""
-_DRAWING = threading.Lock()
-"""Held while a random operation has the process's default generators for itself."""
 
 
 @dataclass(frozen=True)
 class CallState:
-    """What all cells of one call share, besides values: ``seed`` is where its random draws begin."""
+    """What all cells of one call share, besides values.
+
+    Attributes:
+        seed: where the random draws begin that are not on the tape.
+        tape: the plain model's random numbers; None where all operations draw by the seed.
+    """
 
     seed: int = 0
+    tape: Tape | None = None
+
+    def fresh(self) -> CallState:
+        """Return the state of another run of the same call."""
+        return replace(self, tape=self.tape and self.tape.fresh())
+
+    def again(self) -> CallState:
+        """Return the state of a run that repeats this one."""
+        return replace(self, tape=self.tape and self.tape.again())
 
 
 class Key(NamedTuple):
@@ -287,15 +299,19 @@ class _Fork(torch.autograd.Function):
 
 
 def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a random operation with a seed of its own per step, node and microbatch; generators stay untouched.
+    """Call a random operation with its numbers on the tape, else with a seed per step, node and microbatch.
 
-    Generators belong to the process, so lanes that run at the same time draw one after the other.
+    With a seed generators stay untouched. They belong to the process, so lanes that run at the same time draw one
+    after the other.
     """
+    tape = key.state.tape
+    if tape is not None and tape.holds(name):
+        return tape.run(name, key.microbatch, function, args, kwargs)
     call = key.state.seed
     seed = zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
     devices = {leaf.device for leaf in args if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
-    with _DRAWING:
+    with DRAWING:
         states = [generator.get_state() for generator in generators]
         try:
             for generator in generators:

@@ -88,6 +88,7 @@ class _Builder:
                 reads=tuple(dict.fromkeys(call.reads)),
                 writes=tuple(call.writes),
                 random=call.random,
+                draws=merged.draws,
                 source=call.source,
                 whole=call.whole,
             )

@@ -135,7 +135,7 @@ def _symbolic(
 
             sizes = SymbolicSizes(rows, lengths, now, repeats=repeats)
             recording = record(model, inputs, rows=rows, scope=scope, hooks=False, sizes=sizes)
-            converted = [_mapped(sizes.number, (c.args, c.kwargs, list(c.shapes))) for c in recording.calls]
+            converted = [_mapped(sizes.number, (c.args, c.kwargs, list(c.shapes), c.draws)) for c in recording.calls]
             converted.append(_mapped(sizes.number, recording.output))
             return recording, converted, sizes.conditions()
         except Exception:  # whatever a symbol does to the model, its lengths are then recorded one by one
@@ -168,7 +168,7 @@ def _widened(
     compare = _Compare(points)
     calls = []
     try:
-        for kept, call, (args, kwargs, shapes) in zip(merged.calls, recording.calls, converted, strict=False):
+        for kept, call, (args, kwargs, shapes, draws) in zip(merged.calls, recording.calls, converted, strict=False):
             first = kept.call
             same = (first.name, first.kind, first.dtypes) == (call.name, call.kind, call.dtypes)
             if not same or not (first.target is call.target or first.target == call.target):
@@ -176,7 +176,8 @@ def _widened(
             if len(kept.tensors) != len(shapes):
                 return None
             tensors = tuple(compare.tensor(info, shape) for info, shape in zip(kept.tensors, shapes, strict=True))
-            calls.append(MergedCall(first, compare(kept.args, args), compare(kept.kwargs, kwargs), tensors))
+            drawn = None if kept.draws is None else compare(kept.draws, draws)
+            calls.append(MergedCall(first, compare(kept.args, args), compare(kept.kwargs, kwargs), tensors, drawn))
         output = compare(merged.output, converted[-1])
     except _Differs:
         return None

@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.formula import ROWS, Length, Number, evaluate
+from autosplit.trace.random_watch import Draw
 
 INFO = "autosplit"
 LENGTH = "autosplit_length"
@@ -114,6 +115,8 @@ class TracedNode:
     """Qualified names of the buffers that the node changes."""
     random: bool = False
     """The node draws random numbers."""
+    draws: tuple[Draw, ...] | None = ()
+    """What it draws, in order, sizes as expressions; None where that cannot be told beforehand."""
     mutated: bool = False
     """Some node changes the storage of this node's result in place."""
     source: str = ""

@@ -12,6 +12,7 @@ import torch
 from autosplit.errors import TraceError
 from autosplit.trace.formula import ROWS, Formula, Length, Symbol, evaluate
 from autosplit.trace.graph import Size, TensorInfo
+from autosplit.trace.random_watch import Draw
 from autosplit.trace.recording import Attribute, Call, Recording, Ref
 
 BATCH_SIZES = (3, 4, 6)
@@ -37,6 +38,8 @@ class MergedCall:
     args: Any
     kwargs: Any
     tensors: tuple[TensorInfo, ...]
+    draws: tuple[Draw, ...] | None = ()
+    """What it draws, in order; None where that depends on more than sizes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
                 f"{calls[0].name} is not affine in the batch: at {', '.join(map(str, BATCH_SIZES))} rows it has "
                 f"{error}; a graph holds for all batch sizes only when sizes are a*rows + b"
             ) from None
-        merged.append(MergedCall(calls[0], args, kwargs, tensors))
+        merged.append(MergedCall(calls[0], args, kwargs, tensors, _draws(calls)))
     try:
         output = _values([r.output for r in recordings])
     except _Differs as error:
@@ -93,6 +96,8 @@ def matches(
         if [t.shape_at(rows, lengths) for t in expected.tensors] != call.shapes:
             return False
         if not _equals((expected.args, expected.kwargs), (call.args, call.kwargs), sizes):
+            return False
+        if expected.draws is not None and not _equals(expected.draws, call.draws or (), sizes):
             return False
     return True
 
@@ -120,6 +125,14 @@ def _same_constants(recordings: Sequence[Recording]) -> None:
                 raise TraceError(
                     f"forward captures another constant tensor ({name}) at every call; register it as a buffer"
                 )
+
+
+def _draws(calls: Sequence[Call]) -> tuple[Draw, ...] | None:
+    try:
+        found: tuple[Draw, ...] | None = _values([call.draws for call in calls])
+        return found
+    except (_Differs, ValueError):
+        return None
 
 
 def _values(values: Sequence[Any]) -> Any:

@@ -1,24 +1,82 @@
-"""Notice operations that draw random numbers."""
+"""Notice operations that draw random numbers, and write down what is needed to draw the same beforehand.
+
+Private torch interface: the default hooks of saved tensors, which tell that ``torch.utils.checkpoint`` is about to run
+something twice; tried on torch 2.11, 2.13 and 2.15.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+class Like(NamedTuple):
+    """A tensor that an operation takes or gives; sizes are numbers, or in a merged recording expressions."""
+
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+class Draw(NamedTuple):
+    """One call of an aten operation that draws; ``Like`` stands for the tensors among its arguments."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    out: Like
+
+
 class RandomWatch(TorchDispatchMode):
-    """Sets a flag when an operation draws random numbers."""
+    """Lists the operations that draw random numbers.
+
+    Attributes:
+        drawn: them, since :meth:`begin`.
+        own_generator: whether one of them drew from another generator than torch's default one.
+        runs_twice: whether one of them runs again in the backward, inside what was watched.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.drew = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was drawn so far."""
+        self.drawn: list[Draw] = []
+        self.own_generator = self.runs_twice = False
+        self._hooks = _hooks()
+
+    @property
+    def drew(self) -> bool:
+        """Whether an operation has drawn random numbers."""
+        return bool(self.drawn)
+
+    @property
+    def draws(self) -> tuple[Draw, ...] | None:
+        """What was drawn, in order; None where it cannot be told beforehand."""
+        return None if self.runs_twice else tuple(self.drawn)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs or {}):
-            self.drew = True
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not draws_numbers(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self:
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
+        self.own_generator |= any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+        self.runs_twice |= _hooks() is not self._hooks
+        result = _likes(out[0] if isinstance(out, tuple) else out)
+        self.drawn.append(Draw(func, _likes(args), tuple((k, _likes(v)) for k, v in kwargs.items()), result))
+        return out
+
+
+def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether an aten operation draws random numbers, given its arguments."""
+    return torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs)
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -27,3 +85,13 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             value = kwargs.get(argument.name, args[position] if position < len(args) else argument.default_value)
             return value == 0
     return False
+
+
+def _likes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Like(tuple(value.shape), tuple(value.stride()), value.dtype)
+    return tuple(map(_likes, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -201,23 +201,21 @@ class Recorder(TorchFunctionMode):
         self._muted += 1
         try:
             inputs = tensors_in((args, kwargs))
-            if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-                raise self._refusal(
-                    "draws from a generator of its own; a pipeline cannot keep the order of its "
-                    "draws: use torch's default generator"
-                )
             own = list(self.model.get_submodule(target).buffers()) if kind == "module" else []
             touched = [*inputs, *own]
             versions = [t._version for t in touched]
             call = Call(kind, target, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
             call.leaf = target if kind == "module" else None
             call.source = source_line()
-            self.random.drew = False
+            self.random.begin()
             if call.leaf in self.scope.atoms and self.observed is not None:
                 out = self.observed.replay(call, self._stack[-1][1], args, kwargs)
             else:
                 out = run()
-            call.random = call.random or self.random.drew
+            if self.random.own_generator:
+                raise self._refusal(_OWN_GENERATOR)
+            if self.random.drew:
+                call.random, call.draws = True, self.random.draws
             ambient = Ambient.current()
             if ambient != self._root_ambient:
                 self._wrap(call, ambient.differing(self._root_ambient))
@@ -362,10 +360,11 @@ class Recorder(TorchFunctionMode):
 
     def call_function(self, original: Callable[..., Any], function: type, args: Any, kwargs: Any) -> Any:
         """Stand in for ``autograd.Function.apply``: one call with its own backward."""
-        if self._muted:
-            return original(*args, **kwargs)
         from torch.utils.checkpoint import CheckpointFunction
 
+        if self._muted:
+            self.random.runs_twice |= function is CheckpointFunction
+            return original(*args, **kwargs)
         if function is CheckpointFunction:
             return args[0](*args[2:])
         full = (function, *args)
@@ -395,5 +394,6 @@ def _where(path: str) -> str:
     return f"module {path!r}" if path else "the model's own forward"
 
 
+_OWN_GENERATOR = "draws from a generator of its own; a pipeline cannot keep the order of its draws: use torch's default"
 _OTHER = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (int, float, bool, str, complex, range, *_OTHER)

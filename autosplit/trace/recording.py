@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from autosplit.errors import TraceError
+from autosplit.trace.random_watch import Draw
 
 VALUE_READS = frozenset(
     "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "
@@ -73,6 +74,8 @@ class Call:
     leaf: str | None = None
     """The leaf module that the call runs, also when it is wrapped in an ambient state."""
     random: bool = False
+    draws: tuple[Draw, ...] | None = ()
+    """What it draws, in order; None where that cannot be told beforehand."""
     mutates: list[int] = dataclasses.field(default_factory=list)
     """Numbers of the storages that this call changes in place."""
     storages: list[int] = dataclasses.field(default_factory=list)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace import python_state, state
-from autosplit.trace.random_watch import RandomWatch
+from autosplit.trace.random_watch import Draw, RandomWatch
 from autosplit.trace.recording import VALUE_READS, Call, Refusal
 from autosplit.trace.scope import Scope
 from autosplit.trace.structure import flatten_output, tensors_in
@@ -52,6 +52,7 @@ class Seen:
     changed: list[int] = field(default_factory=list)
     writes: list[str] = field(default_factory=list)
     random: bool = False
+    draws: tuple[Draw, ...] | None = ()
     whole: str = ""
 
 
@@ -94,6 +95,9 @@ class Watcher(TorchFunctionMode):
 
     def call_function(self, original: Callable[..., Any], function: type, args: Any, kwargs: Any) -> Any:
         """Stand in for ``autograd.Function.apply``: nothing inside is answered."""
+        from torch.utils.checkpoint import CheckpointFunction
+
+        self.random.runs_twice |= function is CheckpointFunction
         self._muted += 1
         try:
             return original(*args, **kwargs)
@@ -120,15 +124,17 @@ class Watcher(TorchFunctionMode):
         versions = [tensor._version for tensor in inputs]
         before = _Surroundings.of(self.model)
         self._watched = taint = _Taint(self._steady)
-        self.random.drew = False
+        self.random.begin()
         try:
             with self.random:
                 out = run(*args, **kwargs)
         finally:
             self._watched = None
-        seen.random = self.random.drew
+        seen.random, seen.draws = self.random.drew, self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
         seen.whole = taint.read or before.changed(_Surroundings.of(self.model))
+        if self.random.own_generator:
+            seen.whole = seen.whole or "it draws from a generator of its own"
         seen.writes = before.written(self.model)
         flat, seen.rebuild = flatten_output(out)
         if any(isinstance(leaf, (bool, int, float)) for leaf in flat):
@@ -156,7 +162,8 @@ class Observations:
         inputs = tensors_in((args, kwargs))
         tensors = (*inputs, *self.model.get_submodule(call.leaf).parameters())
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        call.random, call.whole = seen.random, self.scope.atoms[call.leaf].whole or seen.whole
+        call.random, call.draws = seen.random, seen.draws
+        call.whole = self.scope.atoms[call.leaf].whole or seen.whole
         call.writes += seen.writes
         with torch.no_grad():
             for position in seen.changed:

@@ -1,0 +1,212 @@
+"""The plain model's random numbers: drawn for the whole batch in model order, handed out by microbatch.
+
+    plain model    a: bernoulli_ [8, 64]       b: rand [8, 1]           one after the other, from torch's generator
+    tape           a: bernoulli_ [8, 64]       b: rand [8, 1]           the same calls, as late as a cell needs them
+    cells          a: rows 0-2, 3-5, 6-7       b: rows 0-2, 3-5, 6-7    in place of what they would draw
+
+An operation is drawn with the plain model's own shape, strides and dtype, so that it takes the same numbers from the
+generator and leaves it in the same state. Masks of zeros and ones are drawn as bool, which takes the same numbers.
+
+Private torch interface: ``TorchDispatchMode``, since below autograd is the only place where all random operations pass
+(dropout, attention and recurrent layers included); tried on torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosplit.runtime.tape_rules import Rule, Sizes, rule_of
+from autosplit.trace.formula import ROWS, Formula, Symbol, symbols_in
+from autosplit.trace.graph import NodeClass, TracedNode
+from autosplit.trace.merge import Affine, number_at
+from autosplit.trace.random_watch import Draw, Like, draws_numbers
+
+DRAWING = threading.RLock()
+"""Held while somebody has the process's default generators for itself."""
+
+
+@dataclass(frozen=True)
+class TapeNode:
+    """A random node: its stable name, what it draws, whether for each microbatch, and whether it runs again."""
+
+    name: str
+    draws: tuple[Draw, ...]
+    micro: bool
+    again: bool
+
+    @classmethod
+    def of(cls, info: TracedNode, *, again: bool) -> TapeNode | None:
+        """Return a node for a tape; None for one whose numbers cannot be drawn beforehand."""
+        micro = info.node_class is NodeClass.MICRO
+        if not info.draws or any(rule_of(draw) is None or (micro and _uneven(draw.out)) for draw in info.draws):
+            return None
+        return cls(info.name, info.draws, micro, again)
+
+
+class Tape:
+    """The random numbers of one call, drawn when a cell first needs them and dropped when the last one has.
+
+    Cells of several lanes may ask at the same time.
+    """
+
+    def __init__(
+        self, nodes: Sequence[TapeNode], sizes: Sequence[int], lengths: Sizes, start: torch.Tensor | None = None
+    ) -> None:
+        self.nodes = nodes
+        self.sizes = tuple(sizes)
+        self.lengths = lengths
+        self._start = start
+        """The generator's state before the first draw; None: whatever it is then."""
+        self._now = start
+        """For a tape that draws once more, the state before its next draw."""
+        self._places = {node.name: place for place, node in enumerate(nodes)}
+        self._next = 0
+        self._drawn: dict[str, list[torch.Tensor]] = {}
+        self._left = {node.name: len(self.sizes) if node.micro else 1 for node in nodes}
+
+    def fresh(self) -> Tape:
+        """Return a tape for another run of the same call; it draws from the generator as it is then."""
+        return Tape(self.nodes, self.sizes, self.lengths)
+
+    def again(self) -> Tape:
+        """Return a tape that draws once more what this one drew; the generator stays as it is."""
+        return Tape(self.nodes, self.sizes, self.lengths, self._start) if self._start is not None else self.fresh()
+
+    def holds(self, name: str) -> bool:
+        """Tell whether a node's numbers are on the tape."""
+        return name in self._places
+
+    def run(self, name: str, microbatch: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a random operation, or a module with several inside, with a microbatch's numbers."""
+        node = self.nodes[self._places[name]]
+        with _Replay(name, node.draws, self._numbers(node, microbatch)):
+            return function(*args, **kwargs)
+
+    def draw_ahead(self) -> bool:
+        """Draw the next node's numbers; tell whether there were any left to draw."""
+        with DRAWING:
+            if self._next == len(self.nodes):
+                return False
+            self._draw_next()
+        return True
+
+    def _numbers(self, node: TapeNode, microbatch: int) -> list[torch.Tensor]:
+        """Return a microbatch's part of what a node drew."""
+        place = self._places[node.name]
+        if place >= self._next:
+            with DRAWING:
+                while place >= self._next:
+                    self._draw_next()
+        whole = self._drawn[node.name]
+        if not node.again:
+            self._left[node.name] -= 1
+            if not self._left[node.name]:
+                del self._drawn[node.name]
+        if not node.micro:
+            return whole
+        rows = sum(self.sizes)
+        before = sum(self.sizes[:microbatch])
+        return [
+            _rows(tensor, draw.out, rows, before, self.sizes[microbatch])
+            for tensor, draw in zip(whole, node.draws, strict=True)
+        ]
+
+    def _draw_next(self) -> None:
+        node = self.nodes[self._next]
+        generator = torch.default_generator
+        if self._now is None:
+            if self._start is None:
+                self._start = generator.get_state()
+            self._drawn[node.name] = self._draw(node)
+        else:
+            outside = generator.get_state()
+            generator.set_state(self._now)
+            try:
+                self._drawn[node.name] = self._draw(node)
+                self._now = generator.get_state()
+            finally:
+                generator.set_state(outside)
+        self._next += 1
+
+    @torch.no_grad()
+    def _draw(self, node: TapeNode) -> list[torch.Tensor]:
+        sizes = {**self.lengths, ROWS: sum(self.sizes)}
+        return [_rule(draw).draw(draw, sizes) for draw in node.draws]
+
+
+class _Replay(TorchDispatchMode):
+    """Gives the random operations inside what a tape holds for them."""
+
+    def __init__(self, name: str, draws: Sequence[Draw], numbers: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.name = name
+        self.left = iter(zip(draws, numbers, strict=True))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or not draws_numbers(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self:
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        draw, numbers = next(self.left, (None, None))
+        asked = _shape_asked(func, args)
+        if draw is None or numbers is None or draw.op is not func or (asked and asked != tuple(numbers.shape)):
+            known = "none" if draw is None or numbers is None else f"{draw.op.name()} of {list(numbers.shape)}"
+            raise RuntimeError(
+                f"{self.name} draws {func.name()} of {list(asked or ())} where {known} was recorded: its random "
+                "numbers are not the same at every call; split with rng='counter'"
+            )
+        return _rule(draw).give(numbers, args, kwargs)
+
+
+def _shape_asked(func: Any, args: Any) -> tuple[int, ...] | None:
+    """Return the shape of the numbers that an operation asks for; None where several tensors decide about it."""
+    shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else tuple(v) for v in args if isinstance(v, _SHAPED)]
+    return shapes[0] if len(shapes) == 1 or (shapes and func._schema.is_mutable) else None
+
+
+def _rule(draw: Draw) -> Rule:
+    rule = rule_of(draw)
+    assert rule is not None, "a tape holds only what can be drawn beforehand"
+    return rule
+
+
+def _rows(tensor: torch.Tensor, out: Like, rows: int, before: int, count: int) -> torch.Tensor:
+    """Return a microbatch's part of a tensor along its batch dimension; all of it where there is none."""
+    dim = _batch_dim(out)
+    if dim is None:
+        return tensor
+    factor = tensor.shape[dim] // rows
+    return tensor.narrow(dim, before * factor, count * factor)
+
+
+def _batch_dim(out: Like) -> int | None:
+    return next((dim for dim, size in enumerate(out.shape) if _depends(size)), None)
+
+
+def _uneven(out: Like) -> bool:
+    """Tell whether a result is no stack of rows: more than one dimension hangs on their number, or not evenly."""
+    dims = [size for size in out.shape if _depends(size)]
+    return len(dims) > 1 or any(number_at(size, _Nothing()) for size in dims)
+
+
+def _depends(size: Any) -> bool:
+    return isinstance(size, Affine) or (isinstance(size, (Formula, Symbol)) and ROWS in symbols_in(size))
+
+
+class _Nothing(dict[str, int]):
+    """No rows, at some lengths."""
+
+    def __missing__(self, name: str) -> int:
+        return 0 if name == ROWS else 7
+
+
+_SHAPED = (torch.Tensor, list, tuple, torch.Size)

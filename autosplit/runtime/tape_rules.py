@@ -1,0 +1,137 @@
+"""How each random operation is drawn for the whole batch, and how a microbatch's part takes its place.
+
+Operations are left out whose number of draws hangs on values (rejection sampling, random leaky ReLU): see `rule_of`.
+What the CPU's kernels do with the numbers of an operation that has tensors among its parameters is done again here, to
+the same bits (``aten/src/ATen/native/Distributions.cpp``); tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from autosplit.trace.merge import number_at
+from autosplit.trace.random_watch import Draw, Like
+
+Sizes = Mapping[str, int]
+
+
+class Rule(NamedTuple):
+    """``draw(draw, sizes)`` draws for the whole batch; ``give(numbers, args, kwargs)`` is the operation with these."""
+
+    draw: Callable[[Draw, Sizes], torch.Tensor]
+    give: Callable[[torch.Tensor, Any, Any], torch.Tensor]
+
+
+def rule_of(draw: Draw) -> Rule | None:
+    """Return how to draw an operation beforehand; None where that cannot be."""
+    name = draw.op.name().removeprefix("aten::")
+    if name == "multinomial":
+        named = _named(draw.op, draw.args, dict(draw.kwargs))
+        same = draw.args[0].dtype in (torch.float32, torch.float64)
+        return _RULES[name] if same and (not named["replacement"] or named["num_samples"] == 1) else None
+    return _RULES.get(name)
+
+
+def made(like: Like, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of a recorded shape and strides, with any contents."""
+    shape, strides = ([number_at(size, sizes) for size in own] for own in (like.shape, like.strides))
+    return torch.empty_strided(shape, strides, dtype=dtype or like.dtype)
+
+
+def _value(value: Any, sizes: Sizes) -> Any:
+    if isinstance(value, Like):
+        return made(value, sizes)
+    return [_value(part, sizes) for part in value] if isinstance(value, tuple) else number_at(value, sizes)
+
+
+def _named(op: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an operation by name, defaults included."""
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | dict(kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
+
+
+def _call(draw: Draw, sizes: Sizes, first: torch.Tensor | None = None) -> torch.Tensor:
+    args = [_value(value, sizes) for value in draw.args]
+    kwargs = {key: _value(value, sizes) for key, value in draw.kwargs}
+    if any(argument.name == "dtype" for argument in draw.op._schema.arguments):
+        kwargs["dtype"] = draw.out.dtype
+    if first is not None:
+        args[0] = first
+    drawn: torch.Tensor = draw.op(*args, **kwargs)
+    return drawn
+
+
+def _filled(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    return _call(draw, sizes, made(draw.out, sizes))
+
+
+def _masked(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    """Draw zeros and ones as bool: the kernels take the same numbers for every dtype."""
+    return _call(draw, sizes, made(draw.out, sizes, dtype=torch.bool))
+
+
+def _fill(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    filled: torch.Tensor = args[0].copy_(numbers)
+    return filled
+
+
+def _new(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    return numbers.clone()
+
+
+# -- operations with tensors among their parameters ----------------------------------------------------------------
+def _uniform(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    wide = draw.args[-1].dtype is torch.float64
+    return made(draw.out, sizes, dtype=torch.float64 if wide else torch.float32).uniform_()
+
+
+def _below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    return (numbers < args[0]).to(args[0].dtype)
+
+
+def _fill_below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    filled: torch.Tensor = args[0].copy_(numbers < args[1])
+    return filled
+
+
+def _deviations(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    """Draw normal numbers around nothing; a deviation that is a number is part of the kernel's own arithmetic."""
+    std = _named(draw.op, draw.args, dict(draw.kwargs))["std"]
+    return made(draw.out, sizes).normal_(0.0, 1.0 if isinstance(std, Like) else std)
+
+
+def _normal(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    scaled = numbers.clone()
+    return (scaled.mul_(std) if isinstance(std, torch.Tensor) else scaled).add_(mean)
+
+
+def _exponential(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    return made(draw.args[0], sizes).exponential_(1.0)
+
+
+def _choose(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    count = args[1] if len(args) > 1 else kwargs["num_samples"]
+    share = args[0] / numbers
+    return share.argmax(-1, keepdim=True) if count == 1 else share.topk(count)[1]
+
+
+_FILLS = (
+    "uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ random_ random_.from random_.to".split()  # in place
+)
+_NEWS = (
+    "rand randn randint randint.low randperm rand_like randn_like randint_like randint_like.low_dtype "
+    "normal.float_float bernoulli.p"
+).split()
+_RULES: dict[str, Rule] = {
+    "bernoulli_.float": Rule(_masked, _fill),
+    **dict.fromkeys(_FILLS, Rule(_filled, _fill)),
+    **dict.fromkeys(_NEWS, Rule(_call, _new)),
+    "bernoulli": Rule(_uniform, _below),
+    "bernoulli_.Tensor": Rule(_uniform, _fill_below),
+    **dict.fromkeys(("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor"), Rule(_deviations, _normal)),
+    "multinomial": Rule(_exponential, _choose),
+}
