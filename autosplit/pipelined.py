@@ -25,6 +25,7 @@ from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import is_transformed, needs_one_thread
 from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, sizes_of
+from autosplit.runtime.proof import Proofs
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
@@ -58,7 +59,7 @@ class _Core:
     compiled: weakref.WeakKeyDictionary[fx.Graph, Any] = field(default_factory=weakref.WeakKeyDictionary)
     edited: weakref.WeakSet[fx.Graph] = field(default_factory=weakref.WeakSet)
     """Programs that were compiled again by the caller."""
-    losses: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    proofs: Proofs = field(default_factory=Proofs)
     threads: LaneThreads | None = None
     own_python: fx.Graph | None = None
     names: dict[str, str] = field(default_factory=dict)
@@ -168,7 +169,7 @@ class PipelinedModule(fx.GraphModule):
             target=target,
             loss_fn=loss_fn,
             reduction=loss_reduction,
-            proved=self._core.losses,
+            proofs=self._core.proofs,
             whole=lambda: self._run(replace(step, state=step.state.fresh())),
             threads=None if needs_one_thread() else self._core.threads,
         )

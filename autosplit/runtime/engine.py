@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,16 @@ from autosplit.runtime import loss as losses
 from autosplit.runtime import train_cells
 from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane
+from autosplit.runtime.loss_calls import Counted
+from autosplit.runtime.loss_outputs import Outputs
 from autosplit.runtime.ops import bring
+from autosplit.runtime.proof import Proof, Proofs, WholeCheck, prove
+from autosplit.runtime.targets import split_target
 from autosplit.runtime.threads import LaneThreads
 from autosplit.trace import state
-from autosplit.trace.graph import INFO
 from autosplit.trace.structure import flatten_output
+
+_KIND = "kind"
 
 
 def train_step(
@@ -26,7 +32,7 @@ def train_step(
     target: Any,
     loss_fn: Any,
     reduction: str,
-    proved: dict[int, tuple[Any, str]],
+    proofs: Proofs,
     whole: Callable[[], Any],
     threads: LaneThreads | None,
 ) -> torch.Tensor:
@@ -36,23 +42,90 @@ def train_step(
     ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
     _check_loss(loss_fn)
-    lowered = step.lowered
+    losses.check_reduction(reduction)
+    outputs = Outputs(step)
     target = _with_outputs(target, step.lanes)
-    targets = losses.split_target(target, step.sizes, batch_dims=_output_dims(step))
-    if lowered.epilogue is not None or len(step.sizes) == 1 or _has_graph(target):
-        return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
-    known = losses.known_reduction(loss_fn, reduction)
-    if known is not None:
-        return train_cells.run(step, losses.per_microbatch(known, loss_fn, step.sizes, targets), None, threads)
-    if id(loss_fn) in proved:
-        kind = proved[id(loss_fn)][1]
-    else:
-        proof = _prove(step, loss_fn, target, targets, whole)
-        kind = proof.kind
-        if proof.conclusive:
-            proved[id(loss_fn)] = loss_fn, kind
-    check = losses.WholeCheck(loss_fn, target, kind)
-    return train_cells.run(step, losses.per_microbatch(kind, loss_fn, step.sizes, targets), check, threads)
+    targets = split_target(target, step.sizes, outputs=outputs.shapes())
+    if outputs.by_rows and len(step.sizes) > 1 and not _has_graph(target):
+        loss = _Loss(step, outputs, loss_fn, target, targets)
+        found = loss.given(reduction) if reduction != "auto" else loss.known(proofs) or loss.proved(proofs, whole)
+        if found is not None:
+            return train_cells.run(step, found.parts, found.check, threads)
+    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What each microbatch adds to the loss, and what holds that against the whole batch."""
+
+    parts: losses.Parts
+    check: WholeCheck | None = None
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The loss of one step; each method returns None where only the whole batch gives it."""
+
+    step: Step
+    outputs: Outputs
+    loss_fn: Any
+    target: Any
+    targets: Sequence[Any]
+
+    def given(self, reduction: str) -> _Found:
+        """Take the caller's word for how the losses of microbatches add up."""
+        return _Found(self._parts(reduction))
+
+    def known(self, proofs: Proofs) -> _Found | None:
+        """Return torch's own loss where every value of it belongs to one row."""
+        if not losses.is_known(self.loss_fn):
+            return None
+        counted = self._count()
+        if counted is None or not self._adds_up(counted, proofs):
+            return None
+        return _Found(self._parts("counted", counted))
+
+    def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
+        """Return a loss that is proved on this batch or was on an earlier one."""
+        kind, counted = proofs.find(self.loss_fn, _KIND), None
+        if kind is None:
+            proof = _prove(self, whole)
+            if proof is None or not proof.conclusive:
+                return None
+            counted = self._count() if "counted" in proof.kinds[0] else None
+            kinds = [kind for kind in proof.kinds if counted or "counted" not in kind]
+            kind = proofs.keep(self.loss_fn, _KIND, (kinds or proof.kinds)[0])
+        elif "counted" in kind:
+            counted = self._count()
+        if "counted" in kind and counted is None:
+            return None
+        parts = self._parts(kind, counted or ())
+        return _Found(parts, WholeCheck(parts, self.target))
+
+    def _parts(self, kind: str, counted: Sequence[Counted] = ()) -> losses.Parts:
+        return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted)
+
+    def _count(self) -> tuple[Counted, ...] | None:
+        """Return torch's losses in the loss of the whole batch."""
+        device = self.step.lanes[-2].device
+        for zeros in (False, True):
+            counted = losses.count(self.loss_fn, self.outputs.stand_in(zeros=zeros), self.target, device)
+            if counted is not None:
+                return counted
+        return None
+
+    def _adds_up(self, counted: Sequence[Counted], proofs: Proofs) -> bool:
+        """Tell whether the values of the microbatches are those of the whole batch; asked once for the same shapes."""
+        tensors = [leaf for leaf in flatten_output(self.target)[0] if isinstance(leaf, torch.Tensor)]
+        shapes = tuple(tensor.shape for tensor in tensors), tuple(shape.sizes for shape in self.outputs.shapes())
+        known = proofs.find(self.loss_fn, (self.step.sizes, shapes))
+        if known is not None:
+            return bool(known)
+        device, parts = self.step.lanes[-2].device, []
+        for m, target in enumerate(self.targets):
+            parts.append(losses.count(self.loss_fn, self.outputs.stand_in(m), target, device) or ())
+        answer = losses.adds_up(counted, [[call.values for call in calls] for calls in parts])
+        return bool(proofs.keep(self.loss_fn, (self.step.sizes, shapes), answer))
 
 
 def _has_graph(target: Any) -> bool:
@@ -100,16 +173,8 @@ def _gathered(output: Any, lanes: Sequence[Lane]) -> Any:
     return rebuild(flat)
 
 
-def _output_dims(step: Step) -> dict[tuple[int, ...], int]:
-    """Map the shapes of the outputs to their batch dimensions: a target of such a shape has its batch there."""
-    found = {}
-    for value, dim in zip(step.lowered.outputs, step.lowered.traced.batch_outputs, strict=True):
-        if dim is not None:
-            found[value.meta[INFO].tensors[0].shape_at(step.rows, step.lengths)] = dim
-    return found
-
-
-def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole: Callable[[], Any]) -> losses.Proof:
+def _prove(loss: _Loss, whole: Callable[[], Any]) -> Proof | None:
+    step = loss.step
     traced = step.lowered.traced
     with torch.no_grad(), state.random_state(), state.buffer_contents(traced.root):
         output = whole()
@@ -129,4 +194,4 @@ def _prove(step: Step, loss_fn: Any, target: Any, targets: Sequence[Any], whole:
                 leaves.append(leaf.narrow(dim, start * factor, step.sizes[microbatch] * factor))
         return rebuild(leaves)
 
-    return losses.prove(loss_fn, part, target, targets, step.sizes)
+    return prove(loss.loss_fn, part, loss.target, loss.targets, step.sizes)

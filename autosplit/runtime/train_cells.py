@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from autosplit.errors import InputError
-from autosplit.runtime import loss as losses
 from autosplit.runtime.ambient import ThreadState
 from autosplit.runtime.cells import Border, Cells, Step, held_back
 from autosplit.runtime.ops import OUT, alias, rows_along, transfer
+from autosplit.runtime.proof import WholeCheck
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, turns
 from autosplit.schedule.action import Action, Schedule
@@ -28,7 +28,7 @@ from autosplit.trace.graph import INFO, NodeClass
 Loss = Callable[[Any, int], torch.Tensor]
 
 
-def run(step: Step, loss: Loss, check: losses.WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
+def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
     """Run a step in its schedule and return the loss of the batch; nothing reaches ``.grad`` before all has succeeded.
 
     ``loss(output, m)`` is what microbatch ``m`` adds; ``check`` holds the sum against the loss of the whole batch.
@@ -49,7 +49,7 @@ def run(step: Step, loss: Loss, check: losses.WholeCheck | None, threads: LaneTh
         for value in cells.losses[1:]:
             total = total + value
         if check is not None:
-            check.compare(total, cells.lowered.traced)
+            check.compare(cells.losses, cells.lowered.traced)
         cells.hand_over()
     return total
 
@@ -57,7 +57,7 @@ def run(step: Step, loss: Loss, check: losses.WholeCheck | None, threads: LaneTh
 class _TrainCells(Cells):
     """The cells of a training step: the last stage's end in a loss."""
 
-    def __init__(self, step: Step, loss: Loss, check: losses.WholeCheck | None) -> None:
+    def __init__(self, step: Step, loss: Loss, check: WholeCheck | None) -> None:
         super().__init__(step, step.start(), detached=True)
         self.loss = loss
         self.check = check
@@ -97,10 +97,10 @@ class _TrainCells(Cells):
                     self.check.keep(flat)
                 value = self.roots[microbatch] = self.loss(self.lowered.traced.unflatten(flat), microbatch)
             self.losses.append(value.detach())
-            if microbatch == 0:
-                self.free = self._free_leaves(border, value)
-                self.summed[stage] += self.free
-                self.apart |= {id(leaf) for leaf in self.free}
+            free = self._free_leaves(border, flat, value)
+            self.free += free
+            self.summed[stage] += free
+            self.apart |= {id(leaf) for leaf in free}
         return border
 
     def backward(self, stage: int, microbatch: int) -> None:
@@ -114,14 +114,16 @@ class _TrainCells(Cells):
         value = self.roots.pop(microbatch)
         return ([value], [torch.ones_like(value)]) if value.requires_grad else ([], [])
 
-    def _free_leaves(self, border: Border, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the leaves under the loss that are not the last stage's: the loss's own parameters, for one.
+    def _free_leaves(self, border: Border, flat: Sequence[Any], value: torch.Tensor) -> list[torch.Tensor]:
+        """Return new leaves under the loss that are not the last stage's: the loss's own parameters, for one.
 
-        So are parameters of other stages that the loss looks at itself, as a penalty on weights does.
+        So are parameters of other stages that the loss looks at itself, as a penalty on weights does. What stands
+        behind the model's outputs is the stages' own.
         """
         own = {id(t) for bundle in (*border.leaves.values(), *self.given.values()) for t in bundle}
-        own |= {id(p) for p in self.parameters[-1]}
-        found, seen = [], set()
+        own |= {id(leaf) for leaf in (*self.parameters[-1], *self.free)}
+        found: list[torch.Tensor] = []
+        seen = {leaf.grad_fn for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}
         todo = [value.grad_fn]
         while todo:
             node = todo.pop()

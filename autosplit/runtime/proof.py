@@ -1,0 +1,214 @@
+"""Is a loss a mean or a sum over rows? Asked on the first batch, and held against the whole batch in every step.
+
+A loss must do nothing but return a value: it is called several times in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.runtime.loss import WAY_OUT, Parts, adds_up, call_loss
+from autosplit.runtime.loss_calls import Count, Counted
+from autosplit.trace import state
+from autosplit.trace.graph import TracedGraph
+
+_KEPT = 32
+_KEPT_BYTES = 1 << 26
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+_WORDS = {
+    "mean": "mean over rows",
+    "sum": "sum over rows",
+    "counted": "mean over rows with torch's losses in it",
+    "counted sum": "sum over rows with torch's losses in it",
+}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What one batch says about a loss: the kinds that explain it, the most exact first.
+
+    Not conclusive when a mean and a sum both would.
+    """
+
+    kinds: tuple[str, ...]
+    conclusive: bool
+
+
+class Proofs:
+    """What was found out about losses, by what the loss is and what was asked; the last few answers are kept."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+
+    def find(self, loss_fn: Any, question: Any) -> Any:
+        """Return the answer; None when there is none yet."""
+        found = self._kept.get((identity(loss_fn), question))
+        return None if found is None else found[1]
+
+    def keep(self, loss_fn: Any, question: Any, answer: Any) -> Any:
+        """Keep an answer and return it."""
+        self._kept[identity(loss_fn), question] = loss_fn, answer  # the loss too: what its identity names must live on
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return answer
+
+
+def identity(value: Any, depth: int = 4) -> Any:
+    """Return what a loss is: a lambda that a loop makes anew in every round is the same one.
+
+    Numbers and tensors that it holds may be others in the next round, functions and other objects may not.
+    """
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return "tensor", value.shape, value.dtype
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, (int, float)):
+        return type(value)
+    if depth and isinstance(value, partial):
+        named = tuple((name, identity(v, depth - 1)) for name, v in sorted(value.keywords.items()))
+        return identity(value.func, depth - 1), tuple(identity(v, depth - 1) for v in value.args), named
+    if depth and isinstance(value, types.MethodType):
+        return id(value.__self__), identity(value.__func__, depth - 1)
+    if depth and isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents if _is_filled(cell) else None for cell in value.__closure__ or ()]
+        outer = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        held = (*cells, *outer, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return id(value.__code__), tuple(identity(v, depth - 1) for v in held)
+    return id(value)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def prove(
+    loss_fn: Callable[..., Any],
+    output: Callable[[int | None], Any],
+    target: Any,
+    targets: Sequence[Any],
+    sizes: Sequence[int],
+) -> Proof | None:
+    """Find out on one batch how the losses of microbatches add up; None when this batch does not tell.
+
+    ``output(m)`` returns the model's output for microbatch ``m``, or for the whole batch when ``m`` is None. Raises
+    InputError when the loss is neither a mean nor a sum, draws random numbers, or changes its own buffers.
+    """
+    with torch.no_grad(), state.random_state():
+        with _pure(loss_fn):
+            whole, counted = _whole(loss_fn, output(None), target)
+        outputs = [output(m) for m in range(len(sizes))]
+        found = {
+            kind: _parts(Parts(kind, loss_fn, sizes, targets, counted), outputs)
+            for kind in ("mean", "sum", *(("counted", "counted sum") if counted else ()))
+        }
+    if not math.isfinite(whole):
+        return None
+    agree = [kind for kind, values in found.items() if values is not None and _close(values, whole)]
+    if not agree:
+        mean, total = (math.fsum(found[kind] or [math.nan]) for kind in ("mean", "sum"))
+        raise InputError(
+            f"the loss is neither a mean nor a sum over rows: {float(whole):.6g} on the whole batch, {mean:.6g} as the "
+            f"mean and {total:.6g} as the sum over {len(sizes)} microbatches; {WAY_OUT}"
+        )
+    best = tuple(kind for kind in ("counted", "counted sum", "mean", "sum") if kind in agree)
+    return Proof(best, conclusive=not {"mean", "sum"} <= set(agree))
+
+
+def _whole(loss_fn: Callable[..., Any], output: Any, target: Any) -> tuple[torch.Tensor, tuple[Counted, ...]]:
+    if any(hasattr(loss_fn, name) for name in ("_torchdynamo_orig_callable", "_orig_mod")):
+        return call_loss(loss_fn, output, target), ()  # compiled code calls nothing that a mode sees
+    with Count() as mode:
+        whole = call_loss(loss_fn, output, target)
+    return whole, tuple(mode.counted)
+
+
+def _parts(parts: Parts, outputs: Sequence[Any]) -> list[float] | None:
+    """Return what each microbatch would add; None when its losses are not parts of the whole batch's."""
+    try:
+        values = [float(parts(output, m)) for m, output in enumerate(outputs)]
+    except InputError:
+        if not parts.counted:
+            raise
+        return None
+    return None if parts.values and not adds_up(parts.counted, list(parts.values.values())) else values
+
+
+@contextlib.contextmanager
+def _pure(loss_fn: Any) -> Iterator[None]:
+    """Raise InputError at the end when random numbers were drawn, or the loss changed buffers of its own."""
+    drawn = torch.get_rng_state(), random.getstate()
+    module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+    versions = {name: buffer._version for name, buffer in module.named_buffers()}
+    with state.buffer_contents(module):
+        yield
+        changed = [name for name, buffer in module.named_buffers() if versions.get(name) != buffer._version]
+    if changed:
+        raise InputError(
+            f"the loss changes its own buffer {changed[0]!r} when it is called, and would per microbatch; {WAY_OUT}"
+        )
+    if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
+        raise InputError(f"the loss draws random numbers, which it would do per microbatch; {WAY_OUT}")
+
+
+class WholeCheck:
+    """Holds a proved loss against the whole batch in every step, where the outputs are small enough to be kept."""
+
+    def __init__(self, parts: Parts, target: Any) -> None:
+        self.parts, self.target = parts, target
+        self.kept: list[list[Any]] | None = []
+        self.bytes = 0
+
+    def keep(self, flat: Sequence[Any]) -> None:
+        """Keep the flat outputs of one microbatch, unless all together are too large."""
+        if self.kept is None:
+            return
+        self.bytes += sum(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))
+        if self.bytes > _KEPT_BYTES:
+            self.kept = None
+        else:
+            self.kept.append([t.detach() if isinstance(t, torch.Tensor) else t for t in flat])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept."""
+        return [leaf for flat in self.kept or () for leaf in flat if isinstance(leaf, torch.Tensor)]
+
+    def compare(self, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
+        """Raise InputError when the loss of the whole batch is not what the microbatches add up to."""
+        self.parts.check_values()
+        if self.kept is None:
+            return
+        flat = [
+            torch.cat(parts, dim) if dim is not None else parts[0]
+            for parts, dim in zip(zip(*self.kept, strict=True), traced.batch_outputs, strict=True)
+        ]
+        with torch.no_grad():
+            whole = call_loss(self.parts.loss_fn, traced.unflatten(flat), self.target)
+        values = [float(loss) for loss in losses]
+        if not _close(values, whole) and math.isfinite(whole):
+            raise InputError(
+                f"the loss was a {_WORDS[self.parts.kind]} on the first batch and is none on this one: "
+                f"{float(whole):.6g} on the whole batch, {math.fsum(values):.6g} from its microbatches; no gradient "
+                f"was added; {WAY_OUT}"
+            )
+
+
+def _close(values: Sequence[float], whole: torch.Tensor) -> bool:
+    """Tell whether values add up to the whole, up to the rounding of the largest of them."""
+    scale = max(abs(float(whole)), *map(abs, values), 1e-30)
+    return abs(sum(values) - float(whole)) <= _TOLERANCE.get(whole.dtype, 1e-2) * scale
