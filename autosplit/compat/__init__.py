@@ -8,6 +8,7 @@ from __future__ import annotations
 from autosplit.compat.balance import balance_by_size, balance_by_time
 from autosplit.compat.chain import BalanceError, PipeSequential
 from autosplit.compat.gpipe import GPipe
+from autosplit.compat.pipe import NoChunk, Pipe, WithDevice
 from autosplit.compat.skip import Namespace, pop, skippable, stash, verify_skippables
 from autosplit.runtime.recompute import is_checkpointing, is_recomputing
 
@@ -15,7 +16,10 @@ __all__ = [
     "BalanceError",
     "GPipe",
     "Namespace",
+    "NoChunk",
+    "Pipe",
     "PipeSequential",
+    "WithDevice",
     "balance_by_size",
     "balance_by_time",
     "is_checkpointing",

@@ -60,7 +60,7 @@ class Partition(nn.Sequential):
         held = dict(zip(self.pops(), skips, strict=True))
         value: Any = inputs
         for layer in self:
-            given = value if isinstance(value, tuple) and (self.spreads or value is inputs) else (value,)
+            given = value if value is inputs or (self.spreads and isinstance(value, tuple)) else (value,)
             if isinstance(layer, Skippable):
                 value, stashed = layer(*given, skips=tuple(held.pop(key) for key in layer.poppable()))
                 held.update(zip(layer.stashable(), stashed, strict=True))
@@ -91,7 +91,7 @@ class Chain(nn.Module):
         value: Any = inputs
         held: dict[Key, Any] = {}
         for partition in cast(Iterable[Partition], self.partitions):
-            given = value if isinstance(value, tuple) and (partition.spreads or value is inputs) else (value,)
+            given = tuple(value) if value is inputs or (partition.spreads and _is_list(value)) else (value,)
             if partition.stashes() or partition.pops():
                 value, stashed = partition(*given, skips=tuple(held.pop(key) for key in partition.pops()))
                 held.update(zip(partition.stashes(), stashed, strict=True))
@@ -99,6 +99,10 @@ class Chain(nn.Module):
                 value = partition(*given)
             self.check(value)
         return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
 
 
 @dataclass

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.compat import NoChunk, Pipe, PipeSequential, WithDevice
+from autosplit.compat.chain import CHECKPOINTS
+from autosplit.compat.pipe import LocalValue
+from tests.compat.sequential_models import assert_like_plain, mlp, rows, unet
+
+
+class Local(nn.Module):
+    """A pipe whose output is taken out of what it comes in."""
+
+    def __init__(self, model: nn.Module, **options) -> None:
+        super().__init__()
+        self.pipe = Pipe(copy.deepcopy(model), **options)
+
+    def forward(self, *inputs):
+        return self.pipe(*inputs).local_value()
+
+
+class Spreads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(a), b.tanh(), a * b
+
+
+class Gathers(nn.Module):
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return a * b + c, c
+
+
+class Times(nn.Module):
+    def forward(self, x: Tensor, factor, rest=None):
+        return x * factor, rest
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("count", [2, 9])
+def test_outputs_and_gradients_are_the_plain_model_s(checkpoint, count):
+    model = nn.Sequential(mlp()[:2], mlp()[2:])
+    assert_like_plain(Local(model, chunks=4, checkpoint=checkpoint), model, rows(count, 4))
+
+
+def test_tuples_become_arguments():
+    model = PipeSequential(Spreads(), Gathers()).double()
+    assert_like_plain(Local(nn.Sequential(*model), chunks=3), model, rows(7, 3), rows(7, 3))
+    nested = nn.Sequential(PipeSequential(Spreads(), Gathers()).double())
+    assert_like_plain(Local(nested, chunks=3), nested[0], rows(7, 3), rows(7, 3))
+
+
+def test_skips_cross_stages():
+    model = unet()
+    wrapped = Local(model, chunks=2)
+    x = rows(5, 2, 5)
+    torch.testing.assert_close(wrapped(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+def test_every_module_on_the_cpu_is_a_stage_and_sequentials_stay_together():
+    one, two, three = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), WithDevice(nn.Linear(4, 4), "cpu")
+    pipe = Pipe(nn.Sequential(one, two, three))
+    assert [list(partition) for partition in pipe.partitions] == [[one], list(two), [three.module]]
+    assert pipe.devices == [torch.device("cpu")] * 3
+    assert all(isinstance(partition, PipeSequential) for partition in pipe.partitions)
+    assert list(pipe.state_dict())[2:4] == ["partitions.1.0.weight", "partitions.1.0.bias"]
+    assert (len(pipe), pipe[2], pipe[-1]) == (4, two[1], three.module)
+
+
+def test_what_is_no_tensor_goes_to_every_microbatch():
+    x = rows(8, 3)
+    output, rest = Pipe(nn.Sequential(Times()), chunks=4)(x, 2.0, "a").to_here()
+    assert torch.equal(output, x * 2.0)
+    assert rest == ["a"] * 4
+    assert Pipe(nn.Sequential(Times()), chunks=4)(x[:3], 2.0).local_value()[1] == [None] * 3
+
+
+def test_a_tensor_may_go_whole_to_every_microbatch():
+    pipe = Pipe(nn.Sequential(Factor(), nn.Tanh()), chunks=3)
+    x, square = rows(6, 6), rows(6, 6)
+    torch.testing.assert_close(pipe(x, NoChunk(square)).local_value(), (x @ square).tanh(), rtol=1e-12, atol=1e-12)
+    pipe(x, NoChunk(square)).local_value().sum().backward()
+    own, x.grad, square.grad = (x.grad, square.grad), None, None
+    (x @ square).tanh().sum().backward()
+    torch.testing.assert_close(own, (x.grad, square.grad), rtol=1e-12, atol=1e-12)
+    with pytest.raises(TypeError, match="NoChunk only supported for tensors, found: 3"):
+        NoChunk(3)
+
+
+def test_calls_of_several_kinds_share_one_plan():
+    pipe = Pipe(nn.Sequential(Factor(), nn.Tanh()), chunks=2)
+    for factor in (NoChunk(rows(3, 3)), NoChunk(rows(3, 5))):
+        pipe(rows(4, 3), factor)
+    assert pipe.pipe_for((0, None)).plan.microbatch_rows == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (("word", 3), TypeError, "inputs do not have any tensors"),
+        (([torch.rand(4, 3)],), TypeError, "inputs do not have any tensors"),
+        ((torch.rand(3, 3), torch.rand(4, 3)), RuntimeError, "different number of chunks(.*): 3 and 4(.*)NoChunk"),
+        (
+            (torch.rand(4, 3, device="meta"), 2.0),
+            ValueError,
+            "the first partition(.*)meta, it is on cpu",
+        ),
+    ],
+)
+def test_inputs_that_cannot_be(inputs, error, message):
+    with pytest.raises(error, match=message):
+        Pipe(nn.Sequential(Times()), chunks=5)(*inputs)
+
+
+def test_a_stage_gives_at_least_one_tensor():
+    class Words(nn.Module):
+        def forward(self, x):
+            return "word", 3
+
+    with pytest.raises(TypeError, match="No tensors found in batch"):
+        Pipe(nn.Sequential(Words()), chunks=2)(torch.rand(4, 3))
+
+
+def test_models_and_arguments_that_cannot_be():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="Sequential to be partitioned, it is a Linear"):
+        Pipe(layer)
+    with pytest.raises(ValueError, match="duplicate children"):
+        Pipe(nn.Sequential(layer, layer))
+    with pytest.raises(ValueError, match="chunks must be positive"):
+        Pipe(nn.Sequential(layer), chunks=-1)
+    with pytest.raises(ValueError, match="checkpoint is not one of"):
+        Pipe(nn.Sequential(layer), 1, "some")
+    halves = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    with pytest.raises(ValueError, match=r"should have all parameters on a single device(.|\n)*on cpu, meta"):
+        Pipe(nn.Sequential(halves))
+    with pytest.raises(TypeError, match="Pipe should manage device placement"):
+        Pipe(nn.Sequential(layer)).cuda()
+
+
+def test_modules_may_share_parameters_on_one_device():
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Sequential(nn.ReLU(), Holds(layer))).double()
+    assert_like_plain(Local(model, chunks=2), model, rows(4, 3))
+
+
+def test_an_empty_model_gives_its_input():
+    x = torch.rand(2)
+    output = Pipe(nn.Sequential())(x)
+    assert output.local_value() is x
+    assert output.is_owner()
+
+
+def test_a_scalar_output_has_a_backward():
+    x = torch.tensor(3.0, requires_grad=True)
+    LocalValue(x * 2).backward()
+    assert x.grad == 2
+
+
+class Factor(nn.Module):
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        return x @ factor
+
+
+class Holds(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
