@@ -8,7 +8,6 @@ from functools import cached_property
 
 from autosplit.memory.stage import StageBytes
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
-from autosplit.schedule.catalog import build, in_flight
 from autosplit.schedule.simulate import TransferTime, simulate
 
 
@@ -70,14 +69,14 @@ def check(
     last with a work; empty ones at the end, each alone on its device, are left out of the costs.
     """
     _check_legal(problem, assignment)
-    each = problem.virtual_stages
-    used = max(assignment) + 1 if each == 1 else max(max(assignment) + 1, stages or 0)
-    positions = -(-used // each)
+    shared = problem.shared or problem.own is not None
+    used = max(max(assignment) + 1, stages or 0) if shared else max(assignment) + 1
+    positions = problem.places(used)
     order = tuple(range(positions)) if order is None else tuple(order[:positions])
     known = positions if problem.devices is None else len(problem.devices)
     if len(order) < positions or len(set(order)) < positions or not all(0 <= device < known for device in order):
         raise ValueError(f"order is {order}; it names {positions} of {known} devices, each once")
-    count = positions * each
+    count = positions * problem.virtual_stages if problem.own is None else problem.own.stages
     cut = _Cut(problem, tuple(assignment), max(count, stages or 0))
     chosen = list(recompute) if recompute is not None else [""] * count
     if recompute is None:
@@ -128,13 +127,8 @@ class _Cut:
 
     def __init__(self, problem: Problem, assignment: tuple[int, ...], count: int) -> None:
         self.problem, self.assignment, self.count = problem, assignment, count
-        self.size = {
-            "stages": count,
-            "microbatches": problem.microbatches,
-            "virtual_stages": problem.virtual_stages,
-        }
-        one_each = problem.virtual_stages == 1
-        self.lane = tuple(range(count)) if one_each else build(problem.schedule, **self.size).stage_lane
+        self.in_flight = problem.in_flight(count)
+        self.lane = problem.lanes(count)
         self.members: list[list[int]] = [[] for _ in range(count)]
         for work, stage in enumerate(assignment):
             self.members[stage].append(work)
@@ -228,7 +222,7 @@ class _Cut:
         return StageBytes(
             static_bytes=sum(self.problem.works[work].static_bytes for work in own) + self.tied_bytes[stage],
             resident_bytes=resident,
-            in_flight=in_flight(self.problem.schedule, stage=stage, **self.size),
+            in_flight=self.in_flight[stage],
             transient_bytes=transient,
         )
 
@@ -246,7 +240,7 @@ class _Cut:
 
     def step_s(self, recompute: Sequence[str], *, order: Sequence[int]) -> float:
         """Simulate one step."""
-        schedule = build(self.problem.schedule, **self.size)
+        schedule = self.problem.schedule_of(self.count)
         forward, backward, weight, once = ([0.0] * self.count for _ in range(4))
         for stage, own in enumerate(self.members):
             if not own:

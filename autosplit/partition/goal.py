@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field, replace
 
 from autosplit.partition.problem import Problem
-from autosplit.schedule.catalog import build, in_flight
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Goal:
         several the goal is a relaxation: each stage alone must fit its device, and free order frees the slots.
         """
         each = problem.virtual_stages
-        lane = lanes(problem, stages=stages)
+        lane = problem.lanes(stages)
         positions = range(max(lane) + 1)
         if problem.devices is not None and problem.free_order and least == "load":
             lane = tuple(device for device in range(len(problem.devices)) for _ in range(each))
@@ -64,16 +63,7 @@ class Goal:
         if problem.capacity_bytes is not None and least == "load":
             capacity = tuple(_unlimited(problem.capacity_bytes[device]) for device in lane)
         return cls(
-            in_flight=tuple(
-                in_flight(
-                    problem.schedule,
-                    stage=stage,
-                    stages=stages,
-                    microbatches=problem.microbatches,
-                    virtual_stages=each,
-                )
-                for stage in range(stages)
-            ),
+            in_flight=problem.in_flight(stages),
             least=least,
             capacity_bytes=capacity,
             empty=empty,
@@ -106,18 +96,6 @@ class Goal:
     def relaxed(self) -> Goal:
         """Return the goal without capacities and extras: no load is larger, so its best value is a lower bound."""
         return replace(self, capacity_bytes=None, extras=None)
-
-
-def lanes(problem: Problem, *, stages: int) -> tuple[int, ...]:
-    """Return the position of each stage's device."""
-    if problem.virtual_stages == 1:
-        return tuple(range(stages))
-    return build(
-        problem.schedule,
-        stages=stages,
-        microbatches=problem.microbatches,
-        virtual_stages=problem.virtual_stages,
-    ).stage_lane
 
 
 def has_extras(problem: Problem, *, bytes_matter: bool) -> bool:

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from autosplit.schedule.catalog import SCHEDULES
+from autosplit.schedule.action import Schedule
+from autosplit.schedule.catalog import SCHEDULES, build, in_flight
+from autosplit.schedule.in_flight import in_flight_of
 
 FREE_ORDERS = 4096
 """Devices in free order may be of so many kinds that this many different subsets of them can be in use, no more."""
@@ -105,6 +107,8 @@ class Problem:
         ties: parameters that several works use.
         microbatches, schedule, virtual_stages: set how many microbatches each stage holds in flight, and which stages
             share a device (more than one under interleaved, looped_bfs and zb_v).
+        own: a schedule that no name stands for, with its own stages and their devices; ``microbatches`` are as many as
+            it has, and ``virtual_stages`` the most stages that it puts on one device.
         devices: in pipeline order; None stands for equal ones without a limit, as many as stages are asked for.
         free_order: the devices may be put in any order; they are of few kinds.
         links: how many times slower than what nets say the link between neighbouring devices is, one fewer than
@@ -120,6 +124,7 @@ class Problem:
     microbatches: int = field(kw_only=True)
     schedule: str = field(default="1f1b", kw_only=True)
     virtual_stages: int = field(default=1, kw_only=True)
+    own: Schedule | None = field(default=None, kw_only=True)
     devices: tuple[Device, ...] | None = field(default=None, kw_only=True)
     free_order: bool = field(default=False, kw_only=True)
     links: tuple[float, ...] | None = field(default=None, kw_only=True)
@@ -130,12 +135,13 @@ class Problem:
             raise ValueError("a problem needs at least one work")
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}; it is at least 1")
-        if self.schedule not in SCHEDULES:
+        if self.own is None and self.schedule not in SCHEDULES:
             raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
         unknown = [option for option in self.recompute if option not in RECOMPUTE]
         if unknown or not self.recompute:
             raise ValueError(f"recompute is {self.recompute!r}; choose among {', '.join(RECOMPUTE)}")
-        self._check_virtual_stages()
+        if self.own is None:
+            self._check_virtual_stages()
         self._check_devices()
         self._check_links()
         self._check_costs()
@@ -197,6 +203,41 @@ class Problem:
         if not all(0 <= index < len(self.works) for index in indices):
             raise ValueError(f"{owner} refers to a work outside 0..{len(self.works) - 1}")
 
+    def schedule_of(self, stages: int) -> Schedule:
+        """Return the schedule of so many stages."""
+        if self.own is not None:
+            return self.own
+        return build(self.schedule, stages=stages, microbatches=self.microbatches, virtual_stages=self.virtual_stages)
+
+    def in_flight(self, stages: int) -> tuple[int, ...]:
+        """Return how many microbatches each of so many stages holds at most."""
+        if self.own is not None:
+            return in_flight_of(self.own).held
+        size = {"stages": stages, "microbatches": self.microbatches, "virtual_stages": self.virtual_stages}
+        return tuple(in_flight(self.schedule, stage=stage, **size) for stage in range(stages))
+
+    def lanes(self, stages: int) -> tuple[int, ...]:
+        """Return the position of each stage's device."""
+        in_order = self.own is None and self.virtual_stages == 1
+        return tuple(range(stages)) if in_order else self.schedule_of(stages).stage_lane
+
+    def places(self, stages: int) -> int:
+        """Return how many devices so many stages take, the last perhaps not full."""
+        return -(-stages // self.virtual_stages) if self.own is None else len(self.own.lanes)
+
+    def whole(self, stages: int) -> int:
+        """Return the most stages, up to ``stages``, that the schedule can be made for; 0 where there are none."""
+        if self.own is None:
+            return stages // self.virtual_stages * self.virtual_stages
+        return self.own.stages if self.own.stages <= stages else 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether a device may hold several stages, or another stage than that of its own number."""
+        return self.virtual_stages > 1 or (
+            self.own is not None and self.own.stage_lane != tuple(range(self.own.stages))
+        )
+
     @property
     def capacity_bytes(self) -> tuple[int | None, ...] | None:
         """Bytes of each device, None where there is no limit; None altogether where no device has one."""
@@ -223,7 +264,7 @@ def devices_of(capacities: Iterable[int | None]) -> tuple[Device, ...]:
 
 def without_room(problem: Problem, *, stages: int) -> Problem:
     """Return the problem on devices in order on which nothing fits: there each stage takes its leanest option."""
-    devices = problem.devices or (Device(),) * -(-stages // problem.virtual_stages)
+    devices = problem.devices or (Device(),) * problem.places(stages)
     return replace(problem, devices=tuple(replace(own, capacity_bytes=0) for own in devices), free_order=False)
 
 

@@ -81,7 +81,7 @@ class _Judge:
     ) -> None:
         self.clock = clock
         self.graph, self.stages, self.least, self.empty = graph, stages, least, empty
-        self.positions = stages // problem.virtual_stages
+        self.positions = problem.places(stages)
         if least == "bytes":
             problem = without_room(problem, stages=stages)
         self.problem = problem

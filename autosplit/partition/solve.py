@@ -149,6 +149,8 @@ def smallest_capacity(problem: Problem, *, stages: int | None = None, ideal_limi
 def _stages(problem: Problem, stages: int | None) -> int:
     """Return how many stages are asked for, when that fits the problem's devices."""
     filled = None if problem.devices is None else len(problem.devices) * problem.virtual_stages
+    if problem.own is not None:
+        filled = problem.own.stages
     if stages is None:
         if filled is None:
             raise ValueError("the problem has no devices: say how many stages there are to be")

@@ -29,7 +29,6 @@ from autosplit.partition.problem import Device, Problem
 from autosplit.partition.step_model import StepModel
 from autosplit.partition.step_pool import StagePool, cut_s
 from autosplit.schedule.action import Action, Kind, Schedule
-from autosplit.schedule.catalog import build
 
 _SMALL = 1e-10
 """Weight, relative to the whole, by which evener stages are preferred among equal sums."""
@@ -241,12 +240,7 @@ def simple_bound(problem: Problem, *, stages: int) -> float:
     As far as times go, the works could be spread at will: each family's longest stay is no shorter than what its least
     counts give when every stage has its fair share.
     """
-    schedule = build(
-        problem.schedule,
-        stages=stages,
-        microbatches=problem.microbatches,
-        virtual_stages=problem.virtual_stages,
-    )
+    schedule = problem.schedule_of(stages)
     kinds = {action.kind for action in schedule}
     forward_s, backward_s, weight_s = (
         sum(getattr(work, name) for work in problem.works) for name in ("forward_s", "backward_s", "weight_s")
@@ -255,8 +249,8 @@ def simple_bound(problem: Problem, *, stages: int) -> float:
     sums = np.array([forward_s, backward_s - split_s if schedule.has_backward else 0.0, split_s])
     devices = problem.devices or (Device(),) * stages
     speeds = sorted((device.replicas / device.slowdown for device in devices), reverse=True)
-    each = stages // len(set(schedule.stage_lane))
-    lanes = speeds[: stages // each]
+    each = max(schedule.stage_lane.count(lane) for lane in range(len(schedule.lanes)))
+    lanes = speeds[: len(schedule.lanes)]
     shared = problem.microbatches * sums.sum() / sum(lanes)
     alone = [
         sums[:2].sum() / speeds[0] + (family.before.min(axis=0) + family.after.min(axis=0)) @ sums / (each * sum(lanes))

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from autosplit.partition.fast_simulate import FastSimulator, Floats, Ints, StepTimes
 from autosplit.partition.graph import Graph
 from autosplit.partition.problem import Device, Problem
-from autosplit.schedule.catalog import build
 
 _ENTRIES = 2**22
 """Pins of nets that are looked at together, times cuts."""
@@ -53,15 +52,10 @@ class StepModel:
 
     def __init__(self, problem: Problem, graph: Graph, *, stages: int) -> None:
         self.problem, self.graph, self.stages = problem, graph, stages
-        schedule = build(
-            problem.schedule,
-            stages=stages,
-            microbatches=problem.microbatches,
-            virtual_stages=problem.virtual_stages,
-        )
+        schedule = problem.schedule_of(stages)
         self.schedule = schedule
         self.simulator = FastSimulator(schedule)
-        self.lane = tuple(range(stages)) if problem.virtual_stages == 1 else schedule.stage_lane
+        self.lane = problem.lanes(stages)
         devices = problem.devices
         self.devices = [Device() if devices is None else devices[place] for place in self.lane]
         self.scale: Floats = np.array([device.slowdown / device.replicas for device in self.devices])

@@ -72,11 +72,10 @@ def least_step(
     ``stages`` and ``empty`` are those of `solve`.
     """
     graph = _timed(problem)
-    each = problem.virtual_stages
-    count = stages if empty else min(stages, graph.size) // each * each
+    count = stages if empty else problem.whole(min(stages, graph.size))
     costs = check(problem, assignment, order=order, stages=count if empty else None)
     best = Step(tuple(assignment), costs.order, costs.step_s, math.inf)
-    orders = list(islice(_orders(problem, best.order, places=count // each), _ORDERS + 1))
+    orders = list(islice(_orders(problem, best.order, places=problem.places(count)), _ORDERS + 1))
     lower = simple_bound(problem, stages=count) if len(orders) > _ORDERS else math.inf
     for own in orders[:_ORDERS]:
         search = _Search(_reordered(problem, own), graph, stages=count, empty=empty, clock=clock)

@@ -57,7 +57,7 @@ def find(
 ) -> Answer:
     """Return the best cut of any problem; see `search`."""
     goal = Goal.of(problem, stages=stages, least=least, empty=empty)
-    if goal.plain and problem.virtual_stages == 1:
+    if goal.plain and not problem.shared and problem.own is None:
         outcome = search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit, clock=clock)
         assignment = None if outcome.found is None else outcome.found.assignment
         return Answer(assignment, None, outcome.lower_bound, outcome.exhaustive)
@@ -77,12 +77,11 @@ class _Search:
     ) -> None:
         self.problem, self.least, self.ideal_limit, self.clock = problem, least, ideal_limit, clock
         self.whole = self.base = base_graph(problem)
-        each = problem.virtual_stages
-        count = stages if empty else min(stages, self.base.size) // each * each
+        count = stages if empty else problem.whole(min(stages, self.base.size))
         if not count:
             raise InfeasibleError(
-                f"{problem.schedule} puts {each} stages on a device, and the works fall into {self.base.size} groups "
-                "that cannot be separated; choose a schedule with one stage per device"
+                f"{problem.schedule} puts {problem.virtual_stages} stages on a device, and the works fall into "
+                f"{self.base.size} groups that cannot be separated; choose a schedule with fewer stages"
             )
         self.goal = Goal.of(problem, stages=count, least=least, empty=empty)
         self.capacity = self.goal.capacity_bytes
@@ -103,7 +102,7 @@ class _Search:
             pass
         if self.best is None and not exhaustive and self.least == "load":
             self._try_leanest()
-        if self.problem.virtual_stages > 1:
+        if self.problem.shared:
             return self._share(exhaustive)
         if self.best is None:
             return Answer(None, None, self.lower, exhaustive)
@@ -271,7 +270,8 @@ class _Search:
             return 0.0
         terms = self.goal.terms or (PLAIN,) * self.goal.stages
         shared = sorted((1.0 / own.work for own in terms), reverse=True)[: self.goal.stages]
-        whole = sum(self.base.times_s) * self.problem.virtual_stages / sum(shared)
+        each = self.goal.stages / self.problem.places(self.goal.stages)
+        whole = sum(self.base.times_s) * each / sum(shared)
         return max(whole, min(own.work for own in terms) * max(self.base.times_s))
 
 

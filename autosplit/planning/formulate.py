@@ -8,7 +8,7 @@ own: its home is the first stage that uses it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ from autosplit.errors import TraceError
 from autosplit.options import Options
 from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.planning.apply import sources
+from autosplit.planning.schedules import Settled
 from autosplit.profile.stage_pieces import block_paths, in_units
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
@@ -66,11 +67,14 @@ def formulate(
     options: Options,
     *,
     microbatches: int,
-    schedule: str,
-    virtual_stages: int = 1,
 ) -> Formulation:
-    """Return the partition problem of a profiled recording, in which nothing is recomputed."""
-    return _Formulator(traced, profile, options, microbatches, schedule, virtual_stages).formulation()
+    """Return the partition problem of a profiled recording under 1F1B, in which nothing is recomputed."""
+    return _Formulator(traced, profile, options, microbatches).formulation()
+
+
+def scheduled(problem: Problem, settled: Settled) -> Problem:
+    """Return the problem under another schedule."""
+    return replace(problem, schedule=settled.schedule, virtual_stages=settled.virtual_stages, own=settled.own)
 
 
 def held_copies(
@@ -126,11 +130,9 @@ class _Formulator:
         profile: Profile,
         options: Options,
         microbatches: int,
-        schedule: str,
-        virtual_stages: int,
     ) -> None:
         self.traced, self.profile, self.options = traced, profile, options
-        self.microbatches, self.schedule, self.virtual_stages = microbatches, schedule, virtual_stages
+        self.microbatches = microbatches
         self.micro = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.MICRO]
         self.full = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.FULL]
         self.work_of = {info.name: index for index, (_, info) in enumerate(self.micro)}
@@ -139,6 +141,12 @@ class _Formulator:
         self.first = self._first_micro()
         self.tied = tied_states(traced, profile)
         self.blocks = self._blocks()
+        self.trained = {name for s in profile.state.values() if s.is_parameter and s.trainable for name in s.uses}
+        flows = {name for name, node in profile.nodes.items() if node.requires_grad}
+        flows |= {name for name, wanted in profile.input_grads.items() if wanted}
+        self.behind_grads = {
+            info.name for node, info in self.micro if any(source.meta[INFO].name in flows for source in sources(node))
+        }
 
     def _blocks(self) -> dict[str, int]:
         """Map the nodes that lie in a block to its number; the solver takes any other for a block of its own."""
@@ -165,8 +173,6 @@ class _Formulator:
             tuple(dict.fromkeys(order)),
             self._ties(),
             microbatches=self.microbatches,
-            schedule=self.schedule,
-            virtual_stages=self.virtual_stages,
             devices=devices_of(limits),
         )
         return Formulation(problem, tuple(names))
@@ -181,8 +187,22 @@ class _Formulator:
             static_bytes,
             transient,
             info.colour,
+            weight_s=self._weight_share(info.name) * node.backward_s,
             block=self.blocks.get(info.name),
         )
+
+    def _weight_share(self, name: str) -> float:
+        """Return which part of a node's backward only its parameters' gradients need: an estimate by FLOPs.
+
+        A matrix product takes as many FLOPs for the gradient of each operand as it took forward. Where nothing but
+        parameters wants a gradient it is all of the backward; where FLOPs say nothing, half.
+        """
+        if name not in self.trained:
+            return 0.0
+        if name not in self.behind_grads:
+            return 1.0
+        node = self.profile.nodes[name]
+        return min(1.0, node.forward_flops / node.backward_flops) if node.backward_flops else 0.5
 
     def _epilogue(self, static_bytes: int) -> Work:
         """The full nodes as one work: their time once per step, their saved values once as a transient."""

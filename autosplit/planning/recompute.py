@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
-from autosplit.partition.goal import lanes
 from autosplit.partition.problem import RECOMPUTE, Problem, again_share
 from autosplit.partition.solve import Partition, solve
 
@@ -51,7 +50,7 @@ def solve_listed(problem: Problem, recompute: Sequence[str]) -> Partition:
     forward_s = sum(work.forward_s for work in problem.works)
     both_s = forward_s + sum(work.backward_s for work in problem.works)
     part = forward_s / both_s if both_s else 0.0
-    lane = lanes(problem, stages=len(recompute))
+    lane = problem.lanes(len(recompute))
     again = [again_share(option, microbatches=problem.microbatches) for option in recompute]
     slowed = []
     for place, device in enumerate(devices):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import InputError, ScheduleError
-from autosplit.options import SCHEDULES
+from autosplit.options import SCHEDULES, Options
 from autosplit.schedule.action import Schedule
-from autosplit.schedule.catalog import build, stages_per_device
+from autosplit.schedule.catalog import build, least_per_device, stages_per_device
 from autosplit.schedule.files import from_rows, read_actions
 from autosplit.schedule.validate import validate
 
@@ -60,8 +60,8 @@ def _is_path(schedule: Any) -> bool:
 def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -> Asked:
     if len(own.lanes) != devices:
         raise ScheduleError(
-            f"schedule {own.name!r} has {len(own.lanes)} rows, one per device, and there are {devices} devices; "
-            f"give {len(own.lanes)} devices, or a file with {devices} rows"
+            f"schedule {own.name!r} has {_count(len(own.lanes), 'row')}, one per device, and there are "
+            f"{_count(devices, 'device')}; give {_count(len(own.lanes), 'device')}, or a file with {devices} rows"
         )
     each = max(own.stage_lane.count(lane) for lane in range(devices))
     if virtual_stages not in (1, each):
@@ -71,7 +71,7 @@ def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -
         )
     if chunks not in (_DEFAULT_CHUNKS, own.microbatches):
         raise ScheduleError(
-            f"schedule {own.name!r} has {own.microbatches} microbatches, chunks={chunks} was given; "
+            f"schedule {own.name!r} has {_count(own.microbatches, 'microbatch')}, chunks={chunks} was given; "
             f"give chunks={own.microbatches}, or a file with {chunks}"
         )
     rows = tuple(tuple(map(str, lane)) for lane in own.lanes)
@@ -92,8 +92,62 @@ def schedule_of(
         raise ScheduleError(f"schedule {name!r} is for {whole.stages} stages, and there are {stages}; plan again")
     if microbatches > whole.microbatches:
         raise ScheduleError(
-            f"schedule {name!r} has {whole.microbatches} microbatches, {microbatches} are to run; "
+            f"schedule {name!r} has {_count(whole.microbatches, 'microbatch')}, {microbatches} are to run; "
             f"give chunks={whole.microbatches}, or a file with {microbatches}"
         )
     lanes = tuple(tuple(a for a in lane if a.microbatch < microbatches) for lane in whole.lanes)
     return validate(Schedule(name, lanes, whole.stage_lane))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a plan is made for: ``own`` where the schedule is the caller's; ``warning`` where it is not what was asked.
+
+    ``stages`` is how many there are to be.
+    """
+
+    schedule: str
+    virtual_stages: int
+    stages: int
+    own: Schedule | None = None
+    warning: str | None = None
+
+
+def settle(options: Options, *, parts: int, microbatches: int) -> Settled:
+    """Return the schedule for a model of so many separable parts.
+
+    Every device gets its stages where there are parts enough. Else devices hold fewer stages each, as far as the
+    schedule allows that; then there are fewer devices; a single part is one stage under 1F1B. A schedule of the
+    caller's own is never changed: ScheduleError where it has more stages than there are parts.
+    """
+    name = "1f1b" if options.schedule == "auto" else options.schedule
+    devices = len(options.devices)
+    if options.actions:
+        stages = from_rows(options.actions, name=name).stages
+        if stages > parts:
+            raise ScheduleError(
+                f"schedule {name!r} is for {stages} stages, and the model has only {_count(parts, 'separable part')}; "
+                f"give a file of at most {_count(parts, 'stage')}, or a schedule by name"
+            )
+        own = schedule_of(name, stages=stages, microbatches=microbatches, actions=options.actions)
+        return Settled(name, options.virtual_stages, stages, own)
+    asked = options.virtual_stages
+    if parts >= devices * asked:
+        return Settled(name, asked, devices * asked)
+    fewest = least_per_device(name)
+    each = max(fewest, min(asked, parts // devices))
+    stages = min(parts // each, devices) * each
+    if not stages:
+        name, each, stages = "1f1b", 1, 1
+    used = "" if stages == devices * each else f" on {_count(stages // each, 'device')}"
+    instead = f" under {name}" if each != asked or (name != options.schedule and options.schedule != "auto") else ""
+    warning = (
+        f"{_count(devices, 'device')} were given{f' for {asked} stages each' if asked > 1 else ''}, but the model has "
+        f"only {_count(parts, 'separable part')}: using {_count(stages, 'stage')}{used if asked > 1 else ''}{instead}"
+    )
+    return Settled(name, each, stages, warning=warning)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

@@ -14,17 +14,18 @@ from torch import nn
 from autosplit.errors import InfeasibleError
 from autosplit.memory.pieces import Recompute
 from autosplit.options import Options
+from autosplit.partition.graph import base_graph
 from autosplit.partition.infeasible import over_capacity
 from autosplit.partition.problem import Problem, Work, again_share, devices_of
 from autosplit.partition.solve import Partition, solve, solve_evenly
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
-from autosplit.planning.formulate import Formulation, formulate, link_seconds, state_bytes
+from autosplit.planning.formulate import Formulation, formulate, link_seconds, scheduled, state_bytes
 from autosplit.planning.given import given
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
 from autosplit.planning.recompute import first_that_fits, solve_listed
-from autosplit.planning.schedules import schedule_of
+from autosplit.planning.schedules import settle
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.simulate import TransferTime, simulate
@@ -44,10 +45,9 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     """
     traced = found.graph
     costs = _profile(model, found, options, sizes)
-    schedule = "1f1b" if options.schedule == "auto" else options.schedule
-    formulation = formulate(
-        traced, costs, options, microbatches=len(sizes), schedule=schedule, virtual_stages=options.virtual_stages
-    )
+    formulation = formulate(traced, costs, options, microbatches=len(sizes))
+    settled = settle(options, parts=base_graph(formulation.problem).size, microbatches=len(sizes))
+    formulation = replace(formulation, problem=scheduled(formulation.problem, settled))
 
     def written(partition: Partition) -> _Writer:
         return _Writer(model, found, costs, options, sizes, formulation, partition)
@@ -60,14 +60,8 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
         return _cut(replace(formulation.problem, recompute=recompute), written)
 
     writer = first_that_fits(options.recompute, cut)
-    partition = writer.partition
-    if partition.stages < len(options.devices) * options.virtual_stages and options.cut is None:
-        warnings.warn(
-            f"{len(options.devices)} devices were given, but the model has only "
-            f"{_count(partition.stages, 'separable part')}: using {_count(partition.stages, 'stage')}",
-            UserWarning,
-            stacklevel=2,
-        )
+    if settled.warning is not None and options.cut is None:
+        warnings.warn(settled.warning, UserWarning, stacklevel=2)
     return writer.plan()
 
 
@@ -136,12 +130,7 @@ class _Writer:
         self.model, self.traced, self.costs, self.options = model, found.graph, costs, options
         self.rung, self.whole = found.rung, found.whole
         self.sizes, self.formulation, self.partition = sizes, formulation, partition
-        self.schedule = schedule_of(
-            formulation.problem.schedule,
-            stages=partition.stages,
-            microbatches=len(sizes),
-            virtual_stages=formulation.problem.virtual_stages,
-        )
+        self.schedule = formulation.problem.schedule_of(partition.stages)
         self.lane = self.schedule.stage_lane
         pairs = zip(formulation.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
@@ -200,6 +189,7 @@ class _Writer:
             microbatch_rows=self.sizes,
             schedule=self.schedule.name,
             virtual_stages=self.formulation.problem.virtual_stages,
+            actions=self.options.actions,
             optimizer=str(self.options.optimizer),
             step_s=self.partition.value_s + self._shared_s() + self._sent_s(boundaries),
             bubble=timeline.bubble,
@@ -356,10 +346,6 @@ class _Writer:
         if self.costs.out_of_memory:
             name, why = next(iter(self.costs.out_of_memory.items()))
             yield f"times of {len(self.costs.out_of_memory)} operations are modelled (first: {name}: {why})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def fit_of(stages: Sequence[StagePlan]) -> bool | None:

@@ -116,6 +116,11 @@ def _entry(name: str) -> Entry:
     return SCHEDULES[name]
 
 
+def least_per_device(name: str) -> int:
+    """Return the fewest stages that a schedule puts on a device."""
+    return _entry(name).virtual_stages or 2
+
+
 def stages_per_device(name: str, virtual_stages: int = 1) -> int:
     """Return how many stages a device holds under a schedule; ``virtual_stages`` means what it means to `build`.
 
@@ -123,7 +128,7 @@ def stages_per_device(name: str, virtual_stages: int = 1) -> int:
     """
     allowed = _entry(name).virtual_stages
     if virtual_stages == 1:
-        virtual_stages = allowed or 2
+        virtual_stages = least_per_device(name)
     if virtual_stages < 2 if allowed is None else virtual_stages != allowed:
         takes = "2 or more stages" if allowed is None else "1 stage" if allowed == 1 else f"{allowed} stages"
         others = [other for other, entry in SCHEDULES.items() if entry.virtual_stages in (None, virtual_stages)]

@@ -18,19 +18,20 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Action, Cell, Schedule
 from autosplit.schedule.validate import validate
 
-MOST_BYTES = 2**22
+MOST_BYTES = 2**20
 """A larger file is no schedule that could be planned."""
 _DIGITS = 6
-_SHOWN = 40
+_SHOWN = 24
+_AROUND = 4
+"""How many cells and lines are shown on each side of a bad one."""
 _ASIDE = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 
@@ -67,38 +68,44 @@ def read_actions(path: str | Path) -> Schedule:
             f"{str(path)!r} is no action file: byte {error.start} is no UTF-8 text; write a row of cells such as 2F0 "
             "per device"
         ) from error
-    return parse_actions(text, name=source.stem)
+    try:
+        return parse_actions(text, name=source.stem)
+    except ScheduleError as error:
+        raise ScheduleError(f"{str(path)!r}, {error}", cells=error.cells) from None
 
 
 def parse_actions(text: str, *, name: str) -> Schedule:
     """Return the legal schedule that the text of an action file lists; raises ScheduleError as `read_actions` does."""
+    rows = _rows(text)
     lanes: list[tuple[Action, ...]] = []
     places: list[tuple[Place, ...]] = []
-    for line, row in _rows(text, name=name):
-        cells = [
-            (action, Place(line, column + 1))
-            for column, cell in enumerate(row)
-            for action in _actions(cell, name=name, place=Place(line, column + 1))
-        ]
+    for line, row in enumerate(rows, start=1):
+        cells: list[tuple[Action, Place]] = []
+        for column, cell in enumerate(row, start=1):
+            place = Place(line, column)
+            try:
+                cells += [(action, place) for action in _actions(cell)]
+            except ScheduleError as error:
+                raise ScheduleError(f"{place}: {error}\n{_grid(rows, place)}") from None
         if not cells:
-            _refuse(name, f"line {line} lists no work of a stage; every row is a device, leave out those without any")
+            raise ScheduleError(f"line {line}: it lists no work of a stage; write a row only for devices that have any")
         lanes.append(tuple(action for action, _ in cells))
         places.append(tuple(place for _, place in cells))
     if not lanes:
-        _refuse(name, "it is empty; write a row per device, with cells such as 0F0")
+        raise ScheduleError("line 1: there is nothing in the file; write a row per device, with cells such as 0F0")
     try:
-        return validate(_ascending(_placed(lanes, name=name, places=places)))
+        return validate(_ascending(_placed(lanes, name=name)))
     except ScheduleError as error:
-        if error.cells:
-            where = "; ".join(_where(places, Cell(*cell)) for cell in error.cells)
-            raise ScheduleError(f"{where}: {error}", cells=error.cells) from None
-        raise
+        marked = [Cell(*cell) for cell in error.cells]
+        where = "; ".join(_where(places, cell) for cell in marked)
+        grid = "" if "\n" in str(error) else f"\n{_grid(rows, places[marked[0].lane][marked[0].position])}"
+        raise ScheduleError(f"{where}: {error}{grid}", cells=error.cells) from None
 
 
 def from_rows(rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
     """Return the schedule of rows of text forms, not validated; raises ScheduleError where a cell is no action."""
     lanes = [tuple(map(Action.parse, row)) for row in rows]
-    return _placed(lanes, name=name, places=())
+    return _placed(lanes, name=name)
 
 
 def dump_actions(schedule: Schedule) -> str:
@@ -115,38 +122,50 @@ def dump_actions(schedule: Schedule) -> str:
     return out.getvalue()
 
 
-def _rows(text: str, *, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the lines with their numbers, without blank ones at the end."""
+def _rows(text: str) -> list[list[str]]:
+    """Return the cells of each line, without blank lines at the end."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n, \t").split("\n")
-    if lines == [""]:
-        return
-    for number, line in enumerate(lines, start=1):
+    rows = []
+    for number, line in enumerate(lines if lines != [""] else (), start=1):
         try:
-            yield number, next(csv.reader([line], strict=True), [])
+            rows.append(next(csv.reader([line], strict=True), []))
         except csv.Error as error:
-            _refuse(name, f"line {number} is no line of a CSV file: {error}")
+            raise ScheduleError(f"line {number}: it is no line of a CSV file: {error}") from error
+    return rows
 
 
-def _actions(cell: str, *, name: str, place: Place) -> list[Action]:
+def _actions(cell: str) -> list[Action]:
     """Return the work that a cell lists."""
     text = cell.strip()
     if not text or _ASIDE.fullmatch(text):
         return []
     if (both := _TOGETHER.fullmatch(text)) is not None:
-        return [action for part in both[1].split(";") for action in _actions(part, name=name, place=place)]
+        return [action for part in both[1].split(";") for action in _actions(part)]
     if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
-        _refuse(name, f"{place}: {_short(text)} has a number of more than {_DIGITS} digits")
+        raise ScheduleError(f"{_short(text)} has a number of more than {_DIGITS} digits")
     try:
         return [Action.parse(text)]
     except ScheduleError:
-        _refuse(
-            name,
-            f"{place}: {_short(text)} is no action; write stage, F, B, I or W, and microbatch, such as 2F0, or leave "
-            "the cell empty",
-        )
+        form = "stage, F, B, I or W, and microbatch, such as 2F0"
+        raise ScheduleError(f"{_short(text)} is no action; write {form}, or leave the cell empty") from None
 
 
-def _placed(lanes: Sequence[tuple[Action, ...]], *, name: str, places: Sequence[Sequence[Place]]) -> Schedule:
+def _grid(rows: Sequence[Sequence[str]], place: Place) -> str:
+    """Return the part of a file around a cell, as it is there, with the cell marked."""
+    first = max(0, place.line - 1 - _AROUND)
+    left = max(0, place.column - 1 - _AROUND)
+    shown = []
+    for number, row in enumerate(rows[first : place.line + _AROUND], start=first + 1):
+        cells = [_short(cell.strip())[1:-1] or "." for cell in row[left : place.column + _AROUND]]
+        if number == place.line:
+            cells[place.column - 1 - left] = f">{cells[place.column - 1 - left]}<"
+        shown.append((number, cells))
+    width = max(len(cell) for _, cells in shown for cell in cells)
+    lines = (f"line {number} | " + " ".join(f"{cell:<{width}}" for cell in cells) for number, cells in shown)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _placed(lanes: Sequence[tuple[Action, ...]], *, name: str) -> Schedule:
     """Return the schedule with its stages where their first action is; every stage up to the last must be somewhere."""
     lane_of: dict[int, int] = {}
     for lane, actions in enumerate(lanes):
@@ -157,8 +176,11 @@ def _placed(lanes: Sequence[tuple[Action, ...]], *, name: str, places: Sequence[
         absent = next(stage for stage in range(last) if stage not in lane_of)
         lane = lane_of[last]
         position = next(index for index, action in enumerate(lanes[lane]) if action.stage == last)
-        where = f"{places[lane][position]}: " if places else ""
-        _refuse(name, f"{where}{lanes[lane][position]} is of stage {last}, but stage {absent} is in no row")
+        raise ScheduleError(
+            f"schedule {name!r}: {lanes[lane][position]} is of stage {last}, but stage {absent} is in no row; number "
+            "the stages from 0 without gaps",
+            cells=((lane, position),),
+        )
     return Schedule(name, tuple(lanes), tuple(lane_of[stage] for stage in range(last + 1)))
 
 
@@ -178,7 +200,7 @@ def _ascending(schedule: Schedule) -> Schedule:
 
 def _falls(schedule: Schedule, stage: int) -> bool:
     order = [a.microbatch for a in schedule.lanes[schedule.stage_lane[stage]] if a.stage == stage and a.kind == "B"]
-    return len(order) > 1 and order == list(reversed(range(schedule.microbatches)))
+    return len(order) == schedule.microbatches > 1 and order == sorted(order, reverse=True)
 
 
 def _where(places: Sequence[Sequence[Place]], cell: Cell) -> str:
@@ -188,7 +210,3 @@ def _where(places: Sequence[Sequence[Place]], cell: Cell) -> str:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
-
-
-def _refuse(name: str, fact: str) -> NoReturn:
-    raise ScheduleError(f"schedule {name!r}: {fact}")

@@ -8,6 +8,8 @@ from typing import NoReturn
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Action, Cell, Kind, Schedule
 
+_ROWS, _COLUMNS, _NEAR = 64, 480, 2
+"""A grid of more rows or columns is shown in part."""
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _FIRST: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
 _OTHER: dict[Kind, Kind] = {"B": "I", "I": "B"}
@@ -114,4 +116,18 @@ def _missing(schedule: Schedule, action: Action) -> NoReturn:
 def _fail(schedule: Schedule, fact: str, cells: Iterable[Cell]) -> NoReturn:
     marked = tuple(cells)
     places = tuple((cell.lane, cell.position) for cell in marked)
-    raise ScheduleError(f"schedule {schedule.name!r}: {fact}\n{schedule.grid(frozenset(marked))}", cells=places)
+    grid = _clipped(schedule.grid(frozenset(marked)).splitlines(), lanes={cell.lane for cell in marked})
+    raise ScheduleError(f"schedule {schedule.name!r}: {fact}\n{grid}", cells=places)
+
+
+def _clipped(lines: list[str], *, lanes: set[int]) -> str:
+    """Return the grid's lines, of a large one those near the marked lanes and what is around the first mark."""
+    if len(lines) > _ROWS:
+        lines = [line for lane, line in enumerate(lines) if any(abs(lane - own) <= _NEAR for own in lanes)][:_ROWS]
+    if max(map(len, lines), default=0) <= _COLUMNS:
+        return "\n".join(lines)
+    label = lines[0].index("|") + 2
+    mark = min((line.index(">") for line in lines if ">" in line), default=label)
+    start = max(label, mark - _COLUMNS // 2)
+    before = "... " if start > label else ""
+    return "\n".join(f"{line[:label]}{before}{line[start : start + _COLUMNS]}".rstrip() for line in lines)
