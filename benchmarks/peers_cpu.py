@@ -1,0 +1,258 @@
+"""A training step on two lanes of the CPU: ours, torchgpipe, torch.distributed.pipelining, plain, and the bound.
+
+    python -m benchmarks.peers_cpu [--json FILE] [--rounds 7] [--models mlp ...] [--only CONTENDER ...]
+
+Every contender has the same model, weights, batch of 8 microbatches and, where it cuts, the same cut; its gradients are
+held against the plain model's before anything is read. A step is forward, loss and backward, without an optimizer,
+from gradients that are None. Contenders take turns, and the order turns by one from round to round.
+
+    ours ...             `train_step` on two lanes, a thread each with one intra-op thread
+    torch ...            torch.distributed.pipelining over gloo, two processes with one intra-op thread each
+    torchgpipe, 1 (2)    torchgpipe on ["cpu", "cpu"], with one (two) intra-op threads; no recomputation
+    plain, 1 (2)         the model as it is, with one (two) intra-op threads
+    microbatched         a plain loop over the microbatches, a backward for each, one thread
+
+    speed       seconds of plain on one thread over the contender's, of the same round: median [quartiles]
+    CPU         seconds of CPU, over all threads and both processes
+    bound       the schedule simulated from its cells, each measured alone on one thread in the same round (forward,
+                loss, backward or its two parts); nothing else takes time, and nothing is shared
+    share       the bound over the contender's seconds
+
+``split`` is the input and the weight part of a backward over the backward in one piece, where that is next to 1 zero
+bubble can pay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks import pairs, peers_cells, peers_local
+from benchmarks.peers_cells import Cells
+from benchmarks.peers_models import CHUNKS, MODELS, Made, Subject, subjects
+from benchmarks.peers_torch import Distributed, Ranks
+
+OURS = {"ours gpipe": "gpipe", "ours 1f1b": "1f1b", "ours zb_h1": "zb_h1"}
+TORCH = {"torch gpipe": "gpipe", "torch 1f1b": "1f1b"}
+GPIPE = {"torchgpipe, 1": 1, "torchgpipe, 2": 2}
+PLAIN = {"plain, 1": 1, "plain, 2": 2}
+LOOP = "microbatched"
+BASE = "plain, 1"
+NAMES = (*OURS, *TORCH, *GPIPE, *PLAIN, LOOP)
+TOLERANCE = 1e-4
+"""By which share of the largest entry gradients in float32 may differ."""
+
+TORCH_ASKED, GPIPE_ASKED, BEST_ASKED, BOUND_ASKED = 1.0, 1.05, 1.03, 0.93
+GPIPE_ASKED_MORE = {"transformer": 1.15, "mlp": 1.15}
+SPLIT_PAYS = 1.05
+
+
+class Contender(Protocol):
+    """What is read: one training step at a time."""
+
+    def read(self) -> pairs.Reading: ...
+    def gradients(self) -> list[Tensor]: ...
+    def close(self) -> None: ...
+
+
+Rounds = Mapping[str, Sequence[pairs.Reading]]
+
+
+def contender(name: str, made: Made, ranks: Callable[[], Ranks]) -> Contender:
+    """Return what runs the steps of ``name``; ``ranks`` starts torch's two processes, or returns those started."""
+    if name in OURS:
+        return peers_local.ours(made, OURS[name])
+    if name in TORCH:
+        return Distributed(ranks(), TORCH[name])
+    if name in GPIPE:
+        return peers_local.torchgpipe(made, threads=GPIPE[name])
+    if name in PLAIN:
+        return peers_local.plain(made, threads=PLAIN[name])
+    return peers_local.microbatched(made)
+
+
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference between two lists of gradients, each over its gradient's largest entry."""
+    if len(found) != len(expected):
+        raise ValueError(f"{len(found)} gradients, {len(expected)} expected")
+    return max(float((f - e).abs().max() / e.abs().max()) for f, e in zip(found, expected, strict=True))
+
+
+def read(subject: Subject, names: Sequence[str], *, rounds: int) -> tuple[Rounds, list[Cells]]:
+    """Read all contenders on one model in rounds, after each has found the plain model's gradients.
+
+    Raises ValueError when one finds others.
+    """
+    gc.collect()
+    started: list[Ranks] = []
+
+    def ranks() -> Ranks:
+        if not started:
+            started.append(Ranks(subject.name))
+        return started[0]
+
+    contenders: dict[str, Contender] = {}
+    try:
+        reference = peers_local.plain(subject.make(), threads=1)
+        reference.read()
+        expected = reference.gradients()
+        for name in names:
+            contenders[name] = contender(name, subject.make(), ranks)
+            contenders[name].read()
+            off = difference(contenders[name].gradients(), expected)
+            if not off <= TOLERANCE:
+                raise ValueError(f"{subject.name}: the gradients of {name!r} are off by {off:.2g}")
+        return _rounds(contenders, subject.make(), rounds)
+    finally:
+        for own in (*contenders.values(), *started):
+            own.close()
+
+
+def _rounds(contenders: Mapping[str, Contender], alone: Made, rounds: int) -> tuple[Rounds, list[Cells]]:
+    found: dict[str, list[pairs.Reading]] = {name: [] for name in contenders}
+    cells = []
+    peers_cells.measure(alone)
+    for turn in range(rounds):
+        for name in pairs.rotated([*contenders, ""], turn):
+            if name:
+                found[name].append(contenders[name].read())
+            else:
+                cells.append(peers_cells.measure(alone))
+    return found, cells
+
+
+def ratios(rounds: Rounds, slower: str, faster: str) -> pairs.Spread:
+    """Return how many times as fast one contender is as another, from readings of the same round."""
+    both = zip(rounds[slower], rounds[faster], strict=True)
+    return pairs.Spread.of([one.wall_s / other.wall_s for one, other in both])
+
+
+def shares(rounds: Rounds, cells: Sequence[Cells], name: str) -> pairs.Spread:
+    """Return the share of the bound that a contender with a schedule reaches, from cells of the same round."""
+    schedule = {**OURS, **TORCH}[name]
+    both = zip(rounds[name], cells, strict=True)
+    return pairs.Spread.of([own.step_s(schedule) / reading.wall_s for reading, own in both])
+
+
+def figures_of(subject: Subject, rounds: Rounds, cells: Sequence[Cells]) -> list[dict[str, Any]]:
+    """Return a figure for every contender."""
+    return [
+        {
+            "model": subject.name,
+            "contender": name,
+            "rounds": len(readings),
+            "wall_s": pairs.Spread.of([reading.wall_s for reading in readings]),
+            "cpu_s": pairs.Spread.of([reading.process_s for reading in readings]),
+            "speed": ratios(rounds, BASE, name) if BASE in rounds else None,
+            "bound_s": _bound(cells, name),
+            "share": shares(rounds, cells, name) if name in OURS or name in TORCH else None,
+        }
+        for name, readings in rounds.items()
+    ]
+
+
+def _bound(cells: Sequence[Cells], name: str) -> pairs.Spread | None:
+    schedule = {**OURS, **TORCH}.get(name)
+    return None if schedule is None else pairs.Spread.of([own.step_s(schedule) for own in cells])
+
+
+def checks_of(model: str, rounds: Rounds, cells: Sequence[Cells]) -> list[pairs.Check]:
+    """Return what is asked on one model of the contenders that were read.
+
+    Where a peer has several ways to run, ours is held against its fastest. Zero bubble's 1.03 is asked only where the
+    backward in two parts costs hardly more than in one.
+    """
+    checks = []
+    ours = [name for name in OURS if name in rounds]
+    peers = [name for name in TORCH if name in rounds]
+    single = [name for name in GPIPE if name in rounds]
+    split = statistics.median(own.split_cost for own in cells)
+    if "ours 1f1b" in rounds and "torch 1f1b" in rounds:
+        speed = ratios(rounds, "torch 1f1b", "ours 1f1b").median
+        checks.append(pairs.at_least(f"{model}: 1f1b over torch's 1f1b", TORCH_ASKED, speed))
+    if "ours 1f1b" in rounds and single:
+        speed = min(ratios(rounds, name, "ours 1f1b").median for name in single)
+        asked = GPIPE_ASKED_MORE.get(model, GPIPE_ASKED)
+        checks.append(pairs.at_least(f"{model}: 1f1b over torchgpipe", asked, speed))
+    if ours and peers and split <= SPLIT_PAYS:
+        speed = max(min(ratios(rounds, peer, name).median for peer in peers) for name in ours)
+        checks.append(pairs.at_least(f"{model}: our best over torch's best", BEST_ASKED, speed))
+    checks += [
+        pairs.at_least(f"{model}: {name}, share of the bound", BOUND_ASKED, shares(rounds, cells, name).median)
+        for name in ours
+    ]
+    return checks
+
+
+def row(figure: Mapping[str, Any]) -> dict[str, str]:
+    """Return a figure as a line of the table."""
+    share, bound = figure["share"], figure["bound_s"]
+    return {
+        "model": figure["model"],
+        "contender": figure["contender"],
+        "measured ms [quartiles]": figure["wall_s"].scaled(1e3).text(0),
+        "CPU ms": f"{figure['cpu_s'].median * 1e3:.0f}",
+        "speed": figure["speed"].text(2) if figure["speed"] else "-",
+        "bound ms": f"{bound.median * 1e3:.0f}" if bound else "-",
+        "share": f"{share.median:.1%} [{share.low:.1%}, {share.high:.1%}]" if share else "-",
+    }
+
+
+def cells_text(model: str, cells: Cells) -> str:
+    """Return a model's cells as a line."""
+    fields = {"F": cells.forward_s, "B": cells.backward_s, "I": cells.input_gradient_s, "W": cells.weight_gradient_s}
+    parts = (f"{kind} {' + '.join(f'{seconds * 1e3:.1f}' for seconds in own)}" for kind, own in fields.items())
+    return f"{model}: cells of the two stages alone, ms: {', '.join(parts)}; split {cells.split_cost:.2f}"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--models", nargs="+", choices=list(subjects()), default=list(MODELS))
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="CONTENDER", help=", ".join(NAMES))
+    parser.add_argument("--rounds", type=int, default=7)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a table for every model, then the checks."""
+    arguments = parse(argv)
+    torch.set_num_threads(1)
+    machine = pairs.facts()
+    print(f"{pairs.facts_text(machine)}\n2 lanes, {CHUNKS} microbatches, float32")
+    names = list(arguments.only)
+    if pairs.torchgpipe() is None and any(name in GPIPE for name in names):
+        print("torchgpipe is not installed; going on without it")
+        names = [name for name in names if name not in GPIPE]
+    figures: list[dict[str, Any]] = []
+    checks: list[pairs.Check] = []
+    alone: dict[str, Cells] = {}
+    for model in arguments.models:
+        subject = subjects()[model]
+        rounds, cells = read(subject, names, rounds=arguments.rounds)
+        own = figures_of(subject, rounds, cells)
+        alone[model] = peers_cells.middle(cells)
+        print(f"\n{model}: {subject.shape}\n{cells_text(model, alone[model])}\n{pairs.table([row(f) for f in own])}")
+        figures += own
+        checks += checks_of(model, rounds, cells)
+    print(f"\n{pairs.checks_text(checks)}")
+    if arguments.json:
+        shapes = {model: subjects()[model].shape for model in arguments.models}
+        cells_s = {model: {**asdict(cells), "split": cells.split_cost} for model, cells in alone.items()}
+        settings = {"rounds": arguments.rounds, "chunks": CHUNKS, "only": names, "models": shapes, "cells": cells_s}
+        pairs.write(
+            arguments.json, benchmark="peers_cpu", settings=settings, machine=machine, figures=figures, checks=checks
+        )
+
+
+if __name__ == "__main__":
+    main()

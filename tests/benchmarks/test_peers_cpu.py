@@ -1,0 +1,124 @@
+"""The comparison with peers: what its figures and checks are made of, and that every contender does the same work."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import pairs, peers_cells, peers_cpu, peers_local
+from benchmarks.pairs import Reading, Spread
+from benchmarks.peers_cells import Cells
+from benchmarks.peers_models import MODELS, subjects
+
+CELLS = Cells(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0), input_gradient_s=(0.0, 1.0), weight_gradient_s=(2.0, 1.0))
+PEER = () if pairs.torchgpipe() is None else tuple(peers_cpu.GPIPE)
+RUNNABLE = ("ours gpipe", "ours 1f1b", *peers_cpu.TORCH, *PEER, "plain, 1", peers_cpu.LOOP)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def readings(*walls: float) -> list[Reading]:
+    return [Reading(wall_s=wall, process_s=1.5 * wall, thread_s=0.0) for wall in walls]
+
+
+def test_the_bound_is_the_simulated_schedule_of_the_cells():
+    assert CELLS.step_s("gpipe") == pytest.approx(9 * 3.0)  # M + S - 1 = 9 cells of forward and backward
+    assert CELLS.step_s("1f1b") == pytest.approx(9 * 3.0)
+    assert CELLS.step_s("zb_h1") < 9 * 3.0
+    assert CELLS.split_cost == 1.0
+
+
+def test_the_middle_of_several_measurements_is_taken_cell_by_cell():
+    others = [Cells((f, 1.0), (2.0, 2.0), (0.0, 1.0), (2.0, 1.0)) for f in (3.0, 5.0)]
+    assert peers_cells.middle([CELLS, *others]).forward_s == (3.0, 1.0)
+
+
+def test_speed_and_share_compare_readings_of_the_same_round():
+    rounds = {"plain, 1": readings(10.0, 40.0, 30.0), "ours 1f1b": readings(5.0, 40.0, 10.0)}
+    assert peers_cpu.ratios(rounds, "plain, 1", "ours 1f1b") == Spread(median=2.0, low=1.5, high=2.5)
+    rounds["ours 1f1b"] = readings(27.0, 54.0, 30.0)
+    assert peers_cpu.shares(rounds, [CELLS] * 3, "ours 1f1b").median == pytest.approx(0.9)
+
+
+def test_ours_is_held_against_the_fastest_way_of_every_peer():
+    rounds = {
+        "ours 1f1b": readings(30.0),
+        "ours zb_h1": readings(25.0),
+        "torch gpipe": readings(26.0),
+        "torch 1f1b": readings(31.0),
+        "torchgpipe, 1": readings(60.0),
+        "torchgpipe, 2": readings(33.0),
+    }
+    checks = {check.name: check for check in peers_cpu.checks_of("mlp", rounds, [CELLS])}
+    assert checks["mlp: 1f1b over torch's 1f1b"].measured == pytest.approx(31 / 30)
+    assert checks["mlp: 1f1b over torchgpipe"].measured == pytest.approx(33 / 30)
+    assert checks["mlp: 1f1b over torchgpipe"].asked == ">= 1.15"
+    assert checks["mlp: our best over torch's best"].measured == pytest.approx(26 / 25)
+    assert checks["mlp: ours 1f1b, share of the bound"].measured == pytest.approx(0.9)
+    assert [check.ok for check in checks.values()] == [True, False, True, False, CELLS.step_s("zb_h1") / 25 >= 0.93]
+
+
+def test_less_is_asked_of_other_models_and_where_the_split_costs_more():
+    dear = Cells((1.0, 1.0), (2.0, 2.0), (0.0, 1.5), (2.0, 1.0))
+    rounds = {"ours 1f1b": readings(30.0), "torch 1f1b": readings(31.0), "torchgpipe, 1": readings(60.0)}
+    checks = peers_cpu.checks_of("conv", rounds, [dear])
+    assert [check.name.partition(": ")[2] for check in checks] == [
+        "1f1b over torch's 1f1b",
+        "1f1b over torchgpipe",
+        "ours 1f1b, share of the bound",
+    ]
+    assert checks[1].asked == ">= 1.05"
+
+
+def test_gradients_differ_by_the_share_of_their_largest_entry():
+    expected = [torch.tensor([1.0, -4.0]), torch.tensor([8.0])]
+    assert peers_cpu.difference([torch.tensor([1.0, -3.0]), torch.tensor([8.0])], expected) == 0.25
+    with pytest.raises(ValueError, match="1 gradients, 2 expected"):
+        peers_cpu.difference(expected[:1], expected)
+
+
+def test_a_contender_that_finds_other_gradients_is_not_timed(monkeypatch):
+    subject, real = subjects()["tiny"], peers_local.microbatched
+
+    def twice(made):
+        step = real(made)
+        return peers_local.Local(lambda: (step.run(), step.run()), step.parameters)
+
+    monkeypatch.setattr(peers_local, "microbatched", twice)
+    with pytest.raises(ValueError, match="the gradients of 'microbatched' are off by 1"):
+        peers_cpu.read(subject, ["microbatched"], rounds=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cut_separates_the_parts(name):
+    made = subjects()[name].make()
+    first, last = made.stages()
+    assert len(first.parts) == subjects()[name].cut
+    assert [*first.parts, *last.parts] == list(made.parts)
+
+
+def test_cells_leave_the_plain_gradients():
+    made, reference = subjects()["tiny"].make(), peers_local.plain(subjects()["tiny"].make(), threads=1)
+    reference.read()
+    measured = peers_cells.measure(made)
+    found = [parameter.grad for parameter in made.parameters()]
+    assert peers_cpu.difference(found, reference.gradients()) <= peers_cpu.TOLERANCE
+    assert min(*measured.forward_s, *measured.backward_s, *measured.weight_gradient_s) > 0
+    assert measured.input_gradient_s[0] == 0.0
+
+
+def test_the_benchmark_runs_and_every_contender_finds_the_plain_gradients(tmp_path, capsys):
+    path = tmp_path / "peers.json"
+    peers_cpu.main(["--models", "tiny", "--rounds", "2", "--json", str(path), "--only", *RUNNABLE])
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert [figure["contender"] for figure in content["figures"]] == list(RUNNABLE)
+    assert all(figure["wall_s"]["median"] > 0 and figure["cpu_s"]["median"] > 0 for figure in content["figures"])
+    assert set(content["settings"]["cells"]["tiny"]) >= {"forward_s", "split"}
+    assert "cells of the two stages alone" in capsys.readouterr().out
