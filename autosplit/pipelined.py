@@ -24,6 +24,7 @@ from autosplit.report.table import render
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import is_transformed, needs_one_thread
 from autosplit.runtime.lanes import Lane, caller_lane
+from autosplit.runtime.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.ops import CallState, sizes_of
 from autosplit.runtime.proof import Proofs
 from autosplit.runtime.tape import Tape
@@ -139,40 +140,32 @@ class PipelinedModule(fx.GraphModule):
 
         Args:
             *args: positional inputs of the model, the whole batch.
-            target: a tensor (or any nesting of tensors) whose first dimension is the batch; cut as the inputs are.
-                What lies on the batch's device is brought to the last stage's; what lies elsewhere stays there.
-            loss_fn: ``loss_fn(output, target)`` returns a scalar; it gets all outputs on the last stage's device, where
-                its own parameters belong.
-            loss_reduction: "mean" (over rows), "sum", or "auto": known for torch's losses, proved on the first batch
-                for any other.
+            target: any nesting of tensors whose first dimension is the batch, or that are shaped like an output; cut
+                as the inputs are. What lies on the batch's device is brought to the last stage's.
+            loss_fn: ``loss_fn(output, target)`` returns a scalar, or several values with that one first or under
+                "loss"; it gets all outputs on the last stage's device, where its own parameters belong. It is called
+                several times. None: the model's own loss.
+            loss_reduction: "mean" (over rows), "sum", or "auto": exact for torch's losses, also inside a ``loss_fn``,
+                proved on the first batch for any other.
             **kwargs: keyword inputs of the model.
 
         Returns:
             The loss of the whole batch, detached, 0-dim.
 
         Raises:
-            InputError: the loss is neither a mean nor a sum over rows, or the target does not fit the batch.
+            InputError: the loss is neither a mean nor a sum over rows, or the target does not fit the batch; nothing
+                was added to any gradient.
         """
-        if self._forward_hooks or self._forward_pre_hooks:
-            caller = _caller(pytree.tree_leaves((args, kwargs)))
-            return engine.whole_step(
-                lambda: self(*args, **kwargs),
-                target=target,
-                loss_fn=loss_fn,
-                lanes=lambda: (*self._core.recordings.lanes, caller),
-            )
-        step = self._prepare(args, kwargs)
-        if isinstance(step, PreparedTree):
-            return engine.whole_step(lambda: self._run(step), target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
-        return engine.train_step(
-            step,
-            target=target,
-            loss_fn=loss_fn,
-            reduction=loss_reduction,
-            proofs=self._core.proofs,
-            whole=lambda: self._run(replace(step, state=step.state.fresh())),
-            threads=None if needs_one_thread() else self._core.threads,
-        )
+        with random_state_on_refusal():
+            return self._train_step(args, kwargs, target, loss_fn, loss_reduction)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward in eval mode without gradients, and return the model's output for the whole batch.
+
+        The lanes work through forwards only. Every module is in its own mode again at the end, also after an exception.
+        """
+        with eval_mode(self._core.model, self), torch.no_grad():
+            return self(*args, **kwargs)
 
     def train(self, mode: bool = True) -> PipelinedModule:
         """Set training or eval mode of the pipe and of the model."""
@@ -202,6 +195,28 @@ class PipelinedModule(fx.GraphModule):
         kind.forward = PipelinedModule._dispatch
         kind.__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return code
+
+    def _train_step(self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str) -> torch.Tensor:
+        if self._forward_hooks or self._forward_pre_hooks:
+            caller = _caller(pytree.tree_leaves((args, kwargs)))
+            return engine.whole_step(
+                lambda: self(*args, **kwargs),
+                target=target,
+                loss_fn=loss_fn,
+                lanes=lambda: (*self._core.recordings.lanes, caller),
+            )
+        step = self._prepare(args, kwargs)
+        if isinstance(step, PreparedTree):
+            return engine.whole_step(lambda: self._run(step), target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
+        return engine.train_step(
+            step,
+            target=target,
+            loss_fn=loss_fn,
+            reduction=reduction,
+            proofs=self._core.proofs,
+            whole=lambda: self._run(replace(step, state=step.state.fresh())),
+            threads=None if needs_one_thread() else self._core.threads,
+        )
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._prepare(args, kwargs))

@@ -141,9 +141,10 @@ def whole_step(
     ``lanes`` are the stages' and last the caller's, as they are when ``whole`` has run.
     """
     _check_loss(loss_fn)
-    output = _gathered(whole(), lanes())
-    value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
-    value.backward()
+    with torch.inference_mode(False), torch.enable_grad():
+        output = _gathered(whole(), lanes())
+        value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
+        value.backward()
     return value.detach()
 
 
