@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.compat.skip import Key, Skippable
 from autosplit.options import Options, resolve_lanes
@@ -139,6 +140,7 @@ class SequentialPipe(nn.Module):
         self.checkpoint = checkpoint
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
+        self.register_load_state_dict_pre_hook(_without_sums)
         self.__dict__["_runs"] = _Runs(Chain(self.partitions, check))
 
     def pipe_for(self, batch_dims: Any) -> PipelinedModule:
@@ -209,6 +211,14 @@ class SequentialPipe(nn.Module):
             "denied to move parameters and buffers, because "
             f"{type(self).__name__} should manage device placement: they lie on {', '.join(map(str, self.devices))}"
         )
+
+
+def _without_sums(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Drop what deferred batch norms kept of a batch that was under way; it is zero between batches."""
+    for path, norm in module.named_modules():
+        if isinstance(norm, _BatchNorm):
+            for name in ("sum", "sum_squares"):
+                state.pop(f"{prefix}{path}.{name}", None)
 
 
 def check_options(chunks: Any, checkpoint: Any) -> tuple[int, str]:

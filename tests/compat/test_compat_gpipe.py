@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.compat import BalanceError, GPipe
+from autosplit.compat import BalanceError, GPipe, is_checkpointing, is_recomputing
 from autosplit.compat.chain import CHECKPOINTS
 from tests.compat.sequential_models import assert_like_plain, mlp, pairs, rows, unet
 
@@ -117,6 +117,11 @@ def test_models_that_cannot_be():
         GPipe(tied, [1, 1], devices=CPUS)
 
 
+class Pass(nn.Module):
+    def forward(self, x):
+        return x
+
+
 class Word(nn.Module):
     def forward(self, x):
         return x, "word"
@@ -190,3 +195,32 @@ def test_the_pipe_below_trains_in_one_call():
     torch.testing.assert_close(loss, plain.detach(), rtol=1e-12, atol=1e-12)
     for own, other in zip(pipe.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_layers_can_tell_which_run_they_are_in(checkpoint):
+    seen = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].register_forward_pre_hook(lambda *_: seen.append((is_checkpointing(), is_recomputing())))
+    pipe = GPipe(model, [1, 1], devices=CPUS, chunks=3, checkpoint=checkpoint)
+    pipe(torch.rand(6, 4))
+    seen.clear()
+    pipe(torch.rand(6, 4)).sum().backward()
+    again = {"always": 3, "except_last": 2, "never": 0}[checkpoint]
+    assert sorted(seen) == sorted([(True, False)] * again + [(False, True)] * again + [(False, False)] * (3 - again))
+
+
+def test_a_model_that_no_graph_follows_runs_without_recomputing():
+    pipe = GPipe(nn.Sequential(Pass(), Pass()), [1, 1], devices=CPUS, chunks=2)
+    x = torch.rand(4, 2)
+    assert torch.equal(pipe(x), x)
+    assert "recompute=['except_last'] has no effect: no graph can follow this model" in pipe.pipe.plan.notes
+
+
+def test_what_deferred_batch_norms_kept_is_not_loaded():
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), [1, 1], devices=CPUS, deferred_batch_norm=True)
+    kept = {name: value + 1 for name, value in pipe.state_dict().items()}
+    pipe.load_state_dict(kept | {f"partitions.1.1.{name}": torch.zeros(3) for name in ("sum", "sum_squares")})
+    assert all(torch.equal(value, kept[name]) for name, value in pipe.state_dict().items())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        pipe.load_state_dict(kept | {"partitions.0.0.sum": torch.zeros(3)})
