@@ -110,6 +110,7 @@ def _trace(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = 
         cut.sizes[0],
         input_grads={**flows, **cut.profile.input_grads},
         roots=_roots(cut, graph),
+        averaged=_averaged(cut),
         apart=True,
         units=units,
         whole=whole,
@@ -121,14 +122,25 @@ def _trace(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = 
 def _roots(cut: Cut, graph: StageGraph) -> frozenset[str]:
     """Return the values of a stage that gradients come back for.
 
-    Those that other nodes take, and of the model's outputs the first that is differentiable: without a loss a plan
-    assumes the mean of that one.
+    Those that other nodes take, and the one that the loss takes.
     """
-    results = [v for n in cut.traced.graph.nodes if n.op == "output" for v in n.all_input_nodes if INFO in v.meta]
-    first = next((v.meta[INFO].name for v in results if v.meta[INFO].tensors[0].differentiable), None)
-    named = cut.traced.by_name()
+    first, named = _first_output(cut), cut.traced.by_name()
     own = (node.meta[INFO].name for node in graph.outputs)
     return frozenset(name for name in own if name == first or any(u.op != "output" for u in named[name].users))
+
+
+def _first_output(cut: Cut) -> str | None:
+    """Return the first of the model's outputs that is differentiable: a plan without a loss assumes the mean of it."""
+    results = [v for n in cut.traced.graph.nodes if n.op == "output" for v in n.all_input_nodes if INFO in v.meta]
+    return next((v.meta[INFO].name for v in results if v.meta[INFO].tensors[0].differentiable), None)
+
+
+def _averaged(cut: Cut) -> str | None:
+    """Return that output where the last stage makes it and nothing else takes it: its mean is then made there."""
+    name = _first_output(cut)
+    if name is None or cut.stage_of.get(name) != cut.schedule.stages - 1:
+        return None
+    return name if all(user.op == "output" for user in cut.traced.by_name()[name].users) else None
 
 
 def _static(cut: Cut, stage: int, graph: StageGraph) -> StaticBytes:

@@ -52,6 +52,7 @@ class How:
         rows: batch rows of the microbatch.
         input_grads: whether gradients flow back through the inputs, by stable name; those that are missing want none.
         roots: stable names of the outputs that gradients arrive for; None: all through which gradients flow.
+        averaged: the output whose mean is the loss: its gradient is made in the backward, and goes when it is used.
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
         apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made;
@@ -64,6 +65,7 @@ class How:
     rows: int
     input_grads: Mapping[str, bool] = field(default_factory=dict)
     roots: Collection[str] | None = None
+    averaged: str | None = None
     units: Collection[str] = ()
     whole: bool = False
     apart: bool = False
@@ -188,11 +190,13 @@ class _Run:
         self.end_autocast()
         forward = self._taken()
         wanted = self.how.roots
-        outputs = [t for n, own in sent.items() if wanted is None or n.meta[INFO].name in wanted for t in own]
+        named = [(n.meta[INFO].name, t) for n, own in sent.items() for t in own]
+        averaged = self.how.averaged
+        outputs = [t.mean() if n == averaged else t for n, t in named if wanted is None or n in wanted]
         self.goes_back = True
         self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
         self.labels.last = ""
-        del outputs, sent, given
+        del outputs, named, sent, given
         return forward, self._taken()
 
     def _backward(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:

@@ -1,0 +1,219 @@
+"""The peak of every stage of a real pipe in its training step: predicted by the plan, measured by the allocator.
+
+    python -m benchmarks.memory_pipe [--family gpt2 unet] [--schedule 1f1b] [--recompute never block]
+                                     [--stages 4] [--chunks 8] [--json FILE]
+
+The pipe runs as it always does, issued by one thread, but each stage's lane has memory of its own, as a device has:
+what comes from another lane is copied. The allocator's own events (``torch.profiler``) are in order, and so are the
+actions; a block belongs to the lane whose action, or whose copy, allocated it:
+
+    lane 0   ──[0F0]──────[0F1]────────────[0B0]──      parameters + optimizer state + its own blocks: its peak
+    lane 1   ────────[1F0]─────[1F1][1B0]─────────      predicted: plan.stages[1].memory.peak_bytes
+
+Nothing is fitted; the loss is the mean of the output, which is what a plan without a loss assumes. Optimizer state is
+counted as the plan counts it, and gradients are None when the step begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from autosplit import PipelinedModule, autosplit
+from autosplit.profile.allocations import Allocations
+from autosplit.runtime.cells import Cells
+from autosplit.runtime.lanes import Bundle, CpuLane, Lane
+from benchmarks import pairs
+from benchmarks.families import Family, families
+
+ASKED = 0.03
+_MARK = "lane "
+
+
+class OwnMemory(CpuLane):
+    """A lane on the CPU that holds a copy of its own of what other lanes send."""
+
+    asynchronous = True
+    at_work = False
+    """Whether a cell runs, not what comes before the first one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
+        """Return copies of another lane's tensors.
+
+        The caller's batch lies where it is, and so do parameters: a plan for one device has no copies of tied ones.
+        """
+        if source is self or not isinstance(source, OwnMemory) or not OwnMemory.at_work:
+            return bundle
+        with record_function(f"{_MARK}{self.number}"):
+            return tuple(tensor.clone() for tensor in bundle)
+
+    def active(self) -> Any:
+        """Return the one context that does nothing."""
+        return nullcontext()
+
+    def here(self) -> CpuLane:
+        """Return the caller's lane."""
+        return CpuLane()
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One lane's peak in a step."""
+
+    family: str
+    schedule: str
+    recompute: str
+    lane: int
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def mean_of(output: Any, target: Any = None) -> Tensor:
+    """Return the loss that a plan assumes."""
+    return output.mean()
+
+
+def split(family: Family, *, schedule: str, recompute: str, stages: int, chunks: int) -> PipelinedModule:
+    """Return a pipe whose lanes have memory of their own."""
+    torch.manual_seed(0)
+    pipe = autosplit(
+        family.make(),
+        devices=["cpu"] * stages,
+        chunks=chunks,
+        schedule=schedule,
+        recompute=recompute,
+        lanes="inline",
+    )
+    pipe._core.recordings.lanes = tuple(map(OwnMemory, range(stages)))
+    return pipe
+
+
+@contextlib.contextmanager
+def marked(pipe: PipelinedModule) -> Iterator[None]:
+    """Mark in the profiler's events which lane an action belongs to."""
+    lanes, act = pipe._core.recordings.lanes, Cells.act
+
+    def acting(cells: Cells, action: Any) -> None:
+        OwnMemory.at_work = True
+        with record_function(f"{_MARK}{lanes[action.stage].number}"):
+            act(cells, action)
+        OwnMemory.at_work = False
+
+    Cells.act = acting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Cells.act = act  # type: ignore[method-assign]
+
+
+def measured(pipe: PipelinedModule, batch: tuple[Tensor, ...]) -> list[int]:
+    """Return each lane's most bytes above parameters and optimizer state, over one step in the steady state."""
+    for _ in range(2):
+        pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
+        pipe.zero_grad(set_to_none=True)
+    gc.collect()
+    with marked(pipe), Allocations() as run:
+        pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
+    pipe.zero_grad(set_to_none=True)
+    owner = owners(run)
+    live, most = {}, {}
+    lane_of: dict[int, int | None] = {}
+    for place, (block, size) in enumerate(run.changes):
+        lane = lane_of.setdefault(block, owner[place])
+        if lane is not None:
+            live[lane] = live.get(lane, 0) + size
+            most[lane] = max(most.get(lane, 0), live[lane])
+    return [most.get(lane, 0) for lane in range(max(most) + 1)]
+
+
+def owners(run: Allocations) -> list[int | None]:
+    """Return, for each of the allocator's events, the innermost lane that was at work; None between actions."""
+    found: list[int | None] = [None] * len(run.changes)
+    marks = [operation for operation in run.operations if operation.name.startswith(_MARK)]
+    for mark in sorted(marks, key=lambda operation: operation.depth):
+        found[mark.first : mark.last] = [int(mark.name.removeprefix(_MARK))] * (mark.last - mark.first)
+    return found
+
+
+def peaks(family: Family, *, schedule: str, recompute: str, stages: int, chunks: int) -> list[Peak]:
+    """Return what the plan says and what the allocator did, lane by lane."""
+    pipe = split(family, schedule=schedule, recompute=recompute, stages=stages, chunks=chunks)
+    own = measured(pipe, family.batch(chunks))
+    assert pipe.plan is not None
+    found = []
+    for number, most in enumerate(own):
+        held = [stage for stage in pipe.plan.stages if getattr(stage, "lane", stage.index) == number]
+        static = sum(s.memory.parameter_bytes + s.memory.buffer_bytes + s.memory.optimizer_bytes for s in held)
+        predicted = max(s.memory.peak_bytes for s in held)
+        found.append(Peak(family.name, schedule, recompute, number, predicted, static + most))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a line per lane and what is asked, and write all figures as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--family", nargs="*", default=["gpt2", "llama", "resnet50", "unet"])
+    parser.add_argument("--schedule", nargs="*", default=["1f1b"])
+    parser.add_argument("--recompute", nargs="*", default=["never", "always", "except_last", "block"])
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    found: list[Peak] = []
+    for name, schedule, recompute in itertools.product(chosen.family, chosen.schedule, chosen.recompute):
+        own = peaks(
+            families()[name], schedule=schedule, recompute=recompute, stages=chosen.stages, chunks=chosen.chunks
+        )
+        for peak in own:
+            print(
+                f"{name:10} {schedule:12} {recompute:12} lane {peak.lane}  "
+                f"{peak.predicted_bytes / 2**20:9.2f} MiB predicted {peak.measured_bytes / 2**20:9.2f} MiB measured "
+                f"{peak.error:+.2%}",
+                flush=True,
+            )
+        found += own
+    worst = max(found, key=lambda peak: abs(peak.error))
+    print(f"worst {worst.error:+.2%} of {len(found)}; asked: within {ASKED:.0%}")
+    if chosen.json is not None:
+        checks = [
+            {
+                "name": f"{p.family} {p.schedule} recompute={p.recompute} lane {p.lane}",
+                "asked": f"within {ASKED:.0%}",
+                "measured": round(p.error, 5),
+                "ok": abs(p.error) <= ASKED,
+            }
+            for p in found
+        ]
+        figures = {
+            "benchmark": "memory_pipe",
+            "machine": pairs.machine(),
+            "checks": checks,
+            "peaks": [asdict(p) for p in found],
+        }
+        chosen.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
