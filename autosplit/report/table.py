@@ -1,6 +1,7 @@
 """A plan as text: the header, the stages, the boundaries and what they amount to.
 
 Partition of Model        what was planned, on what, from measured or modelled times
+Schedule                  who does what when, where that is not plain and small enough
 Stages                    one row per stage and table: times, memory
 Boundaries                one row per value that crosses a cut
 Prediction                imbalance, bubble, step time, proof, node classes, memory
@@ -25,6 +26,8 @@ NARROWEST_WIDTH = 80
 """What the memory table needs; a narrower page gets lines of this width."""
 NARROWEST_MODULES = 24
 BOUNDARY_ROWS = 24
+GRID_ROWS = 16
+_PLAIN_SCHEDULES = ("gpipe", "1f1b", "forward")
 COLLAPSED_SHARE = 0.5
 HINDERED_SHARE = 0.1
 _GAP = "  "
@@ -52,6 +55,7 @@ def render(plan: Plan, *, width: int | None = None) -> str:
     page = max(width or DEFAULT_WIDTH, NARROWEST_WIDTH)
     sections = [
         _wrap(_header(plan), width=page),
+        *_grid(plan, width=page),
         _stages(plan, width=page),
         _boundaries(plan, width=page),
         _wrap(_prediction(plan), width=page),
@@ -127,13 +131,29 @@ def _shorten(text: str, *, width: int) -> str:
     return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
 
 
+def _grid(plan: Plan, *, width: int) -> list[list[str]]:
+    """Return the schedule's grid: none for GPipe and 1F1B, which everybody knows, or where it is too large."""
+    if plan.schedule in _PLAIN_SCHEDULES and not plan.actions:
+        return []
+    lines = str(plan.schedule_for(len(plan.microbatch_rows))).splitlines()
+    small = len(lines) <= GRID_ROWS and max(map(len, lines)) <= width
+    return [["Schedule (a row per device; 2F0 is stage 2, forward, microbatch 0)", *lines]] if small else []
+
+
+def _shares(plan: Plan) -> bool:
+    """Tell whether stages are not simply one per device, in order."""
+    return any(stage.lane != stage.index for stage in plan.stages)
+
+
 def _header(plan: Plan) -> list[str]:
+    each = f", up to {plan.virtual_stages} stages on each" if plan.virtual_stages > 1 else ""
+    own = " (from an action file)" if plan.actions else ""
     times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
     return [
         f"Partition of {plan.fingerprint.model}",
-        f"  devices    {len(plan.devices)}: {_repeats(plan.devices)}",
+        f"  devices    {len(plan.devices)}: {_repeats(plan.devices)}{each}",
         f"  chunks     {_microbatches(plan)}",
-        f"  schedule   {plan.schedule}, optimizer {plan.optimizer}",
+        f"  schedule   {plan.schedule}{own}, optimizer {plan.optimizer}",
         f"  basis      {times}, torch {plan.fingerprint.torch}",
         f"  traced     {_traced(plan)}",
     ]
@@ -169,7 +189,8 @@ def _plural(count: int, word: str) -> str:
 def _stages(plan: Plan, *, width: int) -> list[str]:
     """Return two tables with one row per stage: one of all columns would need about 160 columns of text."""
     index = _column(plan, "stage", lambda stage: str(stage.index))
-    device = _column(plan, "device", lambda stage: stage.device, align="left")
+    place = (lambda stage: f"{stage.lane}: {stage.device}") if _shares(plan) else (lambda stage: stage.device)
+    device = _column(plan, "device", place, align="left")
     times = _time_columns(plan)
     basis = "measured" if plan.measured else "modelled"
     room = width - _table_width([index, device, *times]) - len(_GAP)
@@ -181,7 +202,9 @@ def _stages(plan: Plan, *, width: int) -> list[str]:
         *_table([index, device, *([] if aside else [modules]), *times]),
         *aside,
         "",
-        "Memory per stage over a step",
+        "Memory per stage when its device is fullest, and the device's peak"
+        if _shares(plan)
+        else "Memory per stage over a step",
         *_table([index, *_memory_columns(plan)]),
         *_wrap(_buffers(plan), width=width),
     ]
@@ -282,9 +305,12 @@ def _hidden(boundaries: Sequence[Boundary], *, shown: Sequence[Boundary]) -> lis
 
 
 def _prediction(plan: Plan) -> list[str]:
-    totals = [stage.forward_s + stage.backward_s for stage in plan.stages]
+    unit = "device" if _shares(plan) else "stage"
+    totals = [0.0] * (1 + max(stage.lane for stage in plan.stages))
+    for stage in plan.stages:
+        totals[stage.lane] += stage.forward_s + stage.backward_s
     mean = sum(totals) / len(totals)
-    slowest = plan.stages[totals.index(max(totals))].index
+    slowest = totals.index(max(totals))
     ratio = f"{max(totals) / mean:.2f}" if mean else "1.00"
     steps = plan.objective == "step_time"
     step = f"step       {format_seconds(plan.step_s)}, bubble {plan.bubble:.1%}"
@@ -292,7 +318,7 @@ def _prediction(plan: Plan) -> list[str]:
     return [
         "Prediction",
         f"  {step}, {_proof(plan)}" if steps else f"  {step}",
-        f"  imbalance  {ratio} (slowest stage over the mean; the slowest is stage {slowest})",
+        f"  imbalance  {ratio} (slowest {unit} over the mean; the slowest is {unit} {slowest})",
         f"  {bottleneck}" if steps else f"  {bottleneck}, {_proof(plan)}",
         *_classes(plan),
         f"  memory     {_memory_verdict(plan)}",
@@ -316,8 +342,9 @@ def _classes(plan: Plan) -> list[str]:
     if full < HINDERED_SHARE:
         return lines
     state = "has collapsed" if full >= COLLAPSED_SHARE else "is held back"
-    stages = _plural(len(plan.stages), "stage")
-    limit = 1 / (full + (1 - full) / len(plan.stages))
+    count = 1 + max(stage.lane for stage in plan.stages)
+    stages = _plural(count, "device" if _shares(plan) else "stage")
+    limit = 1 / (full + (1 - full) / count)
     return [
         *lines,
         f"  pipeline   The pipeline {state}: {full:.0%} of the work mixes rows of the batch and runs once, on merged "
@@ -325,16 +352,20 @@ def _classes(plan: Plan) -> list[str]:
     ]
 
 
+def _holder(plan: Plan, stage: StagePlan) -> str:
+    return f"device {stage.lane}" if _shares(plan) else f"stage {stage.index}"
+
+
 def _memory_verdict(plan: Plan) -> str:
     """Return whether the plan fits, with the numbers of the stage that is nearest to its device's capacity."""
     known = [(stage, stage.memory.capacity_bytes) for stage in plan.stages if stage.memory.capacity_bytes is not None]
     if not known:
         worst = max(plan.stages, key=lambda stage: stage.memory.peak_bytes)
-        peak = f"the largest peak is {format_bytes(worst.memory.peak_bytes)} on stage {worst.index}"
+        peak = f"the largest peak is {format_bytes(worst.memory.peak_bytes)} on {_holder(plan, worst)}"
         return f"not judged: no capacity is known (memory_limit= sets one), {peak}"
     tightest, capacity = max(known, key=lambda pair: pair[0].memory.peak_bytes / max(pair[1], 1))
     numbers = (
-        f"stage {tightest.index} needs {format_bytes(tightest.memory.peak_bytes)}, "
+        f"{_holder(plan, tightest)} needs {format_bytes(tightest.memory.peak_bytes)}, "
         f"{tightest.device} has {format_bytes(capacity)}"
     )
     if plan.verdict == "fits":

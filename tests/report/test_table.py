@@ -114,6 +114,25 @@ def test_report_text(width: int, golden: Callable[[str, str], None]) -> None:
     golden(f"gpt2_{width}.txt", render(gpt2_plan(), width=width) + "\n")
 
 
+def test_report_of_several_stages_per_device(golden: Callable[[str, str], None]) -> None:
+    lanes = (0, 1, 1, 0)
+    plan = make_plan(
+        stages=tuple(make_stage(stage, lane=lane, peak_bytes=(9 + lane) * GIB) for stage, lane in enumerate(lanes)),
+        schedule="zb_v",
+        virtual_stages=2,
+    )
+    golden("virtual.txt", render(plan) + "\n")
+
+
+def test_a_large_grid_is_left_out_and_an_own_schedule_is_called_that() -> None:
+    rows = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
+    plan = make_plan(schedule="mine", actions=rows, microbatch_rows=(2, 2))
+    assert "schedule   mine (from an action file), optimizer" in render(plan)
+    assert "lane 1 | .   1F0 1B0 1F1 1B1" in render(plan)
+    assert "Schedule (" not in render(make_plan())
+    assert "Schedule (" not in render(make_plan(schedule="zb_h1", chunks=64, microbatch_rows=(2,) * 64))
+
+
 def test_report_of_a_plain_plan(golden: Callable[[str, str], None]) -> None:
     golden("plain.txt", render(make_plan()) + "\n")
 
