@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.planning.schedules import schedule_of
 from autosplit.schedule.action import Schedule
+from autosplit.trace.proof import Proof
 
 VERSION = 1
 _WAY_OUT = "write one with plan.save(path)"
@@ -124,6 +125,8 @@ class Plan(_Record):
     """How the model was followed: its calls recorded, captured by dynamo, or its own Python run module by module."""
     whole: tuple[str, ...] = ()
     """Modules that are one node because their Python cannot be recorded: ``path: reason``."""
+    proofs: tuple[Proof, ...] = ()
+    """What was proved of the recording that was planned: a call that records the same is not proved again."""
 
     def stage_of(self) -> dict[str, int]:
         """Map stable node names to stage numbers."""

@@ -128,7 +128,7 @@ class _Writer:
         partition: Partition,
     ) -> None:
         self.model, self.traced, self.costs, self.options = model, found.graph, costs, options
-        self.rung, self.whole = found.rung, found.whole
+        self.rung, self.whole, self.proof = found.rung, found.whole, found.proof
         self.sizes, self.formulation, self.partition = sizes, formulation, partition
         self.schedule = formulation.problem.schedule_of(partition.stages)
         self.lane = self.schedule.stage_lane
@@ -204,6 +204,7 @@ class _Writer:
             notes=tuple(self._notes()),
             rung=self.rung,
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
+            proofs=() if self.proof is None else (self.proof,),
         )
 
     def _stage(self, index: int) -> StagePlan:

@@ -2,8 +2,8 @@
 
 Private torch API, since torch has no public way to read or to enter another thread's state: the mode stacks of
 ``torch.overrides`` and ``torch.utils._python_dispatch``, the default hooks of saved tensors, the flag
-``retain_graph`` of the running backward, what tells that a transform is under way, and whether there are hooks on all
-modules. Tried on torch 2.11, 2.13 and 2.15.
+``retain_graph`` of the running backward, and what tells that a transform is under way. Tried on torch 2.11, 2.13 and
+2.15.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import overrides
 from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _python_dispatch as dispatch
 
 from autosplit.trace.calls import Ambient
@@ -120,6 +119,11 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def watched() -> bool:
+    """Tell whether a mode of the caller's sees every operation, so that operations must not become others."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+
+
 def may_hook_saved_tensors() -> bool:
     """Tell whether hooks on saved tensors may be set: a transform or the caller may have banned them."""
     return not is_transformed() and torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
@@ -162,8 +166,3 @@ def one_intra_op_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(count)
-
-
-def has_module_hooks() -> bool:
-    """Tell whether there are hooks on every module's call, as ``FlopCounterMode`` and trackers of modules set them."""
-    return bool(_has_any_global_hook())

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from autosplit.runtime.ambient import any_autocast, has_module_hooks
+from autosplit.runtime.ambient import any_autocast
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, CallState, Key, enter, leave, take, transfer
 from autosplit.schedule.action import Action
+from autosplit.trace.scope import has_module_hooks
 
 
 @dataclass

@@ -19,13 +19,14 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.options import Sample
-from autosplit.runtime.ambient import ThreadState, has_module_hooks, needs_one_thread, without_saved_tensor_hooks
+from autosplit.runtime.ambient import ThreadState, needs_one_thread, without_saved_tensor_hooks
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import rows_along, sizes_of
 from autosplit.runtime.tree_devices import Devices, Moves
 from autosplit.runtime.tree_lanes import Crossing, Over, describe
 from autosplit.trace.calls import Ambient
 from autosplit.trace.module_tree import Doors
+from autosplit.trace.scope import has_module_hooks
 from autosplit.trace.structure import flatten_output
 from autosplit.trace.tree_rows import ONE_ROW, OutputRows, TreeFindings, examine
 

@@ -32,6 +32,7 @@ from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.kinds import function_of
 from autosplit.trace.merge import MergedRecording
 from autosplit.trace.probe import run_probe
+from autosplit.trace.proof import Proof, identity
 from autosplit.trace.readings import Shares, best, shares
 from autosplit.trace.reads import Guard, guard_of, without_reads
 from autosplit.trace.recording import Refusal, Unexpected
@@ -53,6 +54,7 @@ class Trace:
         gathered: the merged recordings, and what was entered in them.
         rung: whether the model's own calls were recorded, or those of what dynamo captured of it.
         domain: the lengths for which the recording holds; None: for those of the sample only.
+        proof: what was proved of the recording, in a form that a plan can carry; None where there is none.
     """
 
     graph: TracedGraph
@@ -62,6 +64,7 @@ class Trace:
     gathered: Gathered
     rung: Literal["recorded", "captured"] = "recorded"
     domain: Domain | None = None
+    proof: Proof | None = None
 
     @property
     def whole(self) -> dict[str, str]:
@@ -85,10 +88,12 @@ def trace(
     batch_dims: object = None,
     findings: Findings | None = None,
     before: Mapping[str, int | None] | None = None,
+    proofs: Sequence[Proof] = (),
 ) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
 
-    ``before`` are the batch dimensions that an earlier call was found to have, by input name.
+    ``before`` are the batch dimensions that an earlier call was found to have, by input name. A recording that one of
+    ``proofs`` is about is not proved again.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs whose batch cannot be told, and the
     model's own exception when its forward raises.
@@ -97,13 +102,12 @@ def trace(
     flat = flatten(model, sample, batch_dims)
     try:
         try:
-            return _traced(model, flat, Scope(), findings=findings, told=told, before=before)
+            return _traced(model, flat, Scope(), findings, told=told, before=before, proofs=proofs)
         except _Told:
-            return _traced(model, flat, Scope(exporting=False), findings=findings, told=told, before=before)
+            return _traced(model, flat, Scope(exporting=False), findings, told=told, before=before, proofs=proofs)
     except TraceError as first:
         try:
-            scope = Scope(capture=Capture(model, flat))
-            return _traced(model, flat, scope, findings=findings, told=told, before=before)
+            return _traced(model, flat, Scope(capture=Capture(model, flat)), findings, told=told, before=before)
         except Exception:  # the first rung's reason says more
             raise first from None
 
@@ -121,21 +125,32 @@ def _traced(
     model: nn.Module,
     flat: FlatInputs,
     scope: Scope,
-    *,
     findings: Findings | None,
+    *,
     told: bool,
     before: Mapping[str, int | None] | None,
+    proofs: Sequence[Proof] = (),
 ) -> Trace:
     try:
         found = best(
             flat,
-            lambda reading, atoms: _classified(model, reading, findings, scope, atoms=atoms),
+            lambda reading, atoms: _classified(model, reading, findings, scope, atoms=atoms, proofs=proofs),
             told=told,
             before=before,
         )
     except Unexpected as error:
         _raise_own(model, flat, error.error)
     graph, flat, gathered = found.graph, found.flat, found.gathered
+    if found.proof is None:
+        _check(model, graph, flat, gathered)
+    guard = guard_of(model, gathered.recording, gathered.scope.answers)
+    rung: Literal["recorded", "captured"] = "recorded" if scope.capture is None else "captured"
+    proof = found.proof or (Proof.of(found.identity, found.findings) if found.identity is not None else None)
+    return Trace(graph, flat, found.findings, guard, gathered, rung, proof=proof)
+
+
+def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
+    """Raise Refusal where a recording is not what the model does, _Told where it is what the model does when told."""
     spread = _is_spread(model)
     if not spread and (unlike := unlike_unasked(model, graph, flat, gathered.scope)) is not None:
         raise _Told(unlike, "")
@@ -146,9 +161,6 @@ def _traced(
             "cannot follow",
             "",
         )
-    guard = guard_of(model, gathered.recording, gathered.scope.answers)
-    rung: Literal["recorded", "captured"] = "recorded" if scope.capture is None else "captured"
-    return Trace(graph, flat, found.findings, guard, gathered, rung)
 
 
 def widen(
@@ -211,15 +223,27 @@ class _Classified:
     findings: Findings
     graph: TracedGraph
     shares: Shares
+    identity: str | None
+    proof: Proof | None
 
 
 def _classified(
-    model: nn.Module, flat: FlatInputs, findings: Findings | None, scope: Scope, *, atoms: bool
+    model: nn.Module,
+    flat: FlatInputs,
+    findings: Findings | None,
+    scope: Scope,
+    *,
+    atoms: bool,
+    proofs: Sequence[Proof],
 ) -> _Classified:
     gathered = gather(model, flat, atoms=atoms and scope.capture is None, scope=scope)
     names = frozenset(m.call.name for m in gathered.recording.calls)
     before = findings if findings is not None and findings.batch_dims == flat.batch_dims else Findings()
-    if not names <= before.probed:
+    own = identity(model, flat, gathered)
+    proof = next((proof for proof in proofs if proof.recording == own), None)
+    if proof is not None:
+        before = before.joined(proof.findings(names, flat))
+    elif not names <= before.probed:
         try:
             seen = _probe(model, flat, gathered)
         except (Unexpected, TraceError, InputError):
@@ -232,7 +256,7 @@ def _classified(
             ) from error
         before = before.joined(replace(seen, probed=seen.probed | names, batch_dims=flat.batch_dims))
     graph = _accept(model, flat, gathered, before)
-    return _Classified(flat, gathered, before, graph, shares(graph, model))
+    return _Classified(flat, gathered, before, graph, shares(graph, model), own, proof)
 
 
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:

@@ -1,0 +1,174 @@
+"""A proof that a plan carries: used where all that it was about is the same, and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import Plan, autosplit
+from autosplit.trace import ladder
+from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+
+
+def gate(value: Tensor) -> Tensor:
+    """A function of the model's own file, which its forward calls."""
+    return value * 2 if isinstance(value, Tensor) else value
+
+
+class Net(nn.Module):
+    """Two layers whose weight is one, a function of its own file, an attribute and a norm over the batch."""
+
+    def __init__(self, *, mixes: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.0)
+        self.second.weight = self.first.weight
+        self.scale, self.mixes = 3.0, mixes
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = gate(self.drop(self.first(value))) * self.scale
+        return self.second(value + value.mean(0) if self.mixes else value)
+
+
+class Proving:
+    """Counts how often the probe and the check run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[str] = []
+        for name in ("run_probe", "check_recording", "unlike_unasked"):
+            monkeypatch.setattr(ladder, name, self.counted(name, getattr(ladder, name)))
+
+    def counted(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.ran.append(name)
+            return function(*args, **kwargs)
+
+        return run
+
+
+@pytest.fixture
+def proving(monkeypatch: pytest.MonkeyPatch) -> Proving:
+    return Proving(monkeypatch)
+
+
+def planned(model: nn.Module, tmp_path: Path) -> Path:
+    """The file of a plan for a model of four inputs."""
+    pipe = autosplit(model, devices=2, chunks=2, sample=torch.randn(4, 4), lanes="inline")
+    assert pipe.plan is not None
+    assert len(pipe.plan.proofs) == 1
+    pipe.plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == pipe.plan
+    return tmp_path / "plan.json"
+
+
+def call(model: nn.Module, path: Path) -> None:
+    """Run a model by a plan, as the model runs."""
+    batch = Batch((torch.randn(6, 4),))
+    pipe = autosplit(model, devices=2, plan=path, lanes="inline")
+    assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["rows", "mixes"])
+def test_what_was_proved_is_not_proved_again(mixes: bool, proving: Proving, tmp_path: Path) -> None:
+    path = planned(Net(mixes=mixes), tmp_path)
+    assert sorted(set(proving.ran)) == ["check_recording", "run_probe", "unlike_unasked"]
+    proving.ran.clear()
+    call(Net(mixes=mixes), path)
+    assert proving.ran == []
+    again = autosplit(Net(mixes=mixes), devices=2, plan=path, sample=torch.randn(4, 4))
+    assert again.plan is not None
+    assert (again.plan.class_flops["full"] > 0) is mixes
+
+
+class Other(Net):
+    """A child whose forward does the same and says it in other words."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = gate(self.drop(self.first(value))) * self.scale
+        value = value + value.mean(0) if self.mixes else value
+        return self.second(value)
+
+
+def changed_function(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """The function that forward calls does the same by other code."""
+
+    def other(value: Tensor) -> Tensor:
+        return value * 2
+
+    monkeypatch.setitem(Net.forward.__globals__, "gate", FunctionType(other.__code__, globals(), "gate"))
+    return model
+
+
+def hooked(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    model.first.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+def doubled(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    model.scale = 6.0
+    return model
+
+
+def frozen(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    model.first.bias.requires_grad_(False)
+    return model
+
+
+def untied(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    model.second.weight = nn.Parameter(model.second.weight.detach().clone())
+    return model
+
+
+def instance_forward(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    own = model.drop.forward
+    model.drop.__dict__["forward"] = lambda value: own(value)
+    return model
+
+
+CHANGES = [changed_function, hooked, doubled, frozen, untied, instance_forward]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_differs_in_anything_is_proved_anew(
+    change: Any, proving: Proving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = planned(Net(), tmp_path)
+    model = change(Net(), monkeypatch)
+    proving.ran.clear()
+    call(model, path)
+    assert "check_recording" in proving.ran
+
+
+def test_other_code_of_the_class_is_proved_anew(proving: Proving, tmp_path: Path) -> None:
+    path = planned(Net(), tmp_path)
+    proving.ran.clear()
+    call(Other(), path)
+    assert "check_recording" in proving.ran
+
+
+def test_another_mode_is_proved_anew(proving: Proving, tmp_path: Path) -> None:
+    path = planned(Net(), tmp_path)
+    proving.ran.clear()
+    call(Net().eval(), path)
+    assert "check_recording" in proving.ran
+
+
+def test_a_proof_holds_in_another_process(tmp_path: Path) -> None:
+    path = planned(Net(), tmp_path)
+    code = (
+        "import sys, torch; from autosplit import autosplit; from autosplit.trace import ladder;"
+        "from tests.trace.test_proof import Net; ladder.check_recording = None;"
+        "pipe = autosplit(Net(), devices=2, plan=sys.argv[1], lanes='inline'); pipe(torch.randn(6, 4))"
+    )
+    with warnings.catch_warnings():
+        run = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
