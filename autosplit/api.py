@@ -77,7 +77,9 @@ def autosplit(
         rng: "plain": random operations draw the plain model's own numbers, bit for bit, and leave torch's generator as
             it does; "counter": each draws from a seed per step, operation and microbatch, the same for every cut;
             "auto": plain on CPU lanes, else counter. What cannot be drawn beforehand is drawn by counter and reported.
-        precision, batch_norm, compile, graphs, mesh: reserved; only the defaults are available in
+        compile: whether `torch.compile` makes the code of the stages, each as one graph; a stage that it cannot follow
+            runs as it is, and the report says why. Numbers are then equal within rounding, no longer in every bit.
+        precision, batch_norm, graphs, mesh: reserved; only the defaults are available in
             this version, anything else is refused.
 
     Returns:
@@ -91,7 +93,6 @@ def autosplit(
     _check_model(model)
     choose("precision", precision, (None,))
     choose("batch_norm", batch_norm, ("micro",))
-    choose("compile", compile, (False,))
     choose("graphs", graphs, (False,))
     choose("mesh", mesh, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -110,6 +111,7 @@ def autosplit(
         memory_limit=check_memory_limit(memory_limit),
         optimizer=check_optimizer(optimizer),
         batch_dims=batch_dims,
+        compile=choose("compile", compile, (False, True)),
         lanes=resolve_lanes(lanes, resolved),
         rng=resolve_rng(rng, resolved),
     )

@@ -71,6 +71,8 @@ class Options:
     """The stages of modules by their paths, for all that runs inside them; None: the plan finds the cut."""
     microbatches: str = "tensor_split"
     """Whose sizes microbatches have: those of ``torch.tensor_split`` or of ``torch.chunk``."""
+    compile: bool = False
+    """Whether stages run as ``torch.compile`` makes them."""
 
     def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return the bytes of optimizer state of one parameter."""

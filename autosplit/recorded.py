@@ -37,8 +37,7 @@ class Recorded:
     def parts(self) -> dict[str, nn.Module]:
         """The modules that the program calls, each on its lane."""
         lowered, lanes = self.lowered, self.lanes
-        stages = [again or stage for again, stage in zip(lowered.again, lowered.stages, strict=True)]
-        parts = {f"stage{i}": on_lane(stage, lanes[i]) for i, stage in enumerate(stages)}
+        parts = {f"stage{i}": on_lane(lowered.run(i), lanes[i]) for i in range(len(lowered.stages))}
         parts |= {f"shared{i}": on_lane(p, lanes[i]) for i, p in enumerate(lowered.prologues) if p is not None}
         if lowered.epilogue is not None:
             parts["epilogue"] = on_lane(lowered.epilogue, lanes[-1])

@@ -257,7 +257,12 @@ class Recordings:
             told = self.options.batch_dims
             values = key.rest[1:], without_rows(key.shapes, flatten(self.model, sample, told).batch_dims)
             found = trace(
-                self.model, sample, batch_dims=told, findings=self._findings.get(values), before=self._batch_dims
+                self.model,
+                sample,
+                batch_dims=told,
+                findings=self._findings.get(values),
+                before=self._batch_dims,
+                proofs=() if self.plan is None else self.plan.proofs,
             )
             self.made += 1
             self._findings[values] = found.findings
@@ -290,7 +295,8 @@ class Recordings:
     def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
         devices = tuple(self.options.devices[stage.lane] for stage in plan.stages)
         stage_of = assign(found.graph, plan.stage_of(), stages=len(devices))
-        lowered = lower(found.graph, stage_of, devices, recompute=[stage.recompute for stage in plan.stages])
+        again = [stage.recompute for stage in plan.stages]
+        lowered = lower(found.graph, stage_of, devices, recompute=again, compiled=self.options.compile)
         if not self.lanes:
             own = tuple(lane(device) for device in self.options.devices[: len(plan.devices)])
             self.lanes = tuple(own[stage.lane] for stage in plan.stages)

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from autosplit.lower.layout import Layout, Slot
 from autosplit.lower.units import take_out
+from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import alias, draw, fork
 from autosplit.runtime.recompute import Recomputed
 from autosplit.trace.calls import under
@@ -47,7 +48,8 @@ class Unit(NamedTuple):
 class Region:
     """A graph under construction: recorded nodes go in by :meth:`copy`, outside values by :meth:`bind`."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, *, compiled: bool = False) -> None:
+        self.compiled = compiled
         self.layout = layout
         self.traced = layout.traced
         self.device = device
@@ -219,7 +221,8 @@ class Region:
         own = [made for node in unit.nodes for made in self.made[node]]
         region = self._module(take_out(self.graph, own, attribute=f"unit{number}"), f"Unit{number}")
         writes = [name for node in unit.nodes if INFO in node.meta for name in node.meta[INFO].writes]
-        return Recomputed(region, self.traced.root, writes=writes, place=unit.place)
+        run = Compiled(region, unit.place) if self.compiled else None
+        return Recomputed(region, self.traced.root, writes=writes, place=unit.place, run=run)
 
 
 class RegionModule(fx.GraphModule):

@@ -8,11 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out
 from autosplit.lower.region import Region, RegionModule
 from autosplit.profile.stage_pieces import block_paths, in_units
+from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.recompute import Recomputed
 from autosplit.runtime.tape import TapeNode
@@ -41,6 +42,8 @@ class Lowered:
     """The flat outputs: fx nodes of the recording, or constants."""
     recompute: tuple[str, ...]
     """What each stage does again in its backward."""
+    compiled: tuple[Compiled, ...] = ()
+    """What compiles each stage; empty where stages run by their own graphs."""
 
     @property
     def traced(self) -> TracedGraph:
@@ -56,7 +59,7 @@ class Lowered:
     def again(self) -> tuple[Recomputed | None, ...]:
         """Per stage what runs it so that all of it runs again in the backward; None where that is not asked for."""
         return tuple(
-            _recomputed(self.layout, index, stage) if self._whole(index) else None
+            _recomputed(self.layout, index, stage, self._compiled(index)) if self._whole(index) else None
             for index, stage in enumerate(self.stages)
         )
 
@@ -68,10 +71,26 @@ class Lowered:
         """Tell whether all of a stage runs again in its backward; ``last``: for the last microbatch of a step."""
         return self.again[stage] is not None and not (last and self.recompute[stage] == "except_last")
 
+    def _compiled(self, stage: int) -> Compiled | None:
+        return self.compiled[stage] if self.compiled else None
+
+    @property
+    def uncompiled(self) -> dict[str, str]:
+        """The stages and blocks that run by their own graphs where they were to be compiled, and why."""
+        units = (stage.__dict__[name] for stage in self.stages if self.compiled for name in stage.units)
+        runs = (*self.compiled, *(unit.run for unit in units))
+        return {run.place: run.reason for run in runs if run.reason}
+
+    def run(self, stage: int) -> nn.Module:
+        """Return what runs a stage on any microbatch of a call."""
+        return self.again[stage] or self._compiled(stage) or self.stages[stage]
+
     def cell(self, stage: int, *, last: bool) -> Callable[..., Any]:
         """Return what runs a stage on a microbatch."""
         again = self.again[stage]
-        return again if again is not None and self.runs_again(stage, last=last) else self.stages[stage]
+        if again is not None and self.runs_again(stage, last=last):
+            return again
+        return self._compiled(stage) or self.stages[stage]
 
     @cached_property
     def changes_inputs(self) -> bool:
@@ -108,37 +127,42 @@ def lower(
     devices: Sequence[torch.device],
     *,
     recompute: Sequence[str] | None = None,
+    compiled: bool = False,
 ) -> Lowered:
     """Cut a recording into stages; ``stage_of`` gives the stage of every tensor-computing node by stable name.
 
-    ``recompute`` says what each stage does again in its backward; None: nothing.
+    ``recompute`` says what each stage does again in its backward; None: nothing. ``compiled``: stages, and blocks that
+    are recomputed, run as ``torch.compile`` makes them.
     """
     recompute = tuple(recompute or ["never"] * len(devices))
     layout = lay_out(traced, stage_of, len(devices))
     names = {n.name: n.name for n in traced.graph.nodes} | {name: _identifier(name) for name in layout.given}
     output = next(iter(reversed(traced.graph.nodes)))
-    stages = tuple(_stage(layout, i, device, names, recompute[i]) for i, device in enumerate(devices))
+    stages = tuple(_stage(layout, i, device, names, recompute[i], compiled) for i, device in enumerate(devices))
     prologues = tuple(_prologue(layout, i, device, names) for i, device in enumerate(devices))
     wanted = tuple(
         n.name for n in output.all_input_nodes if INFO in n.meta and n.meta[INFO].node_class is NodeClass.FULL
     )
     inputs = _epilogue_inputs(layout)
     epilogue = _epilogue(layout, devices[-1], inputs, wanted, names) if layout.epilogue else None
-    return Lowered(layout, stages, prologues, epilogue, inputs, wanted, tuple(output.args[0]), recompute)
+    runs = tuple(Compiled(stage, f"stage {i}", parts=stage.units) for i, stage in enumerate(stages)) if compiled else ()
+    return Lowered(layout, stages, prologues, epilogue, inputs, wanted, tuple(output.args[0]), recompute, runs)
 
 
-def _recomputed(layout: Layout, index: int, stage: RegionModule) -> Recomputed:
+def _recomputed(layout: Layout, index: int, stage: RegionModule, run: Compiled | None) -> Recomputed:
     """Return a whole stage that runs again."""
     inputs = {n.name: n.meta[INFO] for n in layout.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta}
     own = layout.stages[index]
     copied = [position for position, slot in enumerate(own.inputs) if inputs[slot.value].mutated]
     writes = [name for node in own.nodes for name in node.meta[INFO].writes]
-    return Recomputed(stage, layout.traced.root, writes=writes, copied=copied, place=f"stage {index}")
+    return Recomputed(stage, layout.traced.root, writes=writes, copied=copied, place=f"stage {index}", run=run)
 
 
-def _stage(layout: Layout, index: int, device: torch.device, names: Mapping[str, str], recompute: str) -> RegionModule:
+def _stage(
+    layout: Layout, index: int, device: torch.device, names: Mapping[str, str], recompute: str, compiled: bool
+) -> RegionModule:
     stage = layout.stages[index]
-    region = Region(layout, device)
+    region = Region(layout, device, compiled=compiled)
     if stage.inputs:
         region.bind("inputs", stage.inputs, names)
     if stage.shared:

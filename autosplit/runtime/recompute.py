@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.runtime.ambient import may_hook_saved_tensors
+from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import Key
 
 _HERE = threading.local()
@@ -55,6 +56,7 @@ class Recomputed(nn.Module):
         copied: positions in the bundle "inputs" of what the model changes in place: it is copied, so that the second
             run finds what the first one found.
         place: what to call the region in a note on an exception of the second run.
+        run: what runs the region: itself, or what compiles it.
     """
 
     region: Any
@@ -62,6 +64,7 @@ class Recomputed(nn.Module):
     writes: tuple[str, ...]
     copied: tuple[int, ...]
     place: str
+    run: Any
 
     def __init__(
         self,
@@ -71,14 +74,16 @@ class Recomputed(nn.Module):
         writes: Sequence[str] = (),
         copied: Sequence[int] = (),
         place: str,
+        run: Compiled | None = None,
     ) -> None:
         super().__init__()
         self.__dict__.update(region=region, root=root, writes=tuple(writes), copied=tuple(copied), place=place)
+        self.__dict__["run"] = run or region
 
     def forward(self, *given: Any, recompute: bool = True) -> Any:
         """Run the region; with ``recompute`` and gradients it runs again in the backward."""
         if not (recompute and torch.is_grad_enabled() and may_hook_saved_tensors()):
-            return self.region(*given)
+            return self.run(*given)
         flat, sizes = _spread(given)
         again = _Again(self, sizes, self._changed(given, flat))
         return checkpoint(again, *flat, use_reentrant=False, preserve_rng_state=False)
@@ -114,7 +119,7 @@ class _Again:
                 own[place] = self.first.pop(place)
             self.versions = self.part.versions()
             with _during("first"):
-                return self.part.region(*_gathered(own, self.sizes))
+                return self.part.run(*_gathered(own, self.sizes))
         if self.part.versions() != self.versions:
             raise RuntimeError(
                 f"a parameter of {self.part.place} was changed in place between the forward and the backward, which "
@@ -127,7 +132,7 @@ class _Again:
             own[place] = own[place].clone()
         try:
             with _copied(self.part.root, self.part.writes), _during("second"):
-                return self.part.region(*_gathered(own, self.sizes))
+                return self.part.run(*_gathered(own, self.sizes))
         except Exception as error:
             error.add_note(f"raised when {self.part.place} ran again for its backward")
             raise
