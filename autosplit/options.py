@@ -170,7 +170,7 @@ def resolve_rng(rng: str, devices: Sequence[torch.device]) -> str:
             "launched; use rng='counter'"
         )
     if rng == "auto":
-        return "counter"
+        return "counter" if cuda else "plain"
     return rng
 
 

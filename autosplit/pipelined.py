@@ -63,6 +63,8 @@ class _Core:
     proofs: Proofs = field(default_factory=Proofs)
     threads: LaneThreads | None = None
     own_python: fx.Graph | None = None
+    off_tape: tuple[str, ...] = ()
+    """The random operations of the kind of call that was prepared last whose numbers are not the plain model's."""
     names: dict[str, str] = field(default_factory=dict)
 
 
@@ -96,6 +98,11 @@ class PipelinedModule(fx.GraphModule):
         """The stages of the last program, as GraphModules; empty before the first call."""
         kept = self._core.recordings.kept
         return next(reversed(kept.values()))[0].lowered.stages if kept else ()
+
+    @property
+    def draws_as_model(self) -> bool:
+        """Whether random operations draw the plain model's own numbers, in the kind of call that was prepared last."""
+        return self._core.options.rng == "plain" and not self._core.off_tape
 
     def report(self) -> str:
         """Return the partition report as text."""
@@ -301,7 +308,9 @@ class PipelinedModule(fx.GraphModule):
         recorded = core.recordings.find(key, Sample(*args, **kwargs))
         self._settle(core.recordings.lanes)
         if isinstance(recorded, TreeRun):
+            core.off_tape = ()
             return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, _caller(tensors)))
+        core.off_tape = recorded.lowered.off_tape
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
         lengths = lengths_in(recorded.traced.lengths, tensors)

@@ -3,9 +3,10 @@
     for train, eval    model, whole batch on its own tensors' stand-ins ─┐
                        pipe, microbatches on its lanes                  ─┴► differences, item by item
 
-Where equality cannot hold, the reference is changed no more than is needed, and the result says so: draws are replaced
-by constants on both sides (:mod:`autosplit.trace.fixed_draws`), and norms that take their statistics per microbatch do
-so in the model too (:mod:`autosplit.trace.norm_watch`). All the rest is the plain model's.
+Where equality cannot hold, the reference is changed no more than is needed, and the result says so: draws that are not
+the plain model's are replaced by constants on both sides (:mod:`autosplit.trace.fixed_draws`), and norms that take
+their statistics per microbatch do so in the model too (:mod:`autosplit.trace.norm_watch`). All the rest is the plain
+model's.
 """
 
 from __future__ import annotations
@@ -100,6 +101,10 @@ class Pipe(Protocol):
 
     def unsplit(self) -> nn.Module:
         """Return the model."""
+
+    @property
+    def draws_as_model(self) -> bool:
+        """Whether random operations draw the plain model's numbers, in the kind of call that was prepared last."""
 
 
 def verify(model: nn.Module, pipe: Any, sample: Any, *, target: Any = None, loss_fn: Any = None) -> Verification:
@@ -201,7 +206,7 @@ class _Comparison:
         """Compare one run of the pipe with the model in the present modes."""
         self.pipe.prepare(self.sample)
         plain = self._run_plain(loss)
-        fixed = FixedDraws() if plain.drew else None
+        fixed = FixedDraws() if plain.drew and not self.pipe.draws_as_model else None
         if fixed is not None:
             plain = self._run_plain(loss, fixed)
         actual = self._run_pipe(loss, fixed)
@@ -210,6 +215,10 @@ class _Comparison:
             plain = self._run_plain(loss, fixed, pieces)
             self._note_norms(run, plain, actual, pieces)
         self._add(run, actual.tensors, plain.tensors)
+        if plain.drew and fixed is None:
+            apart = actual.drawn != plain.drawn
+            detail = "torch's generator is not where the plain model leaves it" if apart else ""
+            self.items.append(Item(run, "draws", "generator", math.inf if apart else 0.0, 0.0, detail))
         if fixed is not None:
             self._note_draws(run, fixed)
         if fixed is not None and loss is None:

@@ -19,6 +19,7 @@ from autosplit.profile.stage_pieces import block_paths
 from autosplit.profile.stage_trace import How
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.action import Schedule
+from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 
@@ -151,8 +152,17 @@ def _static(cut: Cut, stage: int, graph: StageGraph) -> StaticBytes:
     return StaticBytes(
         parameters=(sum(state.bytes for state in states) + copies,),
         optimizer=(sum(state_bytes(state, cut.options).optimizer for state in states),),
-        whole_batch=tuple(cut.profile.nodes[info.name].output_bytes for info in shared),
+        whole_batch=(*(cut.profile.nodes[info.name].output_bytes for info in shared), *_drawn(cut, stage)),
     )
+
+
+def _drawn(cut: Cut, stage: int) -> tuple[int, ...]:
+    """Return the bytes of what a stage's random nodes draw beforehand, for the whole batch."""
+    if cut.options.rng != "plain":
+        return ()
+    own = (info for _, info in cut.traced.compute_nodes() if info.random and cut.stage_of[info.name] == stage)
+    taken = (info for info in own if info.node_class is NodeClass.MICRO and is_drawn_beforehand(info))
+    return tuple(drawn_bytes(info, rows=sum(cut.sizes)) for info in taken)
 
 
 def _finish(cut: Cut, lane: int) -> tuple[Step, ...]:

@@ -29,6 +29,7 @@ from autosplit.planning.schedules import settle
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.trace.draw_rules import is_drawn_beforehand
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace
 from autosplit.trace.probe import probe_rows
@@ -330,9 +331,13 @@ class _Writer:
         norms = [i.name for i in infos if i.writes and i.node_class is NodeClass.MICRO]
         if norms:
             yield f"{len(norms)} batch norm layers normalise and count per microbatch (first: {norms[0]})"
-        random = sum(info.random for info in infos)
+        plain = self.options.rng == "plain"
+        random = [i.name for i in infos if i.random and not (plain and is_drawn_beforehand(i))]
         if random:
-            yield f"{random} random operations draw per microbatch from seeded generators"
+            yield (
+                f"{len(random)} random operations draw per microbatch from seeded generators, other numbers than the "
+                f"plain model's (first: {random[0]})"
+            )
         full = [i.name for i in infos if i.node_class is NodeClass.FULL]
         if full:
             yield (

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.runtime.tape_rules import Rule, Sizes, rule_of
-from autosplit.trace.formula import ROWS, Formula, Symbol, symbols_in
+from autosplit.trace.draw_rules import Rule, Sizes, batch_dim, is_drawn_beforehand, rule_of
+from autosplit.trace.formula import ROWS
 from autosplit.trace.graph import NodeClass, TracedNode
-from autosplit.trace.merge import Affine, number_at
 from autosplit.trace.random_watch import Draw, Like, draws_numbers
 
 DRAWING = threading.RLock()
@@ -43,10 +42,9 @@ class TapeNode:
     @classmethod
     def of(cls, info: TracedNode, *, again: bool) -> TapeNode | None:
         """Return a node for a tape; None for one whose numbers cannot be drawn beforehand."""
-        micro = info.node_class is NodeClass.MICRO
-        if not info.draws or any(rule_of(draw) is None or (micro and _uneven(draw.out)) for draw in info.draws):
+        if not is_drawn_beforehand(info):
             return None
-        return cls(info.name, info.draws, micro, again)
+        return cls(info.name, info.draws or (), info.node_class is NodeClass.MICRO, again)
 
 
 class Tape:
@@ -181,32 +179,11 @@ def _rule(draw: Draw) -> Rule:
 
 def _rows(tensor: torch.Tensor, out: Like, rows: int, before: int, count: int) -> torch.Tensor:
     """Return a microbatch's part of a tensor along its batch dimension; all of it where there is none."""
-    dim = _batch_dim(out)
+    dim = batch_dim(out)
     if dim is None:
         return tensor
     factor = tensor.shape[dim] // rows
     return tensor.narrow(dim, before * factor, count * factor)
-
-
-def _batch_dim(out: Like) -> int | None:
-    return next((dim for dim, size in enumerate(out.shape) if _depends(size)), None)
-
-
-def _uneven(out: Like) -> bool:
-    """Tell whether a result is no stack of rows: more than one dimension hangs on their number, or not evenly."""
-    dims = [size for size in out.shape if _depends(size)]
-    return len(dims) > 1 or any(number_at(size, _Nothing()) for size in dims)
-
-
-def _depends(size: Any) -> bool:
-    return isinstance(size, Affine) or (isinstance(size, (Formula, Symbol)) and ROWS in symbols_in(size))
-
-
-class _Nothing(dict[str, int]):
-    """No rows, at some lengths."""
-
-    def __missing__(self, name: str) -> int:
-        return 0 if name == ROWS else 7
 
 
 _SHAPED = (torch.Tensor, list, tuple, torch.Size)

@@ -19,12 +19,17 @@ from autosplit.trace.structure import flatten_output
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left behind, the calls of its norms, those that were cut up, and whether it drew random numbers."""
+    """What a run left behind, the calls of its norms, those that were cut up, and torch's generators.
+
+    ``drawn`` is their state behind the forward (of a training step: behind all of it), ``drew`` whether that is another
+    one than before.
+    """
 
     tensors: dict[tuple[str, str], Any]
     norms: Mapping[str, Sequence[Piece]]
     cut: Mapping[str, int]
     drew: bool
+    drawn: list[bytes]
 
 
 def run_once(
@@ -50,7 +55,7 @@ def run_once(
     before = _drawn()
     with gradients_aside((of_loss or {}).values()):
         output = call(*args, **kwargs)
-        drew = before != _drawn()
+        drawn = _drawn()
         flat = flatten_output(output)[0]
         roots = [value for value in flat if isinstance(value, torch.Tensor) and value.requires_grad]
         if roots:
@@ -62,7 +67,7 @@ def run_once(
         tensors[kind, "type"] = container.__name__
     tensors |= {("input", str(i)): _host(leaf) for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
     tensors |= {("buffer", name): _host(buffer) for name, buffer in model.named_buffers()}
-    return Left(tensors, dict(watch.calls), watch.cut, drew)
+    return Left(tensors, dict(watch.calls), watch.cut, before != drawn, drawn)
 
 
 def _fresh(leaf: Any) -> Any:

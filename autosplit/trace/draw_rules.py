@@ -7,12 +7,15 @@ the same bits (``aten/src/ATen/native/Distributions.cpp``); tried on torch 2.13.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.trace.merge import number_at
+from autosplit.trace.formula import ROWS, Formula, Symbol, symbols_in
+from autosplit.trace.graph import NodeClass, TracedNode
+from autosplit.trace.merge import Affine, number_at
 from autosplit.trace.random_watch import Draw, Like
 
 Sizes = Mapping[str, int]
@@ -27,12 +30,59 @@ class Rule(NamedTuple):
 
 def rule_of(draw: Draw) -> Rule | None:
     """Return how to draw an operation beforehand; None where that cannot be."""
-    name = draw.op.name().removeprefix("aten::")
+    name = _name(draw)
     if name == "multinomial":
         named = _named(draw.op, draw.args, dict(draw.kwargs))
         same = draw.args[0].dtype in (torch.float32, torch.float64)
         return _RULES[name] if same and (not named["replacement"] or named["num_samples"] == 1) else None
     return _RULES.get(name)
+
+
+def is_drawn_beforehand(info: TracedNode) -> bool:
+    """Tell whether the numbers of a random node can be drawn for the whole batch before it runs."""
+    micro = info.node_class is NodeClass.MICRO
+    return bool(info.draws) and not any(rule_of(d) is None or (micro and _uneven(d.out)) for d in info.draws or ())
+
+
+def drawn_bytes(info: TracedNode, *, rows: int) -> int:
+    """Return what the numbers of a random node take for a batch of ``rows`` rows while they wait."""
+    count = 0
+    for draw in info.draws or ():
+        name, like = _name(draw), draw.args[0] if _name(draw) == "multinomial" else draw.out
+        held = torch.bool if name == "bernoulli_.float" else like.dtype
+        if name in ("bernoulli", "bernoulli_.Tensor"):
+            held = _wide(draw)
+        count += math.prod(number_at(size, _Some(rows)) for size in like.shape) * held.itemsize
+    return count
+
+
+def batch_dim(out: Like) -> int | None:
+    """Return the dimension of a result that hangs on the number of rows; None where there is none."""
+    return next((dim for dim, size in enumerate(out.shape) if _depends(size)), None)
+
+
+def _uneven(out: Like) -> bool:
+    """Tell whether a result is no stack of rows: more than one dimension hangs on their number, or not evenly."""
+    dims = [size for size in out.shape if _depends(size)]
+    return len(dims) > 1 or any(number_at(size, _Some(0)) for size in dims)
+
+
+def _depends(size: Any) -> bool:
+    return isinstance(size, Affine) or (isinstance(size, (Formula, Symbol)) and ROWS in symbols_in(size))
+
+
+class _Some(dict[str, int]):
+    """A number of rows, at some lengths."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__({ROWS: rows})
+
+    def __missing__(self, name: str) -> int:
+        return 7
+
+
+def _name(draw: Draw) -> str:
+    return str(draw.op.name()).removeprefix("aten::")
 
 
 def made(like: Like, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -84,8 +134,12 @@ def _new(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
 
 # -- operations with tensors among their parameters ----------------------------------------------------------------
 def _uniform(draw: Draw, sizes: Sizes) -> torch.Tensor:
-    wide = draw.args[-1].dtype is torch.float64
-    return made(draw.out, sizes, dtype=torch.float64 if wide else torch.float32).uniform_()
+    return made(draw.out, sizes, dtype=_wide(draw)).uniform_()
+
+
+def _wide(draw: Draw) -> torch.dtype:
+    """Return the dtype in which the kernel compares numbers with probabilities."""
+    return torch.float64 if draw.args[-1].dtype is torch.float64 else torch.float32
 
 
 def _below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
