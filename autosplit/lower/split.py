@@ -16,7 +16,7 @@ from autosplit.profile.stage_pieces import block_paths, in_units
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.recompute import Recomputed
-from autosplit.runtime.tape import TapeNode
+from autosplit.runtime.tape import TapeNode, tape_nodes
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 
@@ -105,18 +105,14 @@ class Lowered:
 
     @cached_property
     def tape(self) -> tuple[TapeNode, ...]:
-        """The random nodes whose numbers can be drawn beforehand, in model order."""
-        stages = {node: stage for stage, own in enumerate(self.layout.stages) for node in own.nodes}
-        found = []
-        for node, info in self.traced.compute_nodes():
-            again = node in stages and self.recompute[stages[node]] != "never"
-            if info.random and (own := TapeNode.of(info, again=again)) is not None:
-                found.append(own)
-        return tuple(found)
+        """The random nodes that can have the plain model's numbers, in model order."""
+        twice = (own.nodes for own, how in zip(self.layout.stages, self.recompute, strict=True) if how != "never")
+        again = {node.meta[INFO].name for nodes in twice for node in nodes}
+        return tape_nodes((info for _, info in self.traced.compute_nodes()), again=again)
 
     @cached_property
     def off_tape(self) -> tuple[str, ...]:
-        """The names of the random nodes whose numbers cannot be drawn beforehand."""
+        """The names of the random nodes that cannot have the plain model's numbers."""
         held = {node.name for node in self.tape}
         return tuple(i.name for _, i in self.traced.compute_nodes() if i.random and i.name not in held)
 

@@ -14,8 +14,9 @@ Private torch interface: ``TorchDispatchMode``, since below autograd is the only
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.trace.draw_rules import Rule, Sizes, batch_dim, is_drawn_beforehand, rule_of
 from autosplit.trace.formula import ROWS
 from autosplit.trace.graph import NodeClass, TracedNode
-from autosplit.trace.random_watch import Draw, Like, draws_numbers
+from autosplit.trace.random_watch import Draw, Like, draws_numbers, has_own_generator, is_composite, run_composite
 
 DRAWING = threading.RLock()
 """Held while somebody has the process's default generators for itself."""
@@ -32,19 +33,39 @@ DRAWING = threading.RLock()
 
 @dataclass(frozen=True)
 class TapeNode:
-    """A random node: its stable name, what it draws, whether for each microbatch, and whether it runs again."""
+    """A random node.
+
+    Attributes:
+        name: its stable name.
+        draws: what it draws; None: it draws by itself, when its turn comes, as what it draws hangs on values.
+        micro: whether it runs for each microbatch.
+        again: whether it runs again in the backward.
+    """
 
     name: str
-    draws: tuple[Draw, ...]
+    draws: tuple[Draw, ...] | None
     micro: bool
     again: bool
 
-    @classmethod
-    def of(cls, info: TracedNode, *, again: bool) -> TapeNode | None:
-        """Return a node for a tape; None for one whose numbers cannot be drawn beforehand."""
-        if not is_drawn_beforehand(info):
-            return None
-        return cls(info.name, info.draws or (), info.node_class is NodeClass.MICRO, again)
+
+def tape_nodes(infos: Iterable[TracedNode], *, again: Collection[str] = ()) -> tuple[TapeNode, ...]:
+    """Return the random nodes, of those in model order, that can have the plain model's numbers.
+
+    Those of a node that draws by itself are not known before it runs, once, behind all microbatches; so no cell may
+    need later ones. ``again`` names the nodes that run again in the backward.
+    """
+    found, live = [], False
+    for info in infos:
+        if not info.random:
+            continue
+        beforehand = is_drawn_beforehand(info)
+        if info.node_class is NodeClass.FULL and not beforehand:
+            found.append(TapeNode(info.name, None, micro=False, again=False))
+            live = True
+        elif beforehand and (not live or info.node_class is NodeClass.FULL):
+            micro = info.node_class is NodeClass.MICRO
+            found.append(TapeNode(info.name, info.draws, micro, info.name in again))
+    return tuple(found)
 
 
 class Tape:
@@ -83,16 +104,25 @@ class Tape:
     def run(self, name: str, microbatch: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a random operation, or a module with several inside, with a microbatch's numbers."""
         node = self.nodes[self._places[name]]
+        if node.draws is None:
+            return self._run_live(node, partial(function, *args, **kwargs))
         with _Replay(name, node.draws, self._numbers(node, microbatch)):
             return function(*args, **kwargs)
 
     def draw_ahead(self) -> bool:
         """Draw the next node's numbers; tell whether there were any left to draw."""
         with DRAWING:
-            if self._next == len(self.nodes):
+            if self._next == len(self.nodes) or self.nodes[self._next].draws is None:
                 return False
             self._draw_next()
         return True
+
+    def _run_live(self, node: TapeNode, run: Callable[[], Any]) -> Any:
+        with DRAWING:
+            while self._next < self._places[node.name]:
+                self._draw_next()
+            self._next += 1
+            return run()
 
     def _numbers(self, node: TapeNode, microbatch: int) -> list[torch.Tensor]:
         """Return a microbatch's part of what a node drew."""
@@ -112,7 +142,7 @@ class Tape:
         before = sum(self.sizes[:microbatch])
         return [
             _rows(tensor, draw.out, rows, before, self.sizes[microbatch])
-            for tensor, draw in zip(whole, node.draws, strict=True)
+            for tensor, draw in zip(whole, node.draws or (), strict=True)
         ]
 
     def _draw_next(self) -> None:
@@ -135,7 +165,7 @@ class Tape:
     @torch.no_grad()
     def _draw(self, node: TapeNode) -> list[torch.Tensor]:
         sizes = {**self.lengths, ROWS: sum(self.sizes)}
-        return [_rule(draw).draw(draw, sizes) for draw in node.draws]
+        return [_rule(draw).draw(draw, sizes) for draw in node.draws or ()]
 
 
 class _Replay(TorchDispatchMode):
@@ -150,10 +180,11 @@ class _Replay(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not draws_numbers(func, args, kwargs):
             return func(*args, **kwargs)
-        with self:
-            out = func.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
+        if is_composite(func):
+            with self:
+                return run_composite(func, args, kwargs)
+        if has_own_generator(args, kwargs):
+            return func(*args, **kwargs)
         draw, numbers = next(self.left, (None, None))
         asked = _shape_asked(func, args)
         if draw is None or numbers is None or draw.op is not func or (asked and asked != tuple(numbers.shape)):

@@ -40,6 +40,8 @@ def rule_of(draw: Draw) -> Rule | None:
 
 def is_drawn_beforehand(info: TracedNode) -> bool:
     """Tell whether the numbers of a random node can be drawn for the whole batch before it runs."""
+    if info.whole:  # what its Python does hangs on values
+        return False
     micro = info.node_class is NodeClass.MICRO
     return bool(info.draws) and not any(rule_of(d) is None or (micro and _uneven(d.out)) for d in info.draws or ())
 

@@ -24,6 +24,7 @@ from autosplit.trace.formula import LEAST, ROWS, Formula, Length, Number, Symbol
 from autosplit.trace.graph import Size, TensorInfo
 from autosplit.trace.lengths import Shape, sizes_at
 from autosplit.trace.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
+from autosplit.trace.random_watch import Draw
 from autosplit.trace.recording import Attribute, Recording, Ref
 from autosplit.trace.run import FlatInputs, record
 from autosplit.trace.scope import Scope
@@ -176,7 +177,7 @@ def _widened(
             if len(kept.tensors) != len(shapes):
                 return None
             tensors = tuple(compare.tensor(info, shape) for info, shape in zip(kept.tensors, shapes, strict=True))
-            drawn = None if kept.draws is None else compare(kept.draws, draws)
+            drawn = None if kept.draws is None else compare(kept.draws, tuple(map(_as_kept, draws or ())))
             calls.append(MergedCall(first, compare(kept.args, args), compare(kept.kwargs, kwargs), tensors, drawn))
         output = compare(merged.output, converted[-1])
     except _Differs:
@@ -187,6 +188,13 @@ def _widened(
 def _same_constants(one: Recording, other: Recording) -> bool:
     tensors = {name: value for name, value in one.constants.items() if isinstance(value, torch.Tensor)}
     return one.constants.keys() == other.constants.keys() and all(other.constants[n] is t for n, t in tensors.items())
+
+
+def _as_kept(draw: Draw) -> Draw:
+    """Return a draw of dropout as the CPU makes it: with symbols torch takes dropout apart in another way."""
+    if draw.op is not torch.ops.aten.native_dropout.default:
+        return draw
+    return Draw(torch.ops.aten.bernoulli_.float, (draw.out, 1.0 - draw.args[1]), (), draw.out)
 
 
 class _Compare:

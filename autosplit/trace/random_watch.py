@@ -1,7 +1,7 @@
 """Notice operations that draw random numbers, and write down what is needed to draw the same beforehand.
 
-Private torch interface: the default hooks of saved tensors, which tell that ``torch.utils.checkpoint`` is about to run
-something twice; tried on torch 2.11, 2.13 and 2.15.
+Private torch interfaces: the default hooks of saved tensors, which tell that ``torch.utils.checkpoint`` is about to run
+something twice, and the kernels of composite operations, which inference mode shows whole; tried on torch 2.13.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RandomWatch(TorchDispatchMode):
 
     Attributes:
         drawn: them, since :meth:`begin`.
-        own_generator: whether one of them drew from another generator than torch's default one.
+        own_generator: whether others drew from another generator than torch's default one.
         runs_twice: whether one of them runs again in the backward, inside what was watched.
     """
 
@@ -62,13 +62,14 @@ class RandomWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not draws_numbers(func, args, kwargs):
             return func(*args, **kwargs)
-        with self:
-            out = func.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
+        if is_composite(func):
+            with self:
+                return run_composite(func, args, kwargs)
         out = func(*args, **kwargs)
-        self.own_generator |= any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-        self.runs_twice |= _hooks() is not self._hooks
+        if has_own_generator(args, kwargs):
+            self.own_generator = True
+            return out
+        self.runs_twice |= _hooks() != self._hooks
         result = _likes(out[0] if isinstance(out, tuple) else out)
         self.drawn.append(Draw(func, _likes(args), tuple((k, _likes(v)) for k, v in kwargs.items()), result))
         return out
@@ -77,6 +78,21 @@ class RandomWatch(TorchDispatchMode):
 def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether an aten operation draws random numbers, given its arguments."""
     return torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs)
+
+
+def has_own_generator(args: Any, kwargs: Any) -> bool:
+    """Tell whether an aten operation was given a generator."""
+    return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+
+
+def is_composite(func: Any) -> bool:
+    """Tell whether an aten operation is made of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the operations that one is made of, as the plain model does; Python's own decompositions draw otherwise."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
