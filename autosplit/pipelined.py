@@ -30,6 +30,8 @@ from autosplit.runtime.proof import Proofs
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
+from autosplit.runtime.turns import forwards
+from autosplit.schedule.order import issue_order
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.signature import key_of, rows_of
 from autosplit.trace.state import random_state
@@ -266,7 +268,8 @@ class PipelinedModule(fx.GraphModule):
     def _program(self, step: PreparedStep) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
         if count not in programs:
-            programs[count] = emit(step.recorded.lowered, microbatches=count, attributes=self._core.names)
+            order = issue_order(forwards(step.schedule))
+            programs[count] = emit(step.recorded.lowered, order=order, attributes=self._core.names)
         return programs[count]
 
     def _show(self, recorded: Recorded, graph: fx.Graph) -> None:
@@ -325,7 +328,7 @@ class PipelinedModule(fx.GraphModule):
             sizes,
             (*recorded.lanes, _caller(tensors)),
             _call_state(recorded, core.options.rng, sizes, lengths),
-            core.recordings.schedule,
+            core.recordings.schedule_for,
             recorded.orders,
             recorded,
         )
@@ -335,9 +338,11 @@ class PipelinedModule(fx.GraphModule):
         core = self._core
         if core.names:
             return
+        plan = core.recordings.plan
+        assert plan is not None, "lanes come with a plan"
         core.names = _free_names(core.model, len(lanes))
         if core.options.lanes == "threads":
-            core.threads = LaneThreads(len(lanes), timeout_s=core.options.lane_timeout_s)
+            core.threads = LaneThreads(len(plan.devices), timeout_s=core.options.lane_timeout_s)
             weakref.finalize(self, core.threads.close)  # the lanes' threads end with the pipe
 
     # -- copies and moves ----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from autosplit.runtime.ambient import without_saved_tensor_hooks
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.tree import TreeRun
+from autosplit.schedule.action import Schedule
 from autosplit.trace.findings import Findings
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
@@ -72,11 +73,10 @@ class Recordings:
         self._numbers: dict[Any, set[Any]] = {}
         self._batch_dims: dict[str, int | None] = {}
 
-    @property
-    def schedule(self) -> str:
-        """The name of the plan's schedule; there is one as soon as there is a recording."""
+    def schedule_for(self, microbatches: int) -> Schedule:
+        """Return the plan's schedule; there is a plan as soon as there is a recording."""
         assert self.plan is not None
-        return self.plan.schedule
+        return self.plan.schedule_for(microbatches)
 
     def find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
         """Return the recording for a call of this signature; record the model when there is none.

@@ -3,12 +3,14 @@
 clock        0      1      2      3          y<stage>_<microbatch>
 stage 0    y0_0   y0_1   y0_2
 stage 1           y1_0   y1_1   y1_2         each cell: wait, transfer, call the stage, record
+
+The order of cells is that of the plan's schedule; where a device holds several stages it takes turns with them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -18,18 +20,19 @@ from autosplit.lower.region import named
 from autosplit.lower.split import Lowered, program_alias
 from autosplit.lower.text import readable
 from autosplit.runtime.ops import OUT, Key, fork, merge, record, split, transfer, wait
+from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, LENGTH, NodeClass
 
 STATE = "_model"
 
 
-def emit(lowered: Lowered, *, microbatches: int, attributes: Mapping[str, str]) -> fx.Graph:
-    """Emit the program for a number of microbatches.
+def emit(lowered: Lowered, *, order: Sequence[Action], attributes: Mapping[str, str]) -> fx.Graph:
+    """Emit the program for forwards in an order in which they can be issued.
 
     ``attributes`` maps ``stage0``, ``shared0``, ``epilogue`` to the attribute names under which the modules will lie.
     """
     program = _Program(lowered, attributes)
-    program.cells_and_end(microbatches)
+    program.cells_and_end(order)
     readable(program.graph)
     return program.graph
 
@@ -81,15 +84,14 @@ class _Program:
         self.splits = {s: self._split(s) for s, stage in enumerate(self.layout.stages) if stage.inputs}
         self.shared = {s: self._shared(s) for s, stage in enumerate(self.layout.stages) if stage.shared}
 
-    def cells_and_end(self, microbatches: int) -> None:
-        """Add every cell in clock order, the merges, the epilogue and the output."""
-        self.last = microbatches - 1
-        for clock in range(microbatches + len(self.lowered.stages) - 1):
-            for stage, layout in enumerate(self.layout.stages):
-                if 0 <= clock - stage < microbatches and layout.nodes:
-                    self._cell(stage, clock - stage)
+    def cells_and_end(self, order: Sequence[Action]) -> None:
+        """Add every cell in this order, the merges, the epilogue and the output."""
+        self.last = max(action.microbatch for action in order)
+        for action in order:
+            if self.layout.stages[action.stage].nodes:
+                self._cell(action.stage, action.microbatch)
         for stage in self._giving():
-            self._merge(stage, [self._item(self.cells[stage, m], OUT) for m in range(microbatches)])
+            self._merge(stage, [self._item(self.cells[stage, m], OUT) for m in range(self.last + 1)])
         self._finish()
 
     def _call(self, function: Any, args: tuple[Any, ...], name: str) -> fx.Node:

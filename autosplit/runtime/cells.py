@@ -2,6 +2,7 @@
 
     forward of a cell     detach what comes in ─► stage ─► keep inputs and outputs until the backward
     backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
+    or in two parts       input gradient: of what came in; weight gradients: what was put off (put_off.py)
 
 Any thread may run a cell, one after another or at the same time, as long as what it takes is there. What a stage
 sums up belongs to its own lane. Contributions add in the order of the stage's backwards, so the order is the same
@@ -21,7 +22,8 @@ from autosplit.runtime.ambient import any_autocast
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, CallState, Key, enter, leave, take, transfer
-from autosplit.schedule.action import Action
+from autosplit.runtime.put_off import Product, PutOff, put_off
+from autosplit.schedule.action import Action, Schedule
 from autosplit.trace.scope import has_module_hooks
 
 
@@ -45,9 +47,16 @@ class Step:
     lanes: tuple[Lane, ...]
     """One lane per stage, and last the caller's device."""
     state: CallState
-    schedule: str
+    planned: Callable[[int], Schedule]
+    """Gives the plan's schedule for a number of microbatches."""
     orders: dict[Any, Any]
     """Schedules made ready to run, kept from call to call."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The plan's schedule for this call's microbatches."""
+        count = len(self.sizes)
+        return self.once(("schedule", count), lambda: self.planned(count))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` made at the first call with this key."""
@@ -119,6 +128,10 @@ class Border:
     """The lane's event behind the forward."""
     gradients: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
     """Gradients of what was sent, by target."""
+    put_off: list[Product] = field(default_factory=list)
+    """What the weight gradients have to make, from the input gradient on."""
+    late: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Leaves and gradients that an input gradient made before its turn: they are added with the weight gradients."""
 
 
 class Cells:
@@ -154,6 +167,10 @@ class Cells:
         """By stage, the sums so far by the leaf's identity."""
         self.apart: set[int] = set()
         """Leaves, by identity, that are not the lane's own: autograd may add their gradients on another stream."""
+        self.own: list[set[int]] = [set() for _ in self.summed]
+        """By stage, the leaves, by identity, whose sum is memory that nothing else uses."""
+        self.added = [0 for _ in self.summed]
+        """By stage, how many microbatches were added, but for what was put off."""
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         """By stage, microbatch and position in the stage's bundle of inputs."""
         for border in self.cells.values():
@@ -162,10 +179,8 @@ class Cells:
     def act(self, action: Action) -> None:
         """Perform an action; an exception gets a note that says where it happened."""
         try:
-            if action.kind == "F":
-                self.forward(action.stage, action.microbatch)
-            else:
-                self.backward(action.stage, action.microbatch)
+            perform = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradients}
+            perform[action.kind](action.stage, action.microbatch)
         except BaseException as error:
             self.step.locate(error, action=action)
             raise
@@ -217,32 +232,82 @@ class Cells:
         return leaves
 
     def backward(self, stage: int, microbatch: int) -> None:
-        """Run a cell's backward, pass gradients on and add to the sums.
+        """Run a cell's backward, pass gradients on and add to the sums."""
+        self._differentiate(stage, microbatch, whole=True)
+
+    def input_gradient(self, stage: int, microbatch: int) -> None:
+        """Run a cell's backward but for the weight gradients that can wait, and free its graph."""
+        self._differentiate(stage, microbatch, whole=False)
+
+    def weight_gradients(self, stage: int, microbatch: int) -> None:
+        """Make what a cell's input gradient put off, and add it to the sums in a whole backward's order."""
+        border, own = self.cells[stage, microbatch], self.own[stage]
+        with self.step.lanes[stage].active():
+            if border.late is not None:
+                for leaf, gradient in border.late:
+                    self._add(stage, leaf, gradient)
+                border.late, self.added[stage] = None, microbatch + 1
+            for product in border.put_off:
+                for leaf, gradient in product.gradients():
+                    self._add(stage, leaf, gradient)
+                    own.add(id(leaf))
+        border.put_off = []
+
+    def _add(self, stage: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to a sum, in place where nothing else uses its memory."""
+        totals, key = self.totals[stage], id(leaf)
+        if key not in totals:
+            totals[key] = gradient
+        elif key in self.own[stage]:
+            totals[key] += gradient
+        else:
+            totals[key] = totals[key] + gradient
+
+    def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
+        """Run a cell's backward, whole or but for what can wait.
 
         What was summed so far is given to autograd as one more gradient of the leaf. Contributions are then added one
-        after the other, as in one backward of all cells, also where a cell has several.
+        after the other, as in one backward of all cells, also where a cell has several. An input gradient whose turn
+        has not come (microbatches add in ascending order) leaves its own to the weight gradients.
         """
-        border, summed, totals = self.cells[stage, microbatch], self.summed[stage], self.totals[stage]
+        border, totals = self.cells[stage, microbatch], self.totals[stage]
+        in_turn = whole or self.added[stage] == microbatch
         leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self.step.lanes[stage].active():
             roots, seeds = self._roots(border, stage, microbatch)
-            if roots and (leaves or summed):
-                held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
+            if roots and (leaves or self.summed[stage]):
+                later = PutOff() if whole else self._put_off(roots, stage, microbatch)
+                summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
+                held = [leaf for leaf in summed if in_turn and id(leaf) in totals and id(leaf) not in self.apart]
                 roots += held
                 seeds += [totals[id(leaf)] for leaf in held]
-                wanted = [*(t for *_, t in leaves), *summed]
-                found = gradients(roots, seeds, wanted, keep=self.keep)
+                found = iter(gradients(roots, seeds, [*(t for *_, t in leaves), *summed, *later.edges], keep=self.keep))
                 for (name, position, _), gradient in zip(leaves, found, strict=False):
                     if gradient is not None:
                         self._send_back(stage, microbatch, name, position, gradient)
-                for leaf, total in zip(summed, found[len(leaves) :], strict=True):
-                    if total is not None:
-                        before = totals.get(id(leaf)) if id(leaf) in self.apart else None
-                        totals[id(leaf)] = total if before is None else before + total
+                made = [(leaf, gradient) for leaf, gradient in zip(summed, found, strict=False) if gradient is not None]
+                later.catch(found)
+                border.put_off = later.products
+            if in_turn:
+                for leaf, total in made:
+                    before = totals.get(id(leaf)) if id(leaf) in self.apart else None
+                    totals[id(leaf)] = total if before is None else before + total
+        if in_turn:
+            self.added[stage] = microbatch + 1
+        else:
+            border.late = made
         border.gradients.clear()
         if not self.keep:
             border.leaves.clear()
             border.sent = {}
+
+    def _put_off(self, roots: Sequence[torch.Tensor], stage: int, microbatch: int) -> PutOff:
+        """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only."""
+        last = microbatch == len(self.step.sizes) - 1
+        if self.lowered.runs_again(stage, last=last) or self.lowered.stages[stage].units:
+            return PutOff()
+        return put_off(roots, {id(leaf) for leaf in self.summed[stage]} - self.apart)
 
     def _roots(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what a cell's backward begins at, and the gradients that came in for it."""

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
 def gradients(
-    roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], *, keep: bool
+    roots: Sequence[torch.Tensor],
+    seeds: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor | GradientEdge],
+    *,
+    keep: bool,
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradients of ``wanted``, None for what the roots do not depend on; ``keep`` keeps the graph."""
     return _ENGINE.run_backward(

@@ -22,8 +22,7 @@ from autosplit.runtime.ambient import ThreadState, graph_is_kept, one_intra_op_t
 from autosplit.runtime.cells import Cells, Step, held_back
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.threads import LaneThreads
-from autosplit.runtime.turns import Turns, backwards, turns
-from autosplit.schedule.gpipe import forward_only
+from autosplit.runtime.turns import Turns, backwards, forwards, turns
 from autosplit.schedule.order import issue_order
 from autosplit.trace.graph import INFO
 from autosplit.trace.state import attributes
@@ -72,10 +71,9 @@ def _outputs(cells: Cells) -> list[torch.Tensor]:
 
 
 def _turns(cells: Cells, kind: str) -> Turns:
-    build = forward_only if kind == "F" else backwards
+    part = forwards if kind == "F" else backwards
     sources = [set(layout.received) for layout in cells.layout.stages]
-    count = len(cells.step.sizes)
-    return cells.step.once((kind, count), lambda: turns(build(len(sources), count), sources))
+    return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(part(cells.step.schedule), sources))
 
 
 def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:
@@ -160,7 +158,7 @@ def _again(ctx: Any) -> list[torch.Tensor]:
     again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, detached=False)
     try:
         with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
-            for action in issue_order(forward_only(cells.last + 1, len(cells.step.sizes))):
+            for action in issue_order(forwards(cells.step.schedule)):
                 again.act(action)
             return _outputs(again)
     finally:

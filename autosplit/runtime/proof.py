@@ -171,10 +171,10 @@ class WholeCheck:
 
     def __init__(self, parts: Parts, target: Any) -> None:
         self.parts, self.target = parts, target
-        self.kept: list[list[Any]] | None = []
+        self.kept: dict[int, list[Any]] | None = {}
         self.bytes = 0
 
-    def keep(self, flat: Sequence[Any]) -> None:
+    def keep(self, flat: Sequence[Any], microbatch: int) -> None:
         """Keep the flat outputs of one microbatch, unless all together are too large."""
         if self.kept is None:
             return
@@ -182,20 +182,21 @@ class WholeCheck:
         if self.bytes > _KEPT_BYTES:
             self.kept = None
         else:
-            self.kept.append([t.detach() if isinstance(t, torch.Tensor) else t for t in flat])
+            self.kept[microbatch] = [t.detach() if isinstance(t, torch.Tensor) else t for t in flat]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept."""
-        return [leaf for flat in self.kept or () for leaf in flat if isinstance(leaf, torch.Tensor)]
+        return [leaf for flat in (self.kept or {}).values() for leaf in flat if isinstance(leaf, torch.Tensor)]
 
     def compare(self, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
         """Raise InputError when the loss of the whole batch is not what the microbatches add up to."""
         self.parts.check_values()
         if self.kept is None:
             return
+        kept = [self.kept[microbatch] for microbatch in sorted(self.kept)]
         flat = [
             torch.cat(parts, dim) if dim is not None else parts[0]
-            for parts, dim in zip(zip(*self.kept, strict=True), traced.batch_outputs, strict=True)
+            for parts, dim in zip(zip(*kept, strict=True), traced.batch_outputs, strict=True)
         ]
         with torch.no_grad():
             whole = call_loss(self.parts.loss_fn, traced.unflatten(flat), self.target)

@@ -20,8 +20,7 @@ from autosplit.runtime.ops import OUT, alias, rows_along, transfer
 from autosplit.runtime.proof import WholeCheck
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, turns
-from autosplit.schedule.action import Action, Schedule
-from autosplit.schedule.catalog import build
+from autosplit.schedule.action import Action
 from autosplit.schedule.order import issue_order
 from autosplit.trace.graph import INFO, NodeClass
 
@@ -45,11 +44,12 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
             else:
                 threads.run(cells.turns(), cells.act, ThreadState.current(), hooks)
             handed += cells.results()
-        total = cells.losses[0]
-        for value in cells.losses[1:]:
+        losses = [cells.losses[microbatch] for microbatch in range(len(step.sizes))]
+        total = losses[0]
+        for value in losses[1:]:
             total = total + value
         if check is not None:
-            check.compare(cells.losses, cells.lowered.traced)
+            check.compare(losses, cells.lowered.traced)
         cells.hand_over()
     return total
 
@@ -61,7 +61,7 @@ class _TrainCells(Cells):
         super().__init__(step, step.start(), detached=True)
         self.loss = loss
         self.check = check
-        self.losses: list[torch.Tensor] = []
+        self.losses: dict[int, torch.Tensor] = {}
         self.roots: dict[int, torch.Tensor] = {}
         """The loss of each microbatch, until its backward."""
         self.free: list[torch.Tensor] = []
@@ -70,16 +70,11 @@ class _TrainCells(Cells):
 
     def order(self) -> Sequence[Action]:
         """Return the schedule's actions in the order in which one thread issues them."""
-        key = self.step.schedule, len(self.step.sizes), "order"
-        return self.step.once(key, lambda: issue_order(self._schedule()))
+        return self.step.once(("order", len(self.step.sizes)), lambda: issue_order(self.step.schedule))
 
     def turns(self) -> Turns:
         """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
-        key = self.step.schedule, len(self.step.sizes), "turns"
-        return self.step.once(key, lambda: turns(self._schedule(), self._sources()))
-
-    def _schedule(self) -> Schedule:
-        return build(self.step.schedule, stages=self.last + 1, microbatches=len(self.step.sizes))
+        return self.step.once(("turns", len(self.step.sizes)), lambda: turns(self.step.schedule, self._sources()))
 
     def _sources(self) -> list[set[int]]:
         found = [set(layout.received) for layout in self.layout.stages]
@@ -94,19 +89,19 @@ class _TrainCells(Cells):
             with self.step.lanes[stage].active():
                 flat = self._output(microbatch, border, passed)
                 if self.check is not None:
-                    self.check.keep(flat)
+                    self.check.keep(flat, microbatch)
                 value = self.roots[microbatch] = self.loss(self.lowered.traced.unflatten(flat), microbatch)
-            self.losses.append(value.detach())
+            self.losses[microbatch] = value.detach()
             free = self._free_leaves(border, flat, value)
             self.free += free
             self.summed[stage] += free
             self.apart |= {id(leaf) for leaf in free}
         return border
 
-    def backward(self, stage: int, microbatch: int) -> None:
+    def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
         """Run a cell's backward; hooks on the loss's own leaves want the whole gradient too."""
         with held_back(self.free if stage == self.last else ()):
-            super().backward(stage, microbatch)
+            super()._differentiate(stage, microbatch, whole=whole)
 
     def _roots(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if stage != self.last:
@@ -161,7 +156,7 @@ class _TrainCells(Cells):
         """Return what the caller's thread works on when the lanes are done."""
         totals = [total for own in self.totals for total in own.values()]
         kept = self.check.tensors() if self.check is not None else []
-        return [*self.losses, *totals, *self.input_gradients.values(), *kept]
+        return [*self.losses.values(), *totals, *self.input_gradients.values(), *kept]
 
     def hand_over(self) -> None:
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""

@@ -46,7 +46,7 @@ def test_turns_with_a_skip_and_backwards() -> None:
 
 
 def test_backwards_alone_wait_for_no_forward_and_descend() -> None:
-    assert turns(backwards(2, 2), [set(), {0}]) == (
+    assert turns(backwards(forward_only(2, 2)), [set(), {0}]) == (
         (turn("0B1", 0, (2,), ()), turn("0B0", 1, (3,), ())),
         (turn("1B1", 2, (), (0,)), turn("1B0", 3, (), (0,))),
     )
