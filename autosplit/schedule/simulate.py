@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
 
 from autosplit.schedule.action import Action, Kind, Schedule
+from autosplit.schedule.occupancy import LaneMemory, Span, StageHolds, occupancy
 from autosplit.schedule.order import issue_order
 
 
@@ -17,15 +20,6 @@ class TransferTime:
     consumer: int
     forward_s: float
     backward_s: float
-
-
-@dataclass(frozen=True)
-class Span:
-    """One action on the clock."""
-
-    action: Action
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,20 @@ class LaneTime:
 
 
 @dataclass(frozen=True)
+class HostTime:
+    """The one thread that issues every lane's actions.
+
+    Attributes:
+        busy_s: how long it issues; it waits for nothing.
+        critical_s: how much of the step's length is its: along the actions that lead to the step's end, each waiting
+            for the one before it, until one waits for nothing but its own issue, which came after so long.
+    """
+
+    busy_s: float
+    critical_s: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """A simulated step.
 
@@ -54,12 +62,26 @@ class Timeline:
         bubble: the idle fraction over all its devices.
         spans: every action's span, in issue order.
         lanes: what each device does.
+        host: what the issuing thread does; None where issuing takes no time.
+        memory: what each device holds over time; empty where no sizes were given.
     """
 
     step_s: float
     bubble: float
     spans: tuple[Span, ...]
     lanes: tuple[LaneTime, ...]
+    host: HostTime | None = None
+    memory: tuple[LaneMemory, ...] = ()
+
+    @property
+    def host_share(self) -> float:
+        """The share of the step in which the issuing thread issues."""
+        return self.host.busy_s / self.step_s if self.host is not None and self.step_s else 0.0
+
+    @property
+    def binds(self) -> Literal["host", "lanes"]:
+        """Whose time the larger part of the step's length is: the issuing thread's or the lanes'."""
+        return "host" if self.host is not None and 2 * self.host.critical_s > self.step_s else "lanes"
 
     @property
     def lane_bubbles(self) -> tuple[float, ...]:
@@ -75,6 +97,8 @@ def simulate(
     input_gradient_s: Sequence[float] | None = None,
     weight_gradient_s: Sequence[float] | None = None,
     transfers: tuple[TransferTime, ...] = (),
+    issue_s: Mapping[Kind, Sequence[float]] | None = None,
+    holds: Sequence[StageHolds] | None = None,
 ) -> Timeline:
     """Return the timeline from one microbatch's times of each stage, virtual ones too.
 
@@ -82,6 +106,10 @@ def simulate(
     kinds that the schedule does not use may be left out. A transfer takes no lane time; it only delays its consumer,
     and there is none between stages on one lane. An action starts when its lane is free and all that it needs has
     ended and arrived. Raises ValueError when times of a kind that the schedule uses are missing.
+
+    ``issue_s[kind][stage]`` is how long one host thread takes to issue an action, for all lanes, in the order of
+    `issue_order`; it does not wait for lanes, and no action starts before it is issued. ``holds`` are the sizes of each
+    stage, for the memory over time.
     """
     times: dict[Kind, Sequence[float] | None] = {
         "F": forward_s,
@@ -92,13 +120,14 @@ def simulate(
     duration = _durations(schedule, times)
     delays = _delays(schedule, transfers)
     ends: dict[Action, float] = {}
+    issued = _issued(schedule, issue_s)
     free = [0.0] * len(schedule.lanes)
     spans: list[Span] = []
     for action in issue_order(schedule):
         ready = [ends[need] for need in schedule.needs(action)]
         ready += (ends[need] + delay_s for need, delay_s in _arriving(schedule, action, delays))
         lane = schedule.stage_lane[action.stage]
-        start_s = max(free[lane], *ready, 0.0)
+        start_s = max(free[lane], *ready, issued.get(action, 0.0))
         end_s = start_s + duration[action.kind][action.stage]
         free[lane] = ends[action] = end_s
         spans.append(Span(action, start_s, end_s))
@@ -106,7 +135,37 @@ def simulate(
     step_s = max(free, default=0.0)
     busy_s = sum(duration[span.action.kind][span.action.stage] for span in spans)
     bubble = 1.0 - busy_s / (step_s * len(lanes)) if step_s else 0.0
-    return Timeline(step_s=step_s, bubble=bubble, spans=tuple(spans), lanes=lanes)
+    return Timeline(
+        step_s=step_s,
+        bubble=bubble,
+        spans=tuple(spans),
+        lanes=lanes,
+        host=_host(schedule, spans, issued, delays) if issued else None,
+        memory=() if holds is None else occupancy(schedule, spans, holds),
+    )
+
+
+def _issued(schedule: Schedule, issue_s: Mapping[Kind, Sequence[float]] | None) -> dict[Action, float]:
+    """Return when the issue of each action ends."""
+    if issue_s is None:
+        return {}
+    order = issue_order(schedule)
+    return dict(zip(order, accumulate(issue_s[action.kind][action.stage] for action in order), strict=True))
+
+
+def _host(schedule: Schedule, spans: Sequence[Span], issued: Mapping[Action, float], delays: _Delays) -> HostTime:
+    """Go back from the step's end, each time to what an action waited for, until that is its issue."""
+    of = {span.action: span for span in spans}
+    before: dict[Action, Action] = {}
+    for lane in schedule.lanes:
+        before.update({later: earlier for earlier, later in pairwise(lane)})
+    at = max(spans, key=lambda span: span.end_s).action
+    while issued[at] < of[at].start_s:
+        came = [(of[need].end_s, need) for need in schedule.needs(at)]
+        came += [(of[need].end_s + delay_s, need) for need, delay_s in _arriving(schedule, at, delays)]
+        came += [(of[before[at]].end_s, before[at])] if at in before else []
+        at = max(came)[1]
+    return HostTime(busy_s=max(issued.values()), critical_s=issued[at])
 
 
 def _durations(schedule: Schedule, times: Mapping[Kind, Sequence[float] | None]) -> dict[Kind, Sequence[float]]:
