@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
-from autosplit.runtime import train_cells
+from autosplit.runtime import own_loss, train_cells
 from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.loss_calls import Counted
@@ -41,8 +41,13 @@ def train_step(
     ``whole`` runs the ordinary program on the step; it is used where the loss needs the whole batch at once.
     ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
-    _check_loss(loss_fn)
     losses.check_reduction(reduction)
+    if loss_fn is None:
+        _check_no_loss(target, reduction)
+        own = own_loss.in_schedule(step) if len(step.sizes) > 1 else None
+        if own is not None:
+            return train_cells.run(step, own, None, threads)
+        return whole_step(whole, target=None, loss_fn=None, lanes=lambda: step.lanes)
     outputs = Outputs(step)
     target = _with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
@@ -136,21 +141,29 @@ def _has_graph(target: Any) -> bool:
 def whole_step(
     whole: Callable[[], Any], *, target: Any, loss_fn: Any, lanes: Callable[[], Sequence[Lane]]
 ) -> torch.Tensor:
-    """Run the loss on the output of the whole batch, and its backward.
+    """Run the loss on the output of the whole batch, and its backward; ``loss_fn`` None: the model's own loss.
 
     ``lanes`` are the stages' and last the caller's, as they are when ``whole`` has run.
     """
-    _check_loss(loss_fn)
+    if loss_fn is None:
+        _check_no_loss(target, "auto")
     with torch.inference_mode(False), torch.enable_grad():
         output = _gathered(whole(), lanes())
-        value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
+        if loss_fn is None:
+            value = own_loss.own_loss(output)
+        else:
+            value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
         value.backward()
     return value.detach()
 
 
-def _check_loss(loss_fn: Any) -> None:
-    if loss_fn is None:
-        raise InputError("train_step needs loss_fn=, a function loss_fn(output, target) that returns a scalar")
+def _check_no_loss(target: Any, reduction: str) -> None:
+    for name, given in (("target", target is not None), ("loss_reduction", reduction != "auto")):
+        if given:
+            raise InputError(
+                f"train_step got {name}= without loss_fn=, a function loss_fn(output, target) that returns a scalar; "
+                "the model's own loss takes its labels as inputs of the model"
+            )
 
 
 def _with_outputs(target: Any, lanes: Sequence[Lane]) -> Any:

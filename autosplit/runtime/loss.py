@@ -92,6 +92,8 @@ class Parts:
         sizes_of_losses: the absolute values of what was returned, added up.
     """
 
+    takes_values = False
+
     def __init__(
         self,
         kind: str,

@@ -168,7 +168,7 @@ class _Call:
             return weight.detach().sum()
         if any(self.function is known for known in _CLASSES) and not self._probabilities():
             ignored = given["ignore_index"]
-            return _class_weights(given["target"], -100 if ignored is None else ignored, weight)
+            return class_weights(given["target"], -100 if ignored is None else ignored, weight)
         return self.values()
 
     def share(self, whole: Counted) -> Any:
@@ -198,7 +198,7 @@ class _Call:
         return max(1, target.shape[1 if target.dim() > 1 else 0])
 
 
-def _class_weights(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
+def class_weights(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
     """Return the class weights of the targets that count, or their number."""
     counts = target != ignore_index
     if weight is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,19 +58,22 @@ class Outputs:
 
         Its tensors have no values; with ``zeros`` they are zeros on the last stage's device, and take no memory.
         """
-        rows = self.step.rows if microbatch is None else self.step.sizes[microbatch]
-        return self.step.lowered.traced.unflatten(list(self._leaves(rows, zeros)))
+        return self.step.lowered.traced.unflatten(self.leaves(microbatch, zeros=zeros))
 
-    def _leaves(self, rows: int, zeros: bool) -> Iterator[Any]:
+    def leaves(self, microbatch: int | None = None, *, zeros: bool = False) -> list[Any]:
+        """Return the flat leaves of :meth:`stand_in`."""
+        rows = self.step.rows if microbatch is None else self.step.sizes[microbatch]
+        found: list[Any] = []
         for node in self.nodes:
             if not (isinstance(node, fx.Node) and INFO in node.meta):
-                yield node
+                found.append(node)
                 continue
             shape, dtype = self._shape(node, rows), _info(node).dtype
             if zeros:
-                yield torch.zeros((), dtype=dtype, device=self.step.lanes[-2].device).expand(shape)
+                found.append(torch.zeros((), dtype=dtype, device=self.step.lanes[-2].device).expand(shape))
             else:
-                yield torch.empty(shape, dtype=dtype, device="meta")
+                found.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return found
 
     def _shape(self, node: fx.Node, rows: int) -> tuple[int, ...]:
         return _info(node).shape_at(rows, self.step.lengths)

@@ -7,8 +7,8 @@ fire once. One thread issues the actions in clock order, or every lane's thread 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -24,13 +24,20 @@ from autosplit.schedule.action import Action
 from autosplit.schedule.order import issue_order
 from autosplit.trace.graph import INFO, NodeClass
 
-Loss = Callable[[Any, int], torch.Tensor]
+
+class Loss(Protocol):
+    """What a microbatch adds to the loss: of the model's output, or of all that stages give, by name."""
+
+    takes_values: bool
+
+    def __call__(self, output: Any, microbatch: int, /) -> torch.Tensor:
+        """Return what a microbatch adds."""
 
 
 def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
     """Run a step in its schedule and return the loss of the batch; nothing reaches ``.grad`` before all has succeeded.
 
-    ``loss(output, m)`` is what microbatch ``m`` adds; ``check`` holds the sum against the loss of the whole batch.
+    ``loss`` is what each microbatch adds; ``check`` holds the sum against the loss of the whole batch.
     ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
     with torch.inference_mode(False), torch.enable_grad():
@@ -87,10 +94,15 @@ class _TrainCells(Cells):
         if stage == self.last:
             passed = {value.name: self._input(value, microbatch) for value in self.passed}
             with self.step.lanes[stage].active():
-                flat = self._output(microbatch, border, passed)
+                values = self._values(microbatch, border, passed)
+                flat: list[Any] = list(values.values())
+                given: Any = values
+                if not self.loss.takes_values:
+                    flat = [_flat(value, values) for value in self.lowered.outputs]
+                    given = self.lowered.traced.unflatten(flat)
                 if self.check is not None:
                     self.check.keep(flat, microbatch)
-                value = self.roots[microbatch] = self.loss(self.lowered.traced.unflatten(flat), microbatch)
+                value = self.roots[microbatch] = self.loss(given, microbatch)
             self.losses[microbatch] = value.detach()
             free = self._free_leaves(border, flat, value)
             self.free += free
@@ -131,8 +143,8 @@ class _TrainCells(Cells):
             todo += [following for following, _ in node.next_functions]
         return found
 
-    def _output(self, microbatch: int, last: Border, values: dict[str, torch.Tensor]) -> list[Any]:
-        """Return the model's flat outputs for one microbatch; what earlier stages made has a border of its own.
+    def _values(self, microbatch: int, last: Border, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what stages give for one microbatch, by name; what earlier stages made has a border of its own.
 
         ``values`` are the inputs among them by name; the others are added.
         """
@@ -143,7 +155,7 @@ class _TrainCells(Cells):
             own = stage == self.last
             bundle = last.sent[OUT] if own else self.received(last, stage, self.last, microbatch, OUT)
             values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
-        return [_flat(value, values) for value in self.lowered.outputs]
+        return values
 
     def _input(self, node: fx.Node, microbatch: int) -> torch.Tensor:
         names = [n.name for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]

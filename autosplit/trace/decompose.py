@@ -97,6 +97,13 @@ def decompose(raw: RawGraph) -> None:
             _Rewriter(raw, node).rewrite()
 
 
+def reduced(node: fx.Node, root: torch.nn.Module) -> tuple[str, Any] | None:
+    """Return (kind, operand) of a call of a known reduction without a dtype of its own; None for any other node."""
+    args = node.args[2:] if node.target is under else node.args
+    found = _parsed(function_of(node, root), args, node.kwargs)
+    return None if found is None or found.options.get("dtype") is not None else (found.kind, found.value)
+
+
 def is_decomposed(graph: fx.Graph) -> bool:
     """Tell whether reductions of a graph were taken apart."""
     return any(INFO in node.meta and node.meta[INFO].name.endswith(_ROWS) for node in graph.nodes)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from autosplit import Sample, autosplit
+from autosplit import InputError, Sample, autosplit
+from autosplit.runtime import train_cells
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
-from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step
 from tests.equivalence.language_models import VOCABULARY, Decoder
 
 LENGTH = 12
@@ -60,6 +62,95 @@ def test_a_models_own_loss_does_not_end_the_pipeline_early(name: str) -> None:
     assert classes["#0/cross_entropy_0.each"] is NodeClass.MICRO, "the loss per token runs row by row"
     assert classes["#0/cross_entropy_0.rows"] is NodeClass.MICRO
     assert classes["#0/cross_entropy_0"] is NodeClass.FULL
+
+
+def first_of(output: Any) -> Tensor:
+    """Return the loss of a model that returns it first, alone or under its name."""
+    return output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output[0]
+
+
+class Forms(nn.Module):
+    """Own losses of many forms; ``extra`` holds class weights and the number of items."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
+        self.register_buffer("weights", torch.linspace(0.5, 2, VOCABULARY))
+        self.form = form
+
+    def forward(self, x: Tensor, labels: Tensor, items: Tensor | None = None) -> Any:
+        y = self.b(torch.tanh(self.a(x)))
+        logits = self.c(torch.tanh(y))
+        flat, wanted = logits.flatten(0, 1), labels.flatten()
+        match self.form:
+            case "a tuple with class weights":
+                return F.cross_entropy(flat, wanted, weight=self.weights), logits
+            case "a scalar alone":
+                return F.cross_entropy(flat, wanted)
+            case "several terms":
+                loss = F.cross_entropy(flat, wanted) * 0.5 + y.pow(2).mean() / 4 + (y.sum(-1) * 0.1).sum() * 0.01
+                return {"loss": loss.neg().neg(), "logits": logits}
+            case "divided by items":
+                return {"loss": F.cross_entropy(flat, wanted, reduction="sum") / items, "logits": logits}
+            case "divided by its labels":
+                loss = F.cross_entropy(flat, wanted, reduction="none", ignore_index=-100)
+                return {"loss": loss.sum() / (wanted != -100).sum(), "y": y}
+            case "a mean per row":
+                return {"loss": (y.sum((1, 2)) ** 2).mean(), "y": y}
+            case "a root":
+                return {"loss": F.cross_entropy(flat, wanted).sqrt(), "y": y}
+        return {"loss": F.cross_entropy(flat, wanted) + 1, "y": y}
+
+
+IN_SCHEDULE = ("a tuple with class weights", "a scalar alone", "several terms", "divided by items")
+IN_SCHEDULE += ("divided by its labels", "a mean per row")
+
+
+@pytest.mark.parametrize("form", [*IN_SCHEDULE, "a root", "a constant beside it"])
+def test_a_step_with_the_models_own_loss(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduled: list[Any] = []
+    run = train_cells.run
+    monkeypatch.setattr(train_cells, "run", lambda *args: scheduled.append(args) or run(*args))
+    plain = Forms(form).double()
+    x = torch.randn(7, LENGTH, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    batch = Batch((x, LABELS), {"items": torch.tensor(37.0)} if form == "divided by items" else {})
+    expected = forward_backward(plain, batch, loss=first_of)
+    expected = Run({}, expected.loss, expected.gradients, expected.buffers)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, lanes=LANES[len(form) % 2])
+    assert_equal_runs(train_step(pipe, batch), expected)
+    assert bool(scheduled) == (form in IN_SCHEDULE)
+
+
+def test_all_labels_ignored_give_what_the_plain_model_gives() -> None:
+    plain = Forms("a scalar alone").double()
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4)
+    x = torch.randn(7, LENGTH, 8, dtype=torch.float64)
+    assert pipe.train_step(x, torch.full_like(LABELS, -100)).isnan()
+    plain(x, torch.full_like(LABELS, -100)).backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["a decoder with labels", "mixtral with a mask"])
+def test_a_decoders_step_with_its_own_loss(name: str) -> None:
+    options, inputs = MODELS[name]
+    plain = Decoder(**options).double()
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 3, chunks=3)
+    expected = forward_backward(plain, Batch(inputs), loss=first_of)
+    assert_equal_runs(train_step(pipe, Batch(inputs)), Run({}, expected.loss, expected.gradients, expected.buffers))
+
+
+def test_a_model_without_a_loss_of_its_own_is_told_what_to_give() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=2)
+    value = torch.ones(4, 3)
+    with pytest.raises(InputError, match=r"loss_fn=.*loss_fn\(output, target\).*Tensor without a loss of its own"):
+        pipe.train_step(value)
+    for option in ({"target": value}, {"loss_reduction": "sum"}):
+        with pytest.raises(InputError, match=f"{next(iter(option))}= without loss_fn="):
+            pipe.train_step(value, **option)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 class Watched(nn.Module):
