@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -18,20 +18,17 @@ from autosplit.lower.locate import add_location
 from autosplit.lower.program import STATE, emit
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan import Plan
-from autosplit.recorded import PreparedStep, PreparedTree, Recorded
+from autosplit.recorded import PreparedStep, PreparedTree, Recorded, free_names
 from autosplit.recordings import Recordings
 from autosplit.report.table import render
 from autosplit.runtime import engine, middle
-from autosplit.runtime.ambient import is_transformed, needs_one_thread
+from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
-from autosplit.runtime.ops import CallState, sizes_of
+from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.proof import Proofs
-from autosplit.runtime.tape import Tape
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
-from autosplit.runtime.turns import forwards
-from autosplit.schedule.order import issue_order
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.signature import key_of, rows_of
 from autosplit.trace.state import random_state
@@ -51,7 +48,6 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_SEED_BITS = 62
 
 
 @dataclass
@@ -212,6 +208,7 @@ class PipelinedModule(fx.GraphModule):
         return code
 
     def _train_step(self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str) -> torch.Tensor:
+        self._core.recordings.check_backward()
         if self._forward_hooks or self._forward_pre_hooks:
             caller = _caller(pytree.tree_leaves((args, kwargs)))
             return engine.whole_step(
@@ -268,8 +265,7 @@ class PipelinedModule(fx.GraphModule):
     def _program(self, step: PreparedStep) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
         if count not in programs:
-            order = issue_order(forwards(step.schedule))
-            programs[count] = emit(step.recorded.lowered, order=order, attributes=self._core.names)
+            programs[count] = emit(step.recorded.lowered, order=step.forwards(), attributes=self._core.names)
         return programs[count]
 
     def _show(self, recorded: Recorded, graph: fx.Graph) -> None:
@@ -327,7 +323,7 @@ class PipelinedModule(fx.GraphModule):
             lengths,
             sizes,
             (*recorded.lanes, _caller(tensors)),
-            _call_state(recorded, core.options.rng, sizes, lengths),
+            recorded.call_state(core.options.rng, sizes, lengths),
             core.recordings.schedule_for,
             recorded.orders,
             recorded,
@@ -340,7 +336,7 @@ class PipelinedModule(fx.GraphModule):
             return
         plan = core.recordings.plan
         assert plan is not None, "lanes come with a plan"
-        core.names = _free_names(core.model, len(lanes))
+        core.names = free_names(core.model, len(lanes))
         if core.options.lanes == "threads":
             core.threads = LaneThreads(len(plan.devices), timeout_s=core.options.lane_timeout_s)
             weakref.finalize(self, core.threads.close)  # the lanes' threads end with the pipe
@@ -385,28 +381,3 @@ class PipelinedModule(fx.GraphModule):
 def _caller(leaves: Sequence[Any]) -> Lane:
     """Return the lane of the caller: on the device of the batch."""
     return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))
-
-
-def _call_state(recorded: Recorded, rng: str, sizes: Sequence[int], lengths: Mapping[str, int]) -> CallState:
-    """Return where the random numbers of a call come from; under transforms operations draw by a seed."""
-    lowered = recorded.lowered
-    taped = rng == "plain" and bool(lowered.tape) and not is_transformed()
-    seeded = bool(lowered.off_tape) if taped else lowered.random
-    seed = int(torch.randint(2**_SEED_BITS, ())) if seeded else 0
-    return CallState(seed, Tape(lowered.tape, sizes, lengths) if taped else None)
-
-
-def _free_names(model: nn.Module, stages: int) -> dict[str, str]:
-    """Choose attribute names for the parts that hide nothing of the model's own."""
-    names = {}
-    for part in (
-        *(f"stage{i}" for i in range(stages)),
-        *(f"shared{i}" for i in range(stages)),
-        "epilogue",
-        "module_tree",
-    ):
-        name = part
-        while hasattr(model, name):
-            name = f"pipe_{name}"
-        names[part] = name
-    return names

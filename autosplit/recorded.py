@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from autosplit.lower.program import emit_ending, emit_setup
 from autosplit.lower.split import Lowered
+from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane
-from autosplit.runtime.ops import on_lane
+from autosplit.runtime.ops import CallState, on_lane
+from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import Trace
 from autosplit.trace.signature import Key, Kind
+
+_SEED_BITS = 62
 
 
 @dataclass
@@ -42,6 +48,14 @@ class Recorded:
         if lowered.epilogue is not None:
             parts["epilogue"] = on_lane(lowered.epilogue, lanes[-1])
         return parts
+
+    def call_state(self, rng: str, sizes: Sequence[int], lengths: Mapping[str, int]) -> CallState:
+        """Return where the random numbers of a call come from; under transforms operations draw by a seed."""
+        lowered = self.lowered
+        taped = rng == "plain" and bool(lowered.tape) and not is_transformed()
+        seeded = bool(lowered.off_tape) if taped else lowered.random
+        seed = int(torch.randint(2**_SEED_BITS, ())) if seeded else 0
+        return CallState(seed, Tape(lowered.tape, sizes, lengths) if taped else None)
 
     @cached_property
     def setup(self) -> fx.GraphModule:
@@ -70,3 +84,19 @@ class PreparedStep(Step):
     """One call of the pipe, ready to run, and the recording that it follows."""
 
     recorded: Recorded
+
+
+def free_names(model: nn.Module, stages: int) -> dict[str, str]:
+    """Choose attribute names for the parts that hide nothing of the model's own."""
+    names = {}
+    for part in (
+        *(f"stage{i}" for i in range(stages)),
+        *(f"shared{i}" for i in range(stages)),
+        "epilogue",
+        "module_tree",
+    ):
+        name = part
+        while hasattr(model, name):
+            name = f"pipe_{name}"
+        names[part] = name
+    return names

@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autosplit.errors import TraceError
+from autosplit.errors import ScheduleError, TraceError
 from autosplit.lower.place import place
 from autosplit.lower.split import lower
 from autosplit.options import Options, Sample
@@ -77,6 +77,16 @@ class Recordings:
         """Return the plan's schedule; there is a plan as soon as there is a recording."""
         assert self.plan is not None
         return self.plan.schedule_for(microbatches)
+
+    def check_backward(self) -> None:
+        """Raise ScheduleError when the schedule, planned or asked for, has forwards only."""
+        source = self.plan or self.options
+        actions = [text for lane in source.actions for text in lane]
+        if source.schedule == "forward" or (actions and not any(set("BI") & set(text) for text in actions)):
+            raise ScheduleError(
+                f"schedule {source.schedule!r} has no backward, so train_step has nothing to follow; call pipe(x) for "
+                "outputs alone, or split with a schedule that trains, such as schedule='1f1b'"
+            )
 
     def find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
         """Return the recording for a call of this signature; record the model when there is none.

@@ -23,7 +23,9 @@ from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, CallState, Key, enter, leave, take, transfer
 from autosplit.runtime.put_off import Product, PutOff, put_off
+from autosplit.runtime.turns import forwards
 from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.order import issue_order
 from autosplit.trace.scope import has_module_hooks
 
 
@@ -57,6 +59,10 @@ class Step:
         """The plan's schedule for this call's microbatches."""
         count = len(self.sizes)
         return self.once(("schedule", count), lambda: self.planned(count))
+
+    def forwards(self) -> Sequence[Action]:
+        """Return the forwards of the schedule in the order in which one thread issues them."""
+        return issue_order(forwards(self.schedule))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` made at the first call with this key."""

@@ -23,7 +23,6 @@ from autosplit.runtime.cells import Cells, Step, held_back
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, backwards, forwards, turns
-from autosplit.schedule.order import issue_order
 from autosplit.trace.graph import INFO
 from autosplit.trace.state import attributes
 
@@ -158,7 +157,7 @@ def _again(ctx: Any) -> list[torch.Tensor]:
     again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, detached=False)
     try:
         with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
-            for action in issue_order(forwards(cells.step.schedule)):
+            for action in cells.step.forwards():
                 again.act(action)
             return _outputs(again)
     finally:
