@@ -16,7 +16,7 @@ from torch import nn
 from autosplit.compat.skip import on_their_own
 from autosplit.partition.problem import Net, Problem, Work
 from autosplit.partition.solve import solve
-from autosplit.profile.allocations import Allocations
+from autosplit.profile.ledger import Ledger
 from autosplit.trace.state import random_state
 
 
@@ -79,7 +79,7 @@ def balance_by_size(
     inputs = _moved(input, place, rows=1)
     sizes = []
     for _, layer in _sandbox(module, place):
-        outputs, left_bytes = _left_bytes(layer, inputs, place)
+        outputs, left_bytes = _left_bytes(layer, inputs)
         held = sum(parameter.untyped_storage().nbytes() for parameter in layer.parameters())
         sizes.append(left_bytes * rows + held * param_scale)
         inputs = _moved(outputs, place)
@@ -107,15 +107,15 @@ def _sandbox(module: nn.Sequential, place: torch.device) -> Iterator[tuple[int, 
             yield index, copy.deepcopy(layer).to(place).train()
 
 
-def _left_bytes(layer: nn.Module, inputs: Any, place: torch.device) -> tuple[Any, int]:
-    """Run a layer; return its output and what it left allocated."""
-    if place.type == "cuda":
-        before = torch.cuda.memory_allocated(place)
+def _left_bytes(layer: nn.Module, inputs: Any) -> tuple[Any, int]:
+    """Run a layer; return its output and the bytes that it left allocated."""
+    ledger = Ledger()
+    for known in (*_parts(inputs), *layer.parameters(), *layer.buffers()):
+        ledger.storage(known)
+    before = ledger.live_bytes
+    with ledger:
         outputs = layer(inputs)
-        return outputs, torch.cuda.memory_allocated(place) - before
-    with Allocations() as seen:
-        outputs = layer(inputs)
-    return outputs, seen.left_bytes
+    return outputs, ledger.live_bytes - before
 
 
 def _place(device: torch.device | int | str | None) -> torch.device:

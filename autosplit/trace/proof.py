@@ -149,7 +149,8 @@ class _Texts:
         return self._fields(value, depth)
 
     def _fields(self, value: Any, depth: int) -> str:
-        if isinstance(value, nn.Module) or type(value).__basicsize__ != _Plain.__basicsize__:
+        plain = hasattr(value, "__dict__") and type(value).__basicsize__ == _Plain.__basicsize__
+        if isinstance(value, nn.Module) or not plain:
             raise _Unknown  # what it holds outside of its attributes cannot be seen
         self.code.add(type(value))
         return f"{type(value).__qualname__}{self.of(vars(value), depth - 1)}"
