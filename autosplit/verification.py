@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import Any, Protocol
@@ -26,12 +26,13 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Sample
+from autosplit.runtime.batch_norm import apart
 from autosplit.runtime.loss import call_loss
 from autosplit.trace import state
 from autosplit.trace.borrow import free_leaves, stand_ins
 from autosplit.trace.differences import TOLERANCE, Item, Tensors, compare
 from autosplit.trace.fixed_draws import FixedDraws
-from autosplit.trace.norm_watch import NormWatch, Piece
+from autosplit.trace.norm_watch import NormWatch, Pieces
 from autosplit.trace.run_once import Left, gradients_aside, run_once
 from autosplit.trace.structure import flatten_output
 from autosplit.trace.together import Together
@@ -210,10 +211,9 @@ class _Comparison:
         if fixed is not None:
             plain = self._run_plain(loss, fixed)
         actual = self._run_pipe(loss, fixed)
-        pieces = {name: _last(actual.norms.get(name, ()), calls) for name, calls in plain.norms.items()}
-        if any(len(own) > len(plain.norms[name]) for name, own in pieces.items()):
-            plain = self._run_plain(loss, fixed, pieces)
-            self._note_norms(run, plain, actual, pieces)
+        if any(len(sizes) > 1 for uses in actual.norms.values() for sizes in uses):
+            plain = self._run_plain(loss, fixed, actual.norms)
+            self._note_norms(run, plain.cut, actual.norms)
         self._add(run, actual.tensors, plain.tensors)
         if plain.drew and fixed is None:
             apart = actual.drawn != plain.drawn
@@ -229,7 +229,7 @@ class _Comparison:
         self,
         loss: _Loss | None,
         fixed: FixedDraws | None = None,
-        pieces: Mapping[str, Sequence[Piece]] | None = None,
+        pieces: Pieces | None = None,
         seed: int = 0,
     ) -> Left:
         with stand_ins(self.model) as leaves, contextlib.ExitStack() as stack:
@@ -246,7 +246,7 @@ class _Comparison:
         with contextlib.ExitStack() as stack:
             leaves = stack.enter_context(stand_ins(self.own, registered=True)) | free
             stack.enter_context(gradients_aside(free.values()))
-            watch = stack.enter_context(NormWatch(self.own))
+            watch = stack.enter_context(NormWatch(self.own, apart=apart))
             stack.enter_context(fixed or contextlib.nullcontext())
             return run_once(call, self.own, self.sample, leaves, watch, None if loss is None else loss.leaves, seed)
 
@@ -254,25 +254,19 @@ class _Comparison:
     def _note(self, run: str, text: str) -> None:
         self.notes.setdefault(text, []).append(run)
 
-    def _note_norms(self, run: str, plain: Left, actual: Left, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Say which norms took their statistics per microbatch; their counters count microbatches."""
-        named = sorted(name.removesuffix(".running_mean").removesuffix(".weight") for name in plain.cut)
-        sizes = ", ".join(str(piece.size) for piece in pieces[next(iter(plain.cut))])
+    def _note_norms(self, run: str, cut: Collection[str], pieces: Pieces) -> None:
+        """Say which norms normalised each microbatch by itself."""
+        if not cut:
+            return
+        named = sorted(name.removesuffix(".running_mean").removesuffix(".weight") for name in cut)
+        sizes = ", ".join(map(str, pieces[min(cut)][0]))
         self._note(
             run,
             f"{_listed(named)} take{'s' if len(named) == 1 else ''} statistics over each microbatch by itself ({sizes} "
             "rows), which no microbatches can do as the whole batch does; compared with the model whose norms do the "
-            "same, but for their counters of batches",
+            "same. Running statistics move once, by all rows: the first norm's are the plain model's, later ones see "
+            "what was normalised by microbatch (batch_norm='full' has the plain model's numbers throughout)",
         )
-        for name in plain.cut:
-            path = name.rpartition(".")[0]
-            uses = len(plain.norms[name])
-            left_out = ["num_batches_tracked"] if uses == 1 else ["num_batches_tracked", "running_mean", "running_var"]
-            if uses > 1:
-                self._note(run, f"{path} is called {uses} times: its running statistics depend on the order, left out")
-            for left in (plain, actual):
-                for buffer in left_out:
-                    left.tensors.pop(("buffer", f"{path}.{buffer}".strip(".")), None)
 
     def _note_draws(self, run: str, fixed: FixedDraws) -> None:
         self._note(
@@ -331,15 +325,6 @@ class _Loss:
     def of(self, pipe: Pipe) -> Callable[..., torch.Tensor]:
         """Return the pipe's training step."""
         return lambda *args, **kwargs: pipe.train_step(*args, target=self.target, loss_fn=self.function, **kwargs)
-
-
-def _last(pieces: Sequence[Piece], calls: Sequence[Piece]) -> Sequence[Piece]:
-    """Return the last pieces that cover a norm's calls: a training step may have run the batch before, for a proof."""
-    missing, start = sum(call.size for call in calls), len(pieces)
-    while missing > 0 and start:
-        start -= 1
-        missing -= pieces[start].size
-    return pieces[start:] if missing == 0 else ()
 
 
 def _varies(first: Tensors, second: Tensors) -> bool:

@@ -19,7 +19,7 @@ from autosplit.lower.layout import EPILOGUE, Slot
 from autosplit.lower.region import named
 from autosplit.lower.split import Lowered, program_alias
 from autosplit.lower.text import readable
-from autosplit.runtime.ops import OUT, Key, fork, merge, record, split, transfer, wait
+from autosplit.runtime.ops import OUT, Key, fork, merge, record, split, transfer, update_statistics, wait
 from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, LENGTH, NodeClass
 
@@ -222,6 +222,8 @@ class _Program:
     def _finish(self) -> None:
         self.epilogue: dict[str, fx.Node] = {}
         module = self.lowered.epilogue
+        if self.lowered.counts and self.lowered.epilogue_needs_counts:
+            self._update()
         if module is not None:
             last = len(self.lowered.stages) - 1
             bundle = tuple(self._for_epilogue(slot, last) for slot in self.lowered.epilogue_inputs)
@@ -231,7 +233,12 @@ class _Program:
             out = self.graph.call_module(self.attributes["epilogue"], tuple(given[name] for name in module.takes))
             named(self.graph, out, "epilogue_values")
             self.epilogue = {n: self._item(out, i) for i, n in enumerate(self.lowered.epilogue_outputs)}
+        if self.lowered.counts and not self.lowered.epilogue_needs_counts:
+            self._update()
         self.graph.output(tuple(self._output(value) for value in self.lowered.outputs))
+
+    def _update(self) -> None:
+        self._call(update_statistics, (self.state, self.lanes), "updated")
 
     def _for_epilogue(self, slot: Slot, last: int) -> fx.Node:
         if slot in self.values:

@@ -12,11 +12,13 @@ from torch import fx, nn
 
 from autosplit.lower.layout import Layout, Slot
 from autosplit.lower.units import take_out
+from autosplit.runtime.batch_norm import normalise
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import alias, draw, fork
 from autosplit.runtime.recompute import Recomputed
 from autosplit.trace.calls import under
 from autosplit.trace.graph import INFO, LENGTH
+from autosplit.trace.norms import counts_by_microbatch
 
 ROOT = "model"
 SINGLE_MODULES = (
@@ -118,6 +120,8 @@ class Region:
         info = node.meta.get(INFO)
         if info is not None and info.random:
             new = self._drawn(node, info.name, args, kwargs)
+        elif info is not None and counts_by_microbatch(node, self.traced.root):
+            new = self._normalised(node, info.name, args, kwargs)
         elif node.op == "call_module":
             new = self.graph.call_module(f"{ROOT}.{node.target}", args, kwargs)
         else:
@@ -133,6 +137,21 @@ class Region:
             self.functions[held] = target
             function = self.graph.get_attr(held)
         return self.graph.call_function(draw, (self.key, name, function, *args), kwargs)
+
+    def _normalised(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
+        """Copy a norm that counts: what it saw is put aside until all microbatches were there."""
+        if node.op == "call_module":
+            return self.graph.call_function(
+                normalise, (self.key, name, self.graph.get_attr(f"{ROOT}.{node.target}"), *args), kwargs
+            )
+        if node.target is under:
+            ambient, norm, *args = args
+            self.functions["normalise"] = normalise
+            given = (ambient, self.graph.get_attr("normalise"), self.key, name, norm, *args)
+            return self.graph.call_function(under, given, kwargs)
+        held = str(getattr(node.target, "__name__", "norm"))
+        self.functions[held] = node.target
+        return self.graph.call_function(normalise, (self.key, name, self.graph.get_attr(held), *args), kwargs)
 
     def _operand(self, operand: fx.Node, consumer: fx.Node) -> fx.Node:
         if operand.op == "get_attr":
@@ -220,8 +239,8 @@ class Region:
         """Put a call of a unit in the place of its nodes."""
         own = [made for node in unit.nodes for made in self.made[node]]
         region = self._module(take_out(self.graph, own, attribute=f"unit{number}"), f"Unit{number}")
-        writes = [name for node in unit.nodes if INFO in node.meta for name in node.meta[INFO].writes]
         run = Compiled(region, unit.place) if self.compiled else None
+        writes = written(unit.nodes, self.traced.root)
         return Recomputed(region, self.traced.root, writes=writes, place=unit.place, run=run)
 
 
@@ -276,6 +295,12 @@ class RegionModule(fx.GraphModule):
             elif name in holder._modules:
                 module = holder.get_submodule(name)
                 yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())
+
+
+def written(nodes: Iterable[fx.Node], root: nn.Module) -> list[str]:
+    """Return the names of what nodes write while they run; norms that count write when the step is over."""
+    own = (node for node in nodes if INFO in node.meta and not counts_by_microbatch(node, root))
+    return [name for node in own for name in node.meta[INFO].writes]
 
 
 def _behind(node: fx.Node) -> list[fx.Node]:

@@ -11,13 +11,14 @@ import torch
 from torch import fx, nn
 
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out
-from autosplit.lower.region import Region, RegionModule
+from autosplit.lower.region import Region, RegionModule, written
 from autosplit.profile.stage_pieces import block_paths, in_units
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.recompute import Recomputed
 from autosplit.runtime.tape import TapeNode, tape_nodes
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.trace.norms import counts_by_microbatch
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,23 @@ class Lowered:
         return any(info.mutated for info in inputs)
 
     @cached_property
+    def counts(self) -> bool:
+        """Tell whether any stage has norms whose running statistics are updated when all forwards are over."""
+        return any(counts_by_microbatch(node, self.traced.root) for s in self.layout.stages for node in s.nodes)
+
+    @cached_property
+    def epilogue_needs_counts(self) -> bool:
+        """Tell whether a full node reads or writes the statistics of such norms, and so comes behind their update."""
+        own = {
+            name
+            for stage in self.layout.stages
+            for node in stage.nodes
+            if counts_by_microbatch(node, self.traced.root)
+            for name in node.meta[INFO].writes
+        }
+        return any(not own.isdisjoint((*(i := n.meta[INFO]).reads, *i.writes)) for n in self.layout.epilogue)
+
+    @cached_property
     def random(self) -> bool:
         """Tell whether any node draws random numbers."""
         return any(info.random for _, info in self.traced.compute_nodes())
@@ -150,8 +168,8 @@ def _recomputed(layout: Layout, index: int, stage: RegionModule, run: Compiled |
     inputs = {n.name: n.meta[INFO] for n in layout.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta}
     own = layout.stages[index]
     copied = [position for position, slot in enumerate(own.inputs) if inputs[slot.value].mutated]
-    writes = [name for node in own.nodes for name in node.meta[INFO].writes]
-    return Recomputed(stage, layout.traced.root, writes=writes, copied=copied, place=f"stage {index}", run=run)
+    root = layout.traced.root
+    return Recomputed(stage, root, writes=written(own.nodes, root), copied=copied, place=f"stage {index}", run=run)
 
 
 def _stage(

@@ -17,7 +17,7 @@ from torch.fx.graph import CodeGen
 
 from autosplit.runtime import ops
 
-WORDS = ("Key", "fork", "merge", "record", "split", "transfer", "wait")
+WORDS = ("Key", "fork", "merge", "record", "split", "transfer", "update_statistics", "wait")
 _PREFIX = f"{ops.__name__.replace('.', '_')}_"
 _LINE = re.compile(r"(?P<name>\w+) = (?P<value>.*?);?(?:  (?P<gone>\w+(?: = \w+)* = None))?")
 _ITEM = re.compile(r"(\w+)\[(\d+)\]")
@@ -79,7 +79,7 @@ class _Inliner:
             self.items[name] = f"{plain[1]}_{plain[2]}"
             self.locals |= {self.items[name]} if name in self.locals else set()
             self.block.append(f"{self.items[name]} = {value}")
-        elif value.startswith("wait("):
+        elif value.startswith(("wait(", "update_statistics(")):
             self.block.append(value)
         else:
             self.block.append(f"{name} = {value}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.fx.node import has_side_effect
 from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.lanes import Bundle as Bundle
 from autosplit.runtime.lanes import Lane
+from autosplit.runtime.running_statistics import Collected
 from autosplit.runtime.tape import DRAWING, Tape
 
 OUT = "out"
@@ -33,18 +34,20 @@ class CallState:
     Attributes:
         seed: where the random draws begin that are not on the tape.
         tape: the plain model's random numbers; None where all operations draw by the seed.
+        statistics: what norms saw (:mod:`autosplit.runtime.batch_norm`).
     """
 
     seed: int = 0
     tape: Tape | None = None
+    statistics: Collected = field(default_factory=Collected)
 
     def fresh(self) -> CallState:
         """Return the state of another run of the same call."""
-        return replace(self, tape=self.tape and self.tape.fresh())
+        return replace(self, tape=self.tape and self.tape.fresh(), statistics=self.statistics.fresh())
 
     def again(self) -> CallState:
         """Return the state of a run that repeats this one."""
-        return replace(self, tape=self.tape and self.tape.again())
+        return replace(self, tape=self.tape and self.tape.again(), statistics=self.statistics.fresh())
 
 
 class Key(NamedTuple):
@@ -259,6 +262,11 @@ def wait(lane: Lane, event: Any) -> None:
     lane.wait(event)
 
 
+def update_statistics(state: CallState, lanes: Sequence[Lane]) -> None:
+    """Update the running statistics of all norms by what they saw in the step, when its last forward is over."""
+    state.statistics.update(lanes)
+
+
 def alias(value: torch.Tensor) -> torch.Tensor:
     """Return a view of its own for one use of a value that is used several times.
 
@@ -322,5 +330,5 @@ def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs
                 generator.set_state(state)
 
 
-for _function in (record, wait):
+for _function in (record, update_statistics, wait):
     has_side_effect(_function)

@@ -16,7 +16,7 @@ from torch import fx
 from autosplit.errors import InputError
 from autosplit.runtime.ambient import ThreadState
 from autosplit.runtime.cells import Border, Cells, Step, held_back
-from autosplit.runtime.ops import OUT, alias, rows_along, transfer
+from autosplit.runtime.ops import OUT, alias, rows_along, transfer, update_statistics
 from autosplit.runtime.proof import WholeCheck
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, turns
@@ -58,6 +58,8 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
         if check is not None:
             check.compare(losses, cells.lowered.traced)
         cells.hand_over()
+        with step.entered():
+            update_statistics(step.state, step.lanes)
     return total
 
 

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-import torch
 from torch import fx, nn
 
 from autosplit.trace.effects import Effects
@@ -31,7 +30,7 @@ from autosplit.trace.kinds import (
     runs_along_batch,
     takes_shape_only,
 )
-from autosplit.trace.scope import STATEFUL_LEAVES
+from autosplit.trace.norms import keeps_statistics, normalises_rows_apart
 
 Dependencies = Mapping[fx.Node, Collection[fx.Node]]
 
@@ -84,16 +83,26 @@ def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node])
 
 
 def classify(
-    graph: fx.Graph, root: nn.Module, effects: Effects, batched: set[fx.Node], findings: Findings
+    graph: fx.Graph,
+    root: nn.Module,
+    effects: Effects,
+    batched: set[fx.Node],
+    findings: Findings,
+    *,
+    whole_norms: bool = False,
 ) -> dict[fx.Node, NodeClass]:
-    """Return the class of every tensor-computing node."""
+    """Return the class of every tensor-computing node; with ``whole_norms`` batch norms that count are full."""
     depends = value_dependencies(graph, effects)
     sorts = grouped(graph, root)
     suspect = _spread(graph, root, depends, batched, findings, sorts)
     output = next(iter(reversed(graph.nodes)))
     rowless = _rowless(batched)
     seeds = {n for n in output.all_input_nodes if n in suspect or n in rowless}
-    seeds |= {n for n in batched if INFO in n.meta and n.meta[INFO].writes and not _keeps_statistics(n, root)}
+    writers = {n for n in batched if INFO in n.meta and n.meta[INFO].writes}
+    counting = {n for n in writers if keeps_statistics(n, root)}
+    seeds |= writers - counting
+    seeds |= {n for n in counting if whole_norms and not normalises_rows_apart(n, root)}
+    seeds |= {n for writer, n in effects.flow if writer in counting and n in batched and n not in counting}
     full = _chain(seeds, depends, suspect)
     size = -1
     while size != len(full):
@@ -171,13 +180,6 @@ def _rowless(batched: set[fx.Node]) -> set[fx.Node]:
     """Return the nodes whose values are no stacks of rows and cannot be merged, such as ``x.new_zeros(3)``."""
     computed = (node for node in batched if node.op != "placeholder" and INFO in node.meta)
     return {node for node in computed if any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)}
-
-
-def _keeps_statistics(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether a node writes buffers as batch norm does: per microbatch is what it is meant to do."""
-    if node.op == "call_module":
-        return isinstance(root.get_submodule(str(node.target)), STATEFUL_LEAVES)
-    return node.target in (torch.nn.functional.batch_norm, torch.nn.functional.instance_norm)
 
 
 def with_classes(graph: fx.Graph, classes: Mapping[fx.Node, NodeClass]) -> None:

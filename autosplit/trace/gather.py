@@ -81,7 +81,7 @@ def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | No
                 continue
         except (Refusal, Unexpected) as error:
             if isinstance(error, Unexpected) and scope.exporting:  # some models only fail where they are told
-                scope = Scope(exporting=False)
+                scope = Scope(exporting=False, whole_norms=scope.whole_norms)
                 continue
             if not atoms or not error.module:
                 raise

@@ -89,25 +89,28 @@ def trace(
     findings: Findings | None = None,
     before: Mapping[str, int | None] | None = None,
     proofs: Sequence[Proof] = (),
+    whole_norms: bool = False,
 ) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
 
-    ``before`` are the batch dimensions that an earlier call was found to have, by input name. A recording that one of
-    ``proofs`` is about is not proved again.
+    ``before``: the batch dimensions that an earlier call was found to have, by input name. A recording that one of
+    ``proofs`` is about is not proved again. With ``whole_norms`` norms that keep batch statistics are full.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs whose batch cannot be told, and the
     model's own exception when its forward raises.
     """
-    told = batch_dims is not None
+    told, scope = batch_dims is not None, Scope(whole_norms=whole_norms)
     flat = flatten(model, sample, batch_dims)
     try:
         try:
-            return _traced(model, flat, Scope(), findings, told=told, before=before, proofs=proofs)
+            return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
         except _Told:
-            return _traced(model, flat, Scope(exporting=False), findings, told=told, before=before, proofs=proofs)
+            scope = replace(scope, exporting=False)
+            return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
     except TraceError as first:
         try:
-            return _traced(model, flat, Scope(capture=Capture(model, flat)), findings, told=told, before=before)
+            scope = Scope(capture=Capture(model, flat), whole_norms=whole_norms)
+            return _traced(model, flat, scope, findings, told=told, before=before)
         except Exception:  # the first rung's reason says more
             raise first from None
 
@@ -151,8 +154,7 @@ def _traced(
 
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
     """Raise Refusal where a recording is not what the model does, _Told where it is what the model does when told."""
-    spread = _is_spread(model)
-    if not spread and (unlike := unlike_unasked(model, graph, flat, gathered.scope)) is not None:
+    if not (spread := _is_spread(model)) and (unlike := unlike_unasked(model, graph, flat, gathered.scope)) is not None:
         raise _Told(unlike, "")
     difference = None if spread else _difference(model, graph, flat, gathered)
     if difference is not None:
@@ -206,8 +208,7 @@ def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered
     def check(recording: Runnable, *, loose: bool = False) -> str | None:
         return check_recording(model, recording, flat, answers=answers, loose=loose)
 
-    captured = gathered.scope.capture is not None
-    answers = None if captured else lambda _: answering(model, gathered.scope)
+    answers = None if gathered.scope.capture is not None else lambda _: answering(model, gathered.scope)
     difference = check(graph)
     if difference is None or not is_decomposed(graph.graph):
         return difference
@@ -323,7 +324,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, findings: Find
     decompose(raw)
     inputs = tuple(InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors())
     batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
-    classes = classify(raw.graph, raw.root, found, batched, findings)
+    classes = classify(raw.graph, raw.root, found, batched, findings, whole_norms=merged.scope.whole_norms)
     with_classes(raw.graph, classes)
     _colour(raw, found, merged.recording)
     output = next(iter(reversed(raw.graph.nodes))).args[0]
@@ -359,7 +360,7 @@ def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
 
 
 def _colour(raw: RawGraph, found: Effects, merged: MergedRecording) -> None:
-    """Give one colour to nodes that must share a stage: parts of one result, users of changed state, shared leaves."""
+    """Colour nodes that must share a stage alike: parts of one result, users of changed state, shared leaves."""
     leader: dict[fx.Node, fx.Node] = {}
 
     def find(node: fx.Node) -> fx.Node:

@@ -1,9 +1,10 @@
-"""What norm layers take their statistics over: watched in one run, repeated in another.
+"""What batch norms take their statistics over: watched in one run, repeated in another.
 
-    pipe     bn1: 3 rows, 3 rows, 2 rows     a training BatchNorm sees each microbatch by itself
+    pipe     bn1: 3 rows, 3 rows, 2 rows     a training BatchNorm normalises each microbatch by itself
     model    bn1: 8 rows ─► 3, 3, 2          its own forward on the whole batch, only its norms in the same pieces
 
-Nothing else of the model's forward changes then, so that the two runs have equal numbers.
+Nothing else of the model's forward changes then, so that the two runs have equal numbers. Running statistics take the
+whole batch in at once, as ever.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,64 +19,71 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_FLAGS: dict[Callable[..., Any], str] = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
-_SIGNATURES = {function: inspect.signature(function) for function in _FLAGS}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One call of a norm that took statistics: the size of its first dimension, and its momentum."""
-
-    size: int
-    momentum: float | None
+_SIGNATURE = inspect.signature(F.batch_norm)
+Pieces = Mapping[str, Sequence[Sequence[int]]]
+"""By norm, for each of its calls in a forward, the sizes of the first dimension of what it normalised at once."""
 
 
 class NormWatch(TorchFunctionMode):
-    """Lists the calls of norms that take statistics over the batch; with ``pieces`` it cuts them up.
+    """Lists the calls of batch norms that take statistics over the batch; with ``pieces`` it cuts them up.
 
     Enter it when the model holds the tensors that it will run with: norms are told apart by those.
 
     Attributes:
-        calls: for each norm, named by its first tensor, the pieces in the order of the calls.
-        cut: names of the norms whose calls were cut up, with the number of pieces.
+        cut: names of the norms whose calls were cut up, by their first tensor.
     """
 
-    def __init__(self, model: nn.Module, pieces: Mapping[str, Sequence[Piece]] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, pieces: Pieces | None = None, *, apart: Callable[..., Any] | None = None
+    ) -> None:
+        """Watch a model; ``apart`` is what a pipe calls to normalise one microbatch (``runtime.batch_norm.apart``)."""
         super().__init__()
-        self.calls: dict[str, list[Piece]] = defaultdict(list)
-        self.cut: dict[str, int] = {}
+        self.cut: set[str] = set()
+        self._calls: dict[str, dict[str, dict[int, int]]] = defaultdict(dict)
         self._pieces = pieces or {}
+        self._apart = apart
         tensors = (*model.named_buffers(), *model.named_parameters())
         self._names = {tensor.data_ptr(): name for name, tensor in tensors if tensor.numel()}
 
+    @property
+    def calls(self) -> dict[str, list[tuple[int, ...]]]:
+        """The sizes by norm and call, in the order of the first calls and of the microbatches."""
+        return {
+            name: [tuple(sizes[number] for number in sorted(sizes)) for sizes in uses.values()]
+            for name, uses in self._calls.items()
+        }
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _FLAGS:
+        if func is self._apart:
+            return self._by_microbatch(func, *args)
+        if func is not F.batch_norm:
             return func(*args, **kwargs)
-        bound = _SIGNATURES[func].bind(*args, **kwargs)
+        bound = _SIGNATURE.bind(*args, **kwargs)
         bound.apply_defaults()
         named: dict[str, Any] = dict(bound.arguments)
-        state = named["running_mean"] is not None
-        if not named[_FLAGS[func]] or (func is F.instance_norm and not state):
+        if not named["training"]:
             return func(**named)
-        holder = named["running_mean"] if state else named["weight"]
-        name = "a norm without state" if holder is None else self._names.get(holder.data_ptr(), "an unknown norm")
-        size = named["input"].shape[0]
-        self.calls[name].append(Piece(size, named["momentum"]))
-        pieces = self._own_pieces(name, size)
-        if len(pieces) < 2:
+        name = self._name(named["running_mean"], named["weight"])
+        number, size = len(self._calls[name]), named["input"].shape[0]
+        self._calls[name][str(number)] = {0: size}
+        pieces = self._pieces.get(name, ())[number : number + 1]
+        if not pieces or len(pieces[0]) < 2 or sum(pieces[0]) != size:
             return func(**named)
-        self.cut[name] = len(pieces)
-        parts = named["input"].split([piece.size for piece in pieces])
-        done = [func(**named | {"input": x, "momentum": p.momentum}) for x, p in zip(parts, pieces, strict=True)]
-        return torch.cat(done)
+        self.cut.add(name)
+        if named["running_mean"] is not None:
+            with torch.no_grad():
+                func(**named)  # for what it leaves in the running statistics
+        alone = named | {"running_mean": None, "running_var": None}
+        return torch.cat([func(**alone | {"input": part}) for part in named["input"].split(list(pieces[0]))])
 
-    def _own_pieces(self, name: str, size: int) -> Sequence[Piece]:
-        """Return the pieces of this call; those of a norm that is called several times in a forward take turns."""
-        pieces = self._pieces.get(name, ())
-        total = sum(piece.size for piece in pieces)
-        uses, rest = divmod(total, size)
-        if rest or not uses:
-            return ()
-        mine = pieces[(len(self.calls[name]) - 1) % uses :: uses]
-        return mine if sum(piece.size for piece in mine) == size else ()
+    def _name(self, mean: torch.Tensor | None, weight: torch.Tensor | None) -> str:
+        holder = weight if mean is None else mean
+        return "a norm without state" if holder is None else self._names.get(holder.data_ptr(), "an unknown norm")
+
+    def _by_microbatch(self, func: Any, note: Any, function: Any, value: torch.Tensor, *rest: Any) -> Any:
+        """Write down a microbatch of a pipe; one that comes again, for a backward, is the same one."""
+        if function is F.batch_norm:
+            mean, _, weight, *_ = rest
+            self._calls[self._name(mean, weight)].setdefault(note.name, {})[note.microbatch] = value.shape[0]
+        return func(note, function, value, *rest)

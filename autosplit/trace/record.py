@@ -216,11 +216,11 @@ class Recorder(TorchFunctionMode):
                 raise self._refusal(_OWN_GENERATOR)
             if self.random.drew:
                 call.random, call.draws = True, self.random.draws
+            self._track_mutation(call, touched, versions)
+            self._track_state(call, inputs)
             ambient = Ambient.current()
             if ambient != self._root_ambient:
                 self._wrap(call, ambient.differing(self._root_ambient))
-            self._track_mutation(call, touched, versions)
-            self._track_state(call, inputs)
             tensors = [t for t in flatten_output(out)[0] if isinstance(t, torch.Tensor)]
             if tensors or call.mutates or call.writes:
                 call.name = self._name(kind, label)
@@ -268,8 +268,8 @@ class Recorder(TorchFunctionMode):
             own = {self._attributes[id(b)] for b in module.buffers()}
             call.writes += sorted(own - set(call.writes))
         elif takes_statistics(call):
-            buffers = {name for name, _ in self.model.named_buffers()}
-            own = {name for name in buffers if name in call.reads}
+            held = {self._owners.get(tensor.untyped_storage()._cdata) for tensor in inputs}
+            own = {name for name, _ in self.model.named_buffers() if name in held}
             call.writes += sorted(own - set(call.writes))
 
     def _bind(self, out: Any, index: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from autosplit.options import Sample
 from autosplit.trace.check import cotangent, seed_all
-from autosplit.trace.norm_watch import NormWatch, Piece
+from autosplit.trace.norm_watch import NormWatch, Pieces
 from autosplit.trace.structure import flatten_output
 
 
@@ -26,8 +26,8 @@ class Left:
     """
 
     tensors: dict[tuple[str, str], Any]
-    norms: Mapping[str, Sequence[Piece]]
-    cut: Mapping[str, int]
+    norms: Pieces
+    cut: frozenset[str]
     drew: bool
     drawn: list[bytes]
 
@@ -67,7 +67,7 @@ def run_once(
         tensors[kind, "type"] = container.__name__
     tensors |= {("input", str(i)): _host(leaf) for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
     tensors |= {("buffer", name): _host(buffer) for name, buffer in model.named_buffers()}
-    return Left(tensors, dict(watch.calls), watch.cut, before != drawn, drawn)
+    return Left(tensors, watch.calls, frozenset(watch.cut), before != drawn, drawn)
 
 
 def _fresh(leaf: Any) -> Any:

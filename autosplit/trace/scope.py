@@ -29,7 +29,13 @@ CONTAINERS = (
     nn.TransformerDecoder,
 )
 STATEFUL_LEAVES = (nn.modules.batchnorm._NormBase,)
-_STATISTICS = {nn.functional.batch_norm: ("training", 5), nn.functional.instance_norm: ("use_input_stats", 5)}
+_STATISTICS = {
+    nn.functional.batch_norm: ("training", 5),
+    nn.functional.instance_norm: ("use_input_stats", 5),
+    torch.batch_norm: ("training", 5),
+    torch.instance_norm: ("use_input_stats", 5),
+    torch.native_batch_norm: ("training", 5),
+}
 _COLLECTS = "transformers.utils.output_capturing"
 _ATTENTION = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
 
@@ -61,6 +67,7 @@ class Scope:
         capture: what dynamo makes of the model, to be recorded in place of its own calls; None: its own calls.
         exporting: whether the model is told that it is being exported, which sends transformers' models down the paths
             that a trace can follow.
+        whole_norms: whether batch norms that keep running statistics see the whole batch at once.
     """
 
     entered: frozenset[str] = frozenset()
@@ -68,6 +75,7 @@ class Scope:
     answers: tuple[Answer, ...] | None = None
     capture: Capture | None = None
     exporting: bool = True
+    whole_norms: bool = False
 
     def with_atoms(self, atoms: Mapping[str, Atom]) -> Scope:
         """Return a scope with more atoms; its value reads have to be answered anew."""

@@ -1,15 +1,18 @@
-"""BatchNorm in a pipeline is BatchNorm on the microbatches, one after the other."""
+"""BatchNorm in a pipeline normalises by microbatch and counts once per step, over all that a layer saw."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, probe_loss, train_step
+from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step
 from tests.equivalence.named_models import numbers
+from tests.equivalence.norms_by_microbatch import run_by_microbatch
 
 
 # No bias stands before a BatchNorm: its gradient is zero but for rounding, which no relative metric can compare.
@@ -48,41 +51,23 @@ def batch_of(name: str, rows: int, *, seed: int = 0) -> Batch:
     return Batch(((value.view(rows, 1, 2, 3) if name == "convolution" else value).requires_grad_(),))
 
 
-class Sequentially(nn.Module):
-    """The plain model on one microbatch after the other; its running statistics move with each of them."""
-
-    def __init__(self, model: nn.Module, parts: int) -> None:
-        super().__init__()
-        self.model, self.parts = model, parts
-
-    def forward(self, value: Tensor) -> Tensor:
-        return torch.cat([self.model(part) for part in value.tensor_split(self.parts)])
-
-
-def run_sequentially(model: nn.Module, batch: Batch, *, parts: int, target: Tensor | None = None) -> Run:
-    loss = probe_loss if target is None else lambda output: F.mse_loss(output, target)
-    run = forward_backward(Sequentially(model, parts), batch, loss=loss)
-    gradients = {name.removeprefix("model."): gradient for name, gradient in run.gradients.items()}
-    buffers = {name.removeprefix("model."): buffer for name, buffer in run.buffers.items()}
-    return Run(run.outputs, run.loss, gradients, buffers)
-
-
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_the_plain_model_by_microbatch(name: str, lanes: str) -> None:
     model, pipe = build(name), autosplit(build(name), devices=["cpu"] * 3, chunks=4, lanes=lanes)
-    for seed, rows in enumerate((8, 10)):
+    for seed, rows in enumerate((12, 14)):
         batch = batch_of(name, rows, seed=seed)
-        assert_equal_runs(forward_backward(pipe, batch), run_sequentially(model, batch, parts=4))
+        assert_equal_runs(forward_backward(pipe, batch), run_by_microbatch(model, batch, parts=4))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_train_step_equals_the_plain_model_by_microbatch(name: str) -> None:
     model, pipe = build(name), autosplit(build(name), devices=["cpu"] * 3, chunks=4)
-    for seed, rows in enumerate((8, 10)):
+    for seed, rows in enumerate((12, 14)):
         batch, target = batch_of(name, rows, seed=seed), numbers(rows, 6, seed=9)
         actual = train_step(pipe, batch, target=target, loss_fn=F.mse_loss)
-        expected = run_sequentially(model, batch, parts=4, target=target)
+        loss = partial(F.mse_loss, target=target)
+        expected = run_by_microbatch(model, batch, parts=4, loss=loss)
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
@@ -90,14 +75,14 @@ def test_train_step_equals_the_plain_model_by_microbatch(name: str) -> None:
 def test_no_microbatch_is_left_with_one_value_per_channel(rows: int, chunks: int, parts: int) -> None:
     model, pipe = build("dense"), autosplit(build("dense"), devices=["cpu"] * 2, chunks=chunks)
     batch = batch_of("dense", rows)
-    assert_equal_runs(forward_backward(pipe, batch), run_sequentially(model, batch, parts=parts))
+    assert_equal_runs(forward_backward(pipe, batch), run_by_microbatch(model, batch, parts=parts))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_eval_equals_the_plain_model(name: str) -> None:
     plain, pipe = build(name), autosplit(build(name), devices=["cpu"] * 3, chunks=4)
-    warm = batch_of(name, 8)
-    run_sequentially(plain, warm, parts=4)
+    warm = batch_of(name, 12)
+    run_by_microbatch(plain, warm, parts=4)
     forward_backward(pipe, warm)
     plain.eval()
     pipe.eval()
@@ -125,7 +110,7 @@ def test_frozen_statistics_in_one_layer() -> None:
         module.get_submodule("1").eval()
     for seed in (0, 1):
         batch = batch_of("dense", 10, seed=seed)
-        assert_equal_runs(forward_backward(pipe, batch), run_sequentially(model, batch, parts=4))
+        assert_equal_runs(forward_backward(pipe, batch), run_by_microbatch(model, batch, parts=4))
 
 
 @pytest.mark.parametrize("training", [True, False])
