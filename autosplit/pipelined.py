@@ -106,13 +106,7 @@ class PipelinedModule(fx.GraphModule):
         """Return the partition report as text."""
         if self.plan is None:
             return "not planned yet: the pipe plans itself on its first call, or give autosplit a sample="
-        return render(self.plan) + self._compiled_lines()
-
-    def _compiled_lines(self) -> str:
-        """Return what the report says of stages that were to be compiled and run by their own graphs."""
-        kept = [recorded.lowered for variants in self._core.recordings.kept.values() for recorded in variants]
-        found = {place: reason for lowered in kept for place, reason in lowered.uncompiled.items()}
-        return "".join(f"\nnot compiled: {place}: {reason}" for place, reason in found.items())
+        return render(self.plan) + self._core.recordings.uncompiled()
 
     def prepare(self, sample: Sample) -> None:
         """Record, plan and compile for a kind of call without running it.

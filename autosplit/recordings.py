@@ -88,6 +88,12 @@ class Recordings:
                 "outputs alone, or split with a schedule that trains, such as schedule='1f1b'"
             )
 
+    def uncompiled(self) -> str:
+        """Return what the report says of stages that were to be compiled and run by their own graphs."""
+        lowered = [recorded.lowered for variants in self.kept.values() for recorded in variants]
+        found = {place: reason for one in lowered for place, reason in one.uncompiled.items()}
+        return "".join(f"\nnot compiled: {place}: {reason}" for place, reason in found.items())
+
     def find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
         """Return the recording for a call of this signature; record the model when there is none.
 

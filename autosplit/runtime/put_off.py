@@ -178,6 +178,7 @@ def _matrices(node: Any, place: int) -> Make | None:
     other = node._saved_mat2 if not right else node._saved_mat1 if added else node._saved_self
     if other.layout is not torch.strided:
         return None
+    other = other.detach()  # it would keep the graph that it is of, and give its products one
     own = "mat2" if right else "mat1" if added else "self"
     sizes, strides = getattr(node, f"_saved_{own}_sym_sizes"), getattr(node, f"_saved_{own}_sym_strides")
     column_major = strides[0] == 1 and strides[1] == sizes[0]
@@ -194,7 +195,8 @@ def _matrices(node: Any, place: int) -> Make | None:
 
 def _convolution(node: Any, place: int) -> Make | None:
     """Make the gradients of a convolution of any number of dimensions, transposed or not."""
-    given, weight, sizes = node._saved_input, node._saved_weight, node._saved_bias_sym_sizes_opt
+    given, weight = node._saved_input.detach(), node._saved_weight.detach()
+    sizes = node._saved_bias_sym_sizes_opt
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     how = tuple(getattr(node, f"_saved_{name}") for name in names)
 

@@ -105,9 +105,8 @@ def test_an_unknown_choice_lists_the_valid_ones(option: str, unchanged: Unchange
 
 UNAVAILABLE = {
     "precision": "amp_bf16",
-    "rng": "plain",
     "batch_norm": "full",
-    "compile": True,
+    "compile": "always",
     "graphs": True,
     "mesh": "a mesh",
 }
