@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import gc
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from autosplit import PipelinedModule, autosplit
+from autosplit import PipelinedModule, autosplit, recordings
 from autosplit.profile.allocations import Allocations
 from autosplit.runtime.cells import Cells
 from autosplit.runtime.lanes import Bundle, CpuLane, Lane
@@ -84,6 +83,11 @@ class Peak:
     measured_bytes: int
 
     @property
+    def cell(self) -> str:
+        """What the peak is of, in words."""
+        return f"{self.family} {self.schedule} recompute={self.recompute} lane {self.lane}"
+
+    @property
     def error(self) -> float:
         """Predicted over measured, less one."""
         return self.predicted_bytes / self.measured_bytes - 1
@@ -95,9 +99,9 @@ def mean_of(output: Any, target: Any = None) -> Tensor:
 
 
 def split(family: Family, *, schedule: str, recompute: str, stages: int, chunks: int) -> PipelinedModule:
-    """Return a pipe whose lanes have memory of their own."""
+    """Return a family's pipe."""
     torch.manual_seed(0)
-    pipe = autosplit(
+    return autosplit(
         family.make(),
         devices=["cpu"] * stages,
         chunks=chunks,
@@ -105,8 +109,17 @@ def split(family: Family, *, schedule: str, recompute: str, stages: int, chunks:
         recompute=recompute,
         lanes="inline",
     )
-    pipe._core.recordings.lanes = tuple(map(OwnMemory, range(stages)))
-    return pipe
+
+
+@contextlib.contextmanager
+def own_memory() -> Iterator[None]:
+    """Give the lanes that are made in here memory of their own."""
+    numbers, lane = itertools.count(), recordings.lane
+    recordings.lane = lambda device: OwnMemory(next(numbers))  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        recordings.lane = lane
 
 
 @contextlib.contextmanager
@@ -128,10 +141,14 @@ def marked(pipe: PipelinedModule) -> Iterator[None]:
 
 
 def measured(pipe: PipelinedModule, batch: tuple[Tensor, ...]) -> list[int]:
-    """Return each lane's most bytes above parameters and optimizer state, over one step in the steady state."""
-    for _ in range(2):
-        pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
-        pipe.zero_grad(set_to_none=True)
+    """Return each lane's most bytes above parameters and optimizer state, over one step in the steady state.
+
+    The pipe must not have been called before.
+    """
+    with own_memory():
+        for _ in range(2):
+            pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
+            pipe.zero_grad(set_to_none=True)
     gc.collect()
     with marked(pipe), Allocations() as run:
         pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
@@ -156,18 +173,25 @@ def owners(run: Allocations) -> list[int | None]:
     return found
 
 
-def peaks(family: Family, *, schedule: str, recompute: str, stages: int, chunks: int) -> list[Peak]:
-    """Return what the plan says and what the allocator did, lane by lane."""
-    pipe = split(family, schedule=schedule, recompute=recompute, stages=stages, chunks=chunks)
-    own = measured(pipe, family.batch(chunks))
+def lane_bytes(pipe: PipelinedModule, batch: tuple[Tensor, ...]) -> list[tuple[int, int]]:
+    """Return (predicted, measured) peak bytes of every lane; the pipe must not have been called before."""
+    own = measured(pipe, batch)
     assert pipe.plan is not None
     found = []
     for number, most in enumerate(own):
-        held = [stage for stage in pipe.plan.stages if getattr(stage, "lane", stage.index) == number]
-        static = sum(s.memory.parameter_bytes + s.memory.buffer_bytes + s.memory.optimizer_bytes for s in held)
-        predicted = max(s.memory.peak_bytes for s in held)
-        found.append(Peak(family.name, schedule, recompute, number, predicted, static + most))
+        held = [stage.memory for stage in pipe.plan.stages if stage.lane == number]
+        static = sum(m.parameter_bytes + m.buffer_bytes + m.optimizer_bytes for m in held)
+        found.append((max(m.peak_bytes for m in held), static + most))
     return found
+
+
+def peaks(family: Family, *, schedule: str, recompute: str, stages: int, chunks: int) -> list[Peak]:
+    """Return what the plan says and what the allocator did, lane by lane."""
+    pipe = split(family, schedule=schedule, recompute=recompute, stages=stages, chunks=chunks)
+    return [
+        Peak(family.name, schedule, recompute, number, *both)
+        for number, both in enumerate(lane_bytes(pipe, family.batch(chunks)))
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -194,25 +218,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                 flush=True,
             )
         found += own
-    worst = max(found, key=lambda peak: abs(peak.error))
-    print(f"worst {worst.error:+.2%} of {len(found)}; asked: within {ASKED:.0%}")
+    checks = [pairs.at_most(p.cell, ASKED, abs(p.error)) for p in found]
+    print(pairs.checks_text(checks))
     if chosen.json is not None:
-        checks = [
-            {
-                "name": f"{p.family} {p.schedule} recompute={p.recompute} lane {p.lane}",
-                "asked": f"within {ASKED:.0%}",
-                "measured": round(p.error, 5),
-                "ok": abs(p.error) <= ASKED,
-            }
-            for p in found
-        ]
-        figures = {
-            "benchmark": "memory_pipe",
-            "machine": pairs.machine(),
-            "checks": checks,
-            "peaks": [asdict(p) for p in found],
-        }
-        chosen.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        pairs.write(
+            chosen.json,
+            benchmark="memory_pipe",
+            settings={"stages": chosen.stages, "chunks": chosen.chunks, "rows": "1 per microbatch", "threads": 1},
+            machine=pairs.facts(),
+            figures=[asdict(p) | {"error": p.error} for p in found],
+            checks=checks,
+        )
 
 
 if __name__ == "__main__":
