@@ -52,8 +52,7 @@ def train_step(
     target = _with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
     if outputs.by_rows and len(step.sizes) > 1 and not _has_graph(target):
-        loss = _Loss(step, outputs, loss_fn, target, targets)
-        found = loss.given(reduction) if reduction != "auto" else loss.known(proofs) or loss.proved(proofs, whole)
+        found = _Loss(step, outputs, loss_fn, target, targets).find(reduction, proofs, whole)
         if found is not None:
             return train_cells.run(step, found.parts, found.check, threads)
     return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
@@ -77,14 +76,14 @@ class _Loss:
     target: Any
     targets: Sequence[Any]
 
-    def given(self, reduction: str) -> _Found:
-        """Take the caller's word for how the losses of microbatches add up."""
-        return _Found(self._parts(reduction))
+    def find(self, reduction: str, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
+        """Return how the losses of microbatches add up: by the caller's word, or as known or proved."""
+        if reduction != "auto":
+            return _Found(self._parts(reduction))
+        return self.known(proofs) if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
 
     def known(self, proofs: Proofs) -> _Found | None:
         """Return torch's own loss where every value of it belongs to one row."""
-        if not losses.is_known(self.loss_fn):
-            return None
         counted = self._count()
         if counted is None or not self._adds_up(counted, proofs):
             return None

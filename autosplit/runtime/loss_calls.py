@@ -46,7 +46,7 @@ _LINEAR = getattr(F, "linear_cross_entropy", None)
 _CLASSES = (F.cross_entropy, F.nll_loss, *([_LINEAR] if _LINEAR is not None else []))
 _KNOWN = (*_PLAIN_ELEMENTS, *_WEIGHTED_ELEMENTS, *_VECTORS, *_CLASSES, F.ctc_loss)
 _SIGNATURES = {function: inspect.signature(function) for function in _KNOWN}
-_OPERANDS = ("input", "input1", "input2", "target")
+_OPERANDS = ("input", "input1", "input2", "target", "weight", "pos_weight")
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -155,7 +155,7 @@ class _Call:
             return target.numel() // self._classes() if self._probabilities() else target.numel()
         if any(self.function is known for known in _VECTORS):
             return first.numel() // max(1, first.shape[-1] if first.dim() else 1)
-        shapes = [tensor.shape for name, tensor in given.items() if name in _OPERANDS]
+        shapes = [given[name].shape for name in _OPERANDS if given.get(name) is not None]
         return math.prod(torch.broadcast_shapes(*shapes))
 
     def divisor(self) -> Any:

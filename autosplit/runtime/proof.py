@@ -114,7 +114,7 @@ def prove(
             whole, counted = _whole(loss_fn, output(None), target)
         outputs = [output(m) for m in range(len(sizes))]
         found = {
-            kind: _parts(Parts(kind, loss_fn, sizes, targets, counted), outputs)
+            kind: _parts(Parts(kind, loss_fn, sizes, targets, counted if "counted" in kind else ()), outputs)
             for kind in ("mean", "sum", *(("counted", "counted sum") if counted else ()))
         }
     if not math.isfinite(whole):
@@ -140,12 +140,17 @@ def _whole(loss_fn: Callable[..., Any], output: Any, target: Any) -> tuple[torch
 
 def _parts(parts: Parts, outputs: Sequence[Any]) -> list[float] | None:
     """Return what each microbatch would add; None when its losses are not parts of the whole batch's."""
-    try:
-        values = [float(parts(output, m)) for m, output in enumerate(outputs)]
-    except InputError:
-        if not parts.counted:
-            raise
-        return None
+    values = []
+    for m, output in enumerate(outputs):
+        try:
+            values.append(float(parts(output, m)))
+        except Exception as error:
+            if parts.counted:
+                return None
+            raise InputError(
+                f"loss_fn works on the whole batch and fails on microbatch {m}, {parts.sizes[m]} of {sum(parts.sizes)} "
+                f"rows ({error}); give what belongs to rows by target=; {WAY_OUT}"
+            ) from error
     return None if parts.values and not adds_up(parts.counted, list(parts.values.values())) else values
 
 
