@@ -11,6 +11,7 @@ from torch import nn
 
 from autosplit.errors import InfeasibleError, InputError, PlanError
 from autosplit.options import (
+    BATCH_NORM,
     Options,
     Sample,
     check_chunks,
@@ -79,8 +80,10 @@ def autosplit(
             "auto": plain on CPU lanes, else counter. What cannot be drawn beforehand is drawn by counter and reported.
         compile: whether `torch.compile` makes the code of the stages, each as one graph; a stage that it cannot follow
             runs as it is, and the report says why. Numbers are then equal within rounding, no longer in every bit.
-        precision, batch_norm, graphs, mesh: reserved; only the defaults are available in
-            this version, anything else is refused.
+        batch_norm: "micro": a training norm normalises each microbatch by itself, and its running statistics move once
+            per step, by all that it saw; "full": it sees the whole batch, as in the plain model, and all that comes
+            behind the first one runs once per step, on the last device: exact, at the price of the overlap.
+        precision, graphs, mesh: reserved; only the defaults are available in this version, anything else is refused.
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
@@ -92,7 +95,6 @@ def autosplit(
     """
     _check_model(model)
     choose("precision", precision, (None,))
-    choose("batch_norm", batch_norm, ("micro",))
     choose("graphs", graphs, (False,))
     choose("mesh", mesh, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -114,6 +116,7 @@ def autosplit(
         compile=choose("compile", compile, (False, True)),
         lanes=resolve_lanes(lanes, resolved),
         rng=resolve_rng(rng, resolved),
+        batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
     )
     pipe = PipelinedModule(model, options, pinned)
     if sample is not None:

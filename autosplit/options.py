@@ -15,6 +15,8 @@ OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward")
 LANES = ("auto", "inline", "threads")
+BATCH_NORM = ("micro", "full")
+"""What a training norm with running statistics normalises at once: a microbatch, or the whole batch."""
 RNG = ("auto", "plain", "counter")
 RECOMPUTE = ("never", "always", "except_last", "block")
 """What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
@@ -66,6 +68,7 @@ class Options:
     lane_timeout_s: float | None = 1800.0
     rng: str = "counter"
     """Whose random numbers: "plain" (the model's own bits), "counter" (seeded by step, operation and microbatch)."""
+    batch_norm: str = "micro"
     measure: bool = True
     cut: Mapping[str, int] | None = None
     """The stages of modules by their paths, for all that runs inside them; None: the plan finds the cut."""

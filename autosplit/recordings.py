@@ -279,6 +279,7 @@ class Recordings:
                 findings=self._findings.get(values),
                 before=self._batch_dims,
                 proofs=() if self.plan is None else self.plan.proofs,
+                whole_norms=self.options.batch_norm == "full",
             )
             self.made += 1
             self._findings[values] = found.findings

@@ -32,6 +32,7 @@ from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.trace.draw_rules import is_drawn_beforehand
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace
+from autosplit.trace.norms import norm_notes
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.state import attributes, buffer_contents
 
@@ -328,9 +329,7 @@ class _Writer:
         infos = [info for _, info in self.traced.compute_nodes()]
         if self.traced.min_rows > 1:
             yield "one row alone behaves differently in this model: microbatches have at least two rows"
-        norms = [i.name for i in infos if i.writes and i.node_class is NodeClass.MICRO]
-        if norms:
-            yield f"{len(norms)} batch norm layers normalise and count per microbatch (first: {norms[0]})"
+        yield from norm_notes(self.traced)
         plain = self.options.rng == "plain"
         random = [i.name for i in infos if i.random and not (plain and is_drawn_beforehand(i))]
         if random:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.kinds import function_of
 from autosplit.trace.scope import STATEFUL_LEAVES
 
@@ -28,3 +30,20 @@ def counts_by_microbatch(node: fx.Node, root: nn.Module) -> bool:
     info = node.meta.get(INFO)
     micro = info is not None and bool(info.writes) and info.node_class is NodeClass.MICRO
     return micro and keeps_statistics(node, root)
+
+
+def norm_notes(traced: TracedGraph) -> Iterator[str]:
+    """Yield what is to be said of a recording's batch norms: whose numbers theirs are."""
+    nodes = [node for node, info in traced.compute_nodes() if info.writes and keeps_statistics(node, traced.root)]
+    nodes = [node for node in nodes if not normalises_rows_apart(node, traced.root)]
+    names = [n.meta[INFO].name for n in nodes if n.meta[INFO].node_class is NodeClass.MICRO]
+    whole = [n.meta[INFO].name for n in nodes if n.meta[INFO].node_class is NodeClass.FULL]
+    if names:
+        layers = "1 batch norm layer normalises" if len(names) == 1 else f"{len(names)} batch norm layers normalise"
+        yield (
+            f"{layers} each microbatch by itself; running statistics move once per step, by all rows: the plain "
+            f"model's for the first ({names[0]}), behind it those of what was normalised by microbatch"
+        )
+    if whole:
+        layers = "1 batch norm layer sees" if len(whole) == 1 else f"{len(whole)} batch norm layers see"
+        yield f"{layers} the whole batch, as in the plain model; what comes behind {whole[0]} does not overlap"

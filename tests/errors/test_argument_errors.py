@@ -89,7 +89,7 @@ VALID = {
     "lanes": ("auto", "inline", "threads"),
     "rng": ("auto", "counter"),
     "optimizer": ("sgd", "adamw"),
-    "batch_norm": ("micro",),
+    "batch_norm": ("micro", "full"),
     "recompute": ("auto", "never", "always", "except_last", "block"),
 }
 
@@ -105,7 +105,6 @@ def test_an_unknown_choice_lists_the_valid_ones(option: str, unchanged: Unchange
 
 UNAVAILABLE = {
     "precision": "amp_bf16",
-    "batch_norm": "full",
     "compile": "always",
     "graphs": True,
     "mesh": "a mesh",

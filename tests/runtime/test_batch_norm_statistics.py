@@ -1,0 +1,214 @@
+"""What a norm does with one microbatch, and what becomes of all that it saw: no pipe, or a small one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.runtime.batch_norm import normalise
+from autosplit.runtime.ops import CallState, Key, update_statistics
+from autosplit.runtime.running_statistics import Collected, Moments, merged
+
+CHANNELS = 3
+
+
+def values(
+    *shape: int, seed: int = 0, mean: float = 2.0, std: float = 3.0, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * std + mean).to(dtype)
+
+
+def one_by_one(norm: Any, parts: tuple[Tensor, ...], state: CallState, *, name: str = "norm#0") -> list[Tensor]:
+    return [normalise(Key(state, microbatch), name, norm, part) for microbatch, part in enumerate(parts)]
+
+
+# -- one microbatch ------------------------------------------------------------------------------------------------
+KINDS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "1d": (lambda: nn.BatchNorm1d(CHANNELS), values(9, CHANNELS)),
+    "1d, long": (lambda: nn.BatchNorm1d(CHANNELS), values(9, CHANNELS, 5)),
+    "2d": (lambda: nn.BatchNorm2d(CHANNELS), values(9, CHANNELS, 4, 5)),
+    "3d": (lambda: nn.BatchNorm3d(CHANNELS), values(9, CHANNELS, 2, 3, 4)),
+    "channels last": (
+        lambda: nn.BatchNorm2d(CHANNELS),
+        values(9, CHANNELS, 4, 5).to(memory_format=torch.channels_last),
+    ),
+    "no affine": (lambda: nn.BatchNorm1d(CHANNELS, affine=False), values(9, CHANNELS)),
+    "cumulative": (lambda: nn.BatchNorm1d(CHANNELS, momentum=None), values(9, CHANNELS)),
+    "single process": (lambda: nn.SyncBatchNorm(CHANNELS), values(9, CHANNELS, 4)),
+    "instances": (
+        lambda: nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True),
+        values(9, CHANNELS, 4, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_microbatches_have_torchs_own_bits_and_the_statistics_are_the_plain_layers(kind: str) -> None:
+    build, value = KINDS[kind]
+    norm, plain, alone = build().double(), build().double(), build().double()
+    state = CallState()
+    parts = tuple(part.detach().clone().requires_grad_() for part in value.tensor_split(4))
+    for got, part in zip(one_by_one(norm, parts, state), parts, strict=True):
+        own = part.detach().clone().requires_grad_()
+        expected = alone(own)
+        assert torch.equal(got, expected)
+        weights = torch.arange(1.0, got.numel() + 1, dtype=got.dtype).cos().view_as(got)
+        (got * weights).sum().backward()
+        (expected * weights).sum().backward()
+        assert torch.equal(part.grad, own.grad)
+    for parameter, expected in zip(norm.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+    before = {name: buffer.clone() for name, buffer in build().double().named_buffers()}
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+    versions = [buffer._version for buffer in (norm.running_mean, norm.running_var)]
+    update_statistics(state, ())
+    plain(value)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(norm.get_buffer(name), buffer, rtol=1e-13, atol=0)
+    assert [buffer._version for buffer in (norm.running_mean, norm.running_var)] == versions
+
+
+def test_half_precision_values_with_single_precision_statistics() -> None:
+    norm, plain, state = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS), CallState()
+    value = values(12, CHANNELS, 4, 4, dtype=torch.bfloat16)
+    parts = value.tensor_split(4)
+    for got, part in zip(one_by_one(norm, parts, state), parts, strict=True):
+        assert torch.equal(got, nn.BatchNorm2d(CHANNELS)(part))
+    update_statistics(state, ())
+    plain(value)
+    torch.testing.assert_close(norm.running_mean, plain.running_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm.running_var, plain.running_var, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, CHANNELS), (16, CHANNELS, 7, 7)])
+def test_large_means_leave_the_variance_its_digits(shape: tuple[int, ...]) -> None:
+    value = values(*shape, mean=1e4, std=1e-2, dtype=torch.float32)
+    norm, state = nn.BatchNorm1d(CHANNELS, momentum=1.0), CallState()
+    norm = norm if len(shape) == 2 else nn.BatchNorm2d(CHANNELS, momentum=1.0)
+    one_by_one(norm, value.tensor_split(8), state)
+    update_statistics(state, ())
+    over = [dim for dim in range(value.dim()) if dim != 1]
+    torch.testing.assert_close(norm.running_mean.double(), value.double().mean(over), rtol=1e-7, atol=0)
+    torch.testing.assert_close(norm.running_var.double(), value.double().var(over), rtol=1e-5, atol=0)
+
+
+def test_functional_norms_and_their_keywords() -> None:
+    value, state = values(9, CHANNELS), CallState()
+    running, plain = ([torch.zeros(CHANNELS).double(), torch.ones(CHANNELS).double()] for _ in range(2))
+    for microbatch, part in enumerate(value.tensor_split(2)):
+        key = Key(state, microbatch)
+        got = normalise(key, "op", F.batch_norm, part, *running, training=True, momentum=0.3, eps=1e-3)
+        assert torch.equal(got, F.batch_norm(part, None, None, training=True, eps=1e-3))
+        assert torch.equal(normalise(key, "eval", F.batch_norm, part, *running), F.batch_norm(part, *running))
+    update_statistics(state, ())
+    F.batch_norm(value, *plain, training=True, momentum=0.3)
+    for got, expected in zip(running, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
+
+
+def test_one_value_per_channel_is_torchs_own_error() -> None:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        normalise(Key(CallState(), 0), "norm#0", nn.BatchNorm1d(CHANNELS), torch.ones(1, CHANNELS))
+
+
+def test_transforms_see_a_norm_as_they_do_without_us() -> None:
+    norm, value = nn.BatchNorm1d(CHANNELS).double(), values(5, CHANNELS)
+
+    def loss(given: Tensor) -> Tensor:
+        return normalise(Key(CallState(), 0), "norm#0", norm, given).cos().sum()
+
+    def plain(given: Tensor) -> Tensor:
+        return F.batch_norm(given, None, None, norm.weight, norm.bias, True).cos().sum()
+
+    assert torch.equal(torch.func.grad(loss)(value), torch.func.grad(plain)(value))
+    twice = (torch.autograd.functional.hessian(f, value) for f in (loss, plain))
+    torch.testing.assert_close(next(twice), next(twice), rtol=1e-12, atol=1e-12)
+
+
+# -- modules that are more than their forward ----------------------------------------------------------------------
+class NormAct(nn.BatchNorm1d):
+    """A norm with its own Python, as timm's BatchNormAct2d has."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        factor = self.momentum
+        if self.training:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        mean, var = self.running_mean, self.running_var
+        return F.relu(F.batch_norm(value, mean, var, self.weight, self.bias, self.training, factor, self.eps))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, NormAct])
+def test_hooks_are_called_and_statistics_are_counted_once_per_use(kind: Any, momentum: float | None) -> None:
+    norm, plain = (kind(CHANNELS, momentum=momentum).double() for _ in range(2))
+    seen: list[int] = []
+    norm.register_forward_hook(lambda module, given, output: seen.append(len(output)))
+    counter = norm.num_batches_tracked
+    for step in range(2):
+        value, state = values(9, CHANNELS, seed=step), CallState()
+        for microbatch, part in enumerate(value.tensor_split(2)):
+            for use, given in enumerate((part, part * 2 + 1)):
+                normalise(Key(state, microbatch), f"norm#{use}", norm, given)
+        update_statistics(state, ())
+        plain(value)
+        plain(value * 2 + 1)
+    assert seen == [5, 5, 4, 4] * 2
+    assert norm.num_batches_tracked is counter
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(norm.get_buffer(name), buffer, rtol=1e-13, atol=0)
+
+
+# -- many microbatches ---------------------------------------------------------------------------------------------
+def test_parts_of_any_size_merge_into_the_whole() -> None:
+    value = values(31, CHANNELS, mean=1e6, std=1.0)
+    parts = [
+        Moments(len(part), part.mean(0), (part - part.mean(0)).square().sum(0))
+        for part in value.split([1, 7, 2, 20, 1])
+    ]
+    total = merged(parts)
+    assert total.count == 31
+    torch.testing.assert_close(total.mean, value.mean(0), rtol=1e-15, atol=0)
+    torch.testing.assert_close(total.squares / 30, value.var(0), rtol=1e-9, atol=0)
+
+
+def test_a_part_that_comes_again_or_late_is_not_counted_twice() -> None:
+    norm, plain, state = nn.BatchNorm1d(CHANNELS).double(), nn.BatchNorm1d(CHANNELS).double(), CallState()
+    value = values(9, CHANNELS)
+    parts = value.tensor_split(3)
+    for microbatch in (2, 0, 0, 1, 2):
+        normalise(Key(state, microbatch), "norm#0", norm, parts[microbatch])
+    update_statistics(state, ())
+    update_statistics(state, ())
+    plain(value)
+    assert int(norm.num_batches_tracked) == 1
+    torch.testing.assert_close(norm.running_var, plain.running_var, rtol=1e-13, atol=0)
+
+
+def test_the_order_in_which_microbatches_come_changes_no_bit() -> None:
+    parts, found = values(40, CHANNELS).tensor_split(8), []
+    for order in (range(8), reversed(range(8)), (3, 1, 7, 0, 2, 6, 4, 5)):
+        norm, state = nn.BatchNorm1d(CHANNELS).double(), CallState()
+        for microbatch in order:
+            normalise(Key(state, microbatch), "norm#0", norm, parts[microbatch])
+        update_statistics(state, ())
+        found.append(norm.running_var)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_every_microbatch_may_be_an_update_of_its_own() -> None:
+    norm, plain = nn.BatchNorm1d(CHANNELS).double(), nn.BatchNorm1d(CHANNELS).double()
+    state = CallState(statistics=Collected(each=True)).fresh()
+    parts = values(10, CHANNELS).tensor_split(4)
+    one_by_one(norm, parts, state)
+    update_statistics(state, ())
+    for part in parts:
+        plain(part)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(norm.get_buffer(name), buffer, rtol=1e-13, atol=0)
