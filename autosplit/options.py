@@ -74,6 +74,8 @@ class Options:
     """The stages of modules by their paths, for all that runs inside them; None: the plan finds the cut."""
     microbatches: str = "tensor_split"
     """Whose sizes microbatches have: those of ``torch.tensor_split`` or of ``torch.chunk``."""
+    norm_counts: str = "step"
+    """What running statistics of norms count as one update: a "step", or each "microbatch" of it."""
     compile: bool = False
     """Whether stages run as ``torch.compile`` makes them."""
 

@@ -317,7 +317,7 @@ class PipelinedModule(fx.GraphModule):
             lengths,
             sizes,
             (*recorded.lanes, _caller(tensors)),
-            recorded.call_state(core.options.rng, sizes, lengths),
+            recorded.call_state(core.options, sizes, lengths),
             core.recordings.schedule_for,
             recorded.orders,
             recorded,

@@ -12,10 +12,12 @@ from torch import fx, nn
 
 from autosplit.lower.program import emit_ending, emit_setup
 from autosplit.lower.split import Lowered
+from autosplit.options import Options
 from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import CallState, on_lane
+from autosplit.runtime.running_statistics import Collected
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.graph import TracedGraph
@@ -49,13 +51,17 @@ class Recorded:
             parts["epilogue"] = on_lane(lowered.epilogue, lanes[-1])
         return parts
 
-    def call_state(self, rng: str, sizes: Sequence[int], lengths: Mapping[str, int]) -> CallState:
-        """Return where the random numbers of a call come from; under transforms operations draw by a seed."""
+    def call_state(self, options: Options, sizes: Sequence[int], lengths: Mapping[str, int]) -> CallState:
+        """Return where the random numbers of a call come from, and where what its norms see goes.
+
+        Under transforms operations draw by a seed.
+        """
         lowered = self.lowered
-        taped = rng == "plain" and bool(lowered.tape) and not is_transformed()
+        taped = options.rng == "plain" and bool(lowered.tape) and not is_transformed()
         seeded = bool(lowered.off_tape) if taped else lowered.random
         seed = int(torch.randint(2**_SEED_BITS, ())) if seeded else 0
-        return CallState(seed, Tape(lowered.tape, sizes, lengths) if taped else None)
+        tape = Tape(lowered.tape, sizes, lengths) if taped else None
+        return CallState(seed, tape, Collected(each=options.norm_counts == "microbatch"))
 
     @cached_property
     def setup(self) -> fx.GraphModule:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.compat.skip import Key, Skippable
-from autosplit.options import Options, resolve_lanes
+from autosplit.errors import InputError
+from autosplit.options import Options, resolve_lanes, resolve_rng
 from autosplit.pipelined import PipelinedModule
 from autosplit.runtime.ops import sizes_of
 
@@ -122,6 +123,7 @@ class SequentialPipe(nn.Module):
         devices: the device of each partition.
         chunks: how many microbatches a batch is cut into at most.
         checkpoint: what is computed again in the backward: "always", "except_last" or "never".
+        norm_counts: what running statistics of norms count as one update: a "step" or a "microbatch".
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class SequentialPipe(nn.Module):
         *,
         chunks: int,
         checkpoint: str,
+        deferred_batch_norm: bool,
         check: Callable[[Any], None],
     ) -> None:
         super().__init__()
@@ -138,6 +141,7 @@ class SequentialPipe(nn.Module):
         self.devices = list(devices)
         self.chunks = chunks
         self.checkpoint = checkpoint
+        self.norm_counts = "step" if deferred_batch_norm else "microbatch"
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
         self.register_load_state_dict_pre_hook(_without_sums)
@@ -154,9 +158,11 @@ class SequentialPipe(nn.Module):
                 batch_dims=batch_dims,
                 recompute=(self.checkpoint,),
                 lanes=resolve_lanes("auto", self.devices),
+                rng=resolve_rng("auto", self.devices),
                 measure=False,
                 cut={f"partitions.{index}": index for index in range(len(self.partitions))},
                 microbatches="chunk",
+                norm_counts=self.norm_counts,
             )
             plan = next((pipe.plan for pipe in runs.pipes.values()), None)
             runs.pipes[batch_dims] = PipelinedModule(runs.chain, options, plan)
@@ -210,6 +216,16 @@ class SequentialPipe(nn.Module):
         raise TypeError(
             "denied to move parameters and buffers, because "
             f"{type(self).__name__} should manage device placement: they lie on {', '.join(map(str, self.devices))}"
+        )
+
+
+def check_rows(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise InputError for tensors that are not batches of one size."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len({shape[:1] for shape in shapes}) > 1 or () in shapes:
+        raise InputError(
+            "inputs are cut into microbatches along their first dimension, which must be of one size: their shapes "
+            f"are {', '.join(map(str, map(list, shapes)))}"
         )
 
 

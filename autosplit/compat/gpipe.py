@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.compat.chain import BalanceError, Partition, SequentialPipe, check_options, check_sequential
+from autosplit.compat.chain import BalanceError, Partition, SequentialPipe, check_options, check_rows, check_sequential
 from autosplit.compat.skip import verify_skippables
 from autosplit.pipelined import PipelinedModule
 
@@ -75,6 +75,7 @@ class GPipe(SequentialPipe):
             places[: len(self.balance)],
             chunks=chunks,
             checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
             check=check_tensors,
         )
 
@@ -84,10 +85,15 @@ class GPipe(SequentialPipe):
         return self.pipe_for(0)
 
     def forward(self, input: Any) -> Any:
-        """Run a batch; raises TypeError where the input, or what a partition gives, is no tensor (or tuple of them)."""
+        """Run a batch.
+
+        Raises TypeError where the input, or what a partition gives, is neither a tensor nor a tuple of tensors, and
+        InputError, a ValueError, where tensors have batches of several sizes.
+        """
         check_tensors(input)
         if not self.partitions:
             return input
+        check_rows(input if isinstance(input, tuple) else (input,))
         output = self.pipe(input)
         return tuple(map(self.at_home, output)) if isinstance(output, tuple) else self.at_home(output)
 

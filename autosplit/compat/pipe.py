@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.compat.chain import PipePartition, SequentialPipe, check_options, check_sequential
+from autosplit.compat.chain import PipePartition, SequentialPipe, check_options, check_rows, check_sequential
 from autosplit.compat.skip import verify_skippables
 from autosplit.pipelined import PipelinedModule
 
@@ -101,6 +101,7 @@ class Pipe(SequentialPipe):
             [device for device, _ in groups],
             chunks=chunks,
             checkpoint=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
             check=_check_some_tensor,
         )
 
@@ -114,8 +115,8 @@ class Pipe(SequentialPipe):
 
         Tensors are cut along their first dimension, but for those in `NoChunk`; what is no tensor is given to every
         microbatch as it is, and comes out as a list with an entry per microbatch. Raises TypeError where an input or a
-        stage's output has no tensor, ValueError for inputs on another device than the first stage's, and RuntimeError
-        for tensors that are cut into different numbers of microbatches.
+        stage's output has no tensor, ValueError for inputs on another device than the first stage's or in
+        batches of several sizes, and RuntimeError for tensors that give different numbers of microbatches.
         """
         given = [entry.tensor if isinstance(entry, NoChunk) else entry for entry in inputs]
         tensors = [entry for entry in given if isinstance(entry, torch.Tensor)]
@@ -138,13 +139,15 @@ class Pipe(SequentialPipe):
         return LocalValue(tuple(whole))
 
     def _count(self, inputs: Iterable[Any]) -> int:
-        rows = [len(entry) for entry in inputs if isinstance(entry, torch.Tensor) and entry.dim()]
+        tensors = [entry for entry in inputs if isinstance(entry, torch.Tensor)]
+        rows = [len(entry) for entry in tensors if entry.dim()]
         counts = list(dict.fromkeys(map(self.microbatches, rows)))
         if len(counts) > 1:
             raise RuntimeError(
                 f"Found different number of chunks produced for inputs: {counts[0]} and {counts[1]} "
                 f"(rows: {rows}); put tensors without a batch into NoChunk"
             )
+        check_rows(tensors)
         return counts[0] if counts else self.chunks
 
 

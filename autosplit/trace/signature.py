@@ -112,7 +112,8 @@ def _tensors(shapes: Shapes) -> list[tuple[int, ...]]:
 
 def rows_of(shapes: Shapes, dims: Sequence[int | None]) -> int:
     """Return the batch size, or 0 when the inputs disagree or are empty."""
-    rows = {shape[d] for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None}
+    pairs = ((shape, d) for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None)
+    rows = {shape[d] if d < len(shape) else 0 for shape, d in pairs}
     return rows.pop() if len(rows) == 1 else 0
 
 

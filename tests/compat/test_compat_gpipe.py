@@ -133,6 +133,12 @@ def test_only_tensors_go_in(value):
         GPipe(nn.Sequential(nn.Identity()), [1], devices=CPUS)(value)
 
 
+@pytest.mark.parametrize("shapes", [[()], [(4, 2), (3, 2)], [(4,), ()]])
+def test_batches_are_of_one_size(shapes):
+    with pytest.raises(ValueError, match="first dimension, which must be of one size"):
+        GPipe(nn.Sequential(nn.Identity()), [1], devices=CPUS)(tuple(map(torch.rand, shapes)))
+
+
 def test_only_tensors_go_from_partition_to_partition_and_out():
     for model in (nn.Sequential(Word()), nn.Sequential(Word(), nn.Flatten())):
         with pytest.raises(TypeError, match="expected Tensor, but got str"):
@@ -224,3 +230,47 @@ def test_what_deferred_batch_norms_kept_is_not_loaded():
     assert all(torch.equal(value, kept[name]) for name, value in pipe.state_dict().items())
     with pytest.raises(RuntimeError, match="Unexpected key"):
         pipe.load_state_dict(kept | {"partitions.0.0.sum": torch.zeros(3)})
+
+
+def norms():
+    return nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3, momentum=None)).double()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_batch_norms_count_every_microbatch(checkpoint):
+    model = norms()
+    pipe = GPipe(copy.deepcopy(model), [1, 3], devices=CPUS, chunks=4, checkpoint=checkpoint)
+    x = rows(9, 2, 5)
+    for _ in range(2):
+        outputs = torch.cat([model(part) for part in x.chunk(4)])
+        own = pipe(x)
+        own.sum().backward()
+        torch.testing.assert_close(own, outputs, rtol=1e-12, atol=1e-12)
+    for (name, buffer), other in zip(pipe.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, rtol=1e-12, atol=1e-12, msg=name)
+    assert pipe[1].num_batches_tracked == 6
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_deferred_batch_norms_count_every_batch(checkpoint):
+    model = norms()
+    options = {"chunks": 4, "checkpoint": checkpoint, "deferred_batch_norm": True}
+    pipe = GPipe(copy.deepcopy(model), [1, 3], devices=CPUS, **options)
+    x = rows(9, 2, 5)
+    for _ in range(2):
+        model(x)
+        pipe(x).sum().backward()
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(pipe[1], name), getattr(model[1], name), rtol=1e-12, atol=1e-12)
+    assert pipe[3].num_batches_tracked == 2
+
+
+def test_random_numbers_are_the_plain_model_s():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5)).double()
+    pipe = GPipe(copy.deepcopy(model), [2, 2], devices=CPUS, chunks=3)
+    x = rows(7, 4)
+    results = []
+    for run in (model, pipe):
+        torch.manual_seed(7)
+        results.append(run(x))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

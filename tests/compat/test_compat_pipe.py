@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from autosplit.compat import NoChunk, Pipe, PipeSequential, WithDevice
 from autosplit.compat.chain import CHECKPOINTS
 from autosplit.compat.pipe import LocalValue
+from autosplit.errors import InputError
 from tests.compat.sequential_models import assert_like_plain, mlp, rows, unet
 
 
@@ -106,11 +107,8 @@ def test_calls_of_several_kinds_share_one_plan():
         (("word", 3), TypeError, "inputs do not have any tensors"),
         (([torch.rand(4, 3)],), TypeError, "inputs do not have any tensors"),
         ((torch.rand(3, 3), torch.rand(4, 3)), RuntimeError, "different number of chunks(.*): 3 and 4(.*)NoChunk"),
-        (
-            (torch.rand(4, 3, device="meta"), 2.0),
-            ValueError,
-            "the first partition(.*)meta, it is on cpu",
-        ),
+        ((torch.rand(3, 3), torch.rand(6, 3)), InputError, r"of one size(.*)\[3, 3\], \[6, 3\]"),
+        ((torch.rand(4, 3, device="meta"), 2.0), ValueError, "the first partition(.*)meta, it is on cpu"),
     ],
 )
 def test_inputs_that_cannot_be(inputs, error, message):
