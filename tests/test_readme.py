@@ -29,9 +29,12 @@ def commands(name: str) -> list[str]:
 
 
 def lines_without_numbers(text: str) -> list[str]:
-    """Return the lines of a report that no measurement changes: its titles and column heads."""
+    """Return the lines of a report that no measurement and no machine changes: its titles and column heads."""
+    sections = text.partition("\n\nNotes\n")[0]
     return [
-        " ".join(line.split()) for line in text.splitlines() if re.search("[a-z]", line) and not re.search(r"\d", line)
+        " ".join(line.split())
+        for line in sections.splitlines()
+        if re.search("[a-z]", line) and not re.search(r"\d", line)
     ]
 
 

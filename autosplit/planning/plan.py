@@ -9,9 +9,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autosplit.errors import PlanError, ScheduleError
+from autosplit.errors import InputError, PlanError, ScheduleError
 from autosplit.planning.schedules import schedule_of
 from autosplit.schedule.action import Schedule
+from autosplit.schedule.files import dump_actions
 from autosplit.trace.proof import Proof
 
 VERSION = 1
@@ -145,6 +146,15 @@ class Plan(_Record):
             virtual_stages=self.virtual_stages,
             actions=self.actions,
         )
+
+    def export(self, form: str) -> str:
+        """Return the plan as another tool's text.
+
+        "torch-csv": the schedule as an action file that `torch.distributed.pipelining` reads, and ``schedule=`` too.
+        """
+        if form != "torch-csv":
+            raise InputError(f"export({form!r}) is not available; valid: 'torch-csv'")
+        return dump_actions(self.schedule_for(self.chunks))
 
     @property
     def gap(self) -> float:

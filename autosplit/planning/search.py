@@ -18,6 +18,7 @@ from autosplit.partition.graph import base_graph
 from autosplit.partition.infeasible import over_capacity
 from autosplit.partition.problem import Problem, Work, again_share, devices_of
 from autosplit.partition.solve import Partition, solve, solve_evenly
+from autosplit.planning.advice import advice
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, formulate, link_seconds, scheduled, state_bytes
@@ -343,6 +344,7 @@ class _Writer:
                 f"{len(full)} operations mix rows: once per step, on the whole batch, on the last device "
                 f"(first: {full[0]})"
             )
+        yield from advice(self.formulation.problem, self.partition, self.options, measured=self.costs.measured)
         if self.unreplayed is not None:
             yield f"peaks are the solver's formula: the stages do not run on fake tensors ({self.unreplayed})"
         if self.costs.estimated:

@@ -311,3 +311,33 @@ def test_python_m_autosplit_is_the_same_program() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
     assert "has no 'absent'" in done.stderr
+
+
+def test_a_schedule_by_name_or_from_a_file(run: Run, tmp_path: Path) -> None:
+    named = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--schedule", "zb_h1")
+    assert named.exit_code == 0, named.output
+    assert "schedule   zb_h1, optimizer" in named.stdout
+    assert "lane 1 | .   1F0 1I0 1F1 1I1 1W0" in named.stdout
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    own = ("--devices", "2", "--chunks", "2", *X, "--schedule", str(path))
+    found = run(f"{NETS}:make_mlp", *own, "--json")
+    assert found.exit_code == 0, found.output
+    assert Plan.model_validate_json(found.stdout).actions == (
+        ("0F0", "0F1", "0B0", "0B1"),
+        ("1F0", "1B0", "1F1", "1B1"),
+    )
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1F1\n")
+    text = error_of(run(f"{NETS}:make_mlp", *own))
+    assert f"{str(path)!r}, line 2, column 3; line 2, column 4: schedule 'mine': 1F1 is in lane 1 twice" in text
+    assert ">1F1<" in text
+
+
+def test_several_stages_per_device(run: Run) -> None:
+    two = ("--schedule", "interleaved", "--virtual-stages", "2", "--json")
+    found = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, *two)
+    assert found.exit_code == 0, found.output
+    plan = Plan.model_validate_json(found.stdout)
+    assert (plan.virtual_stages, [stage.lane for stage in plan.stages]) == (2, [0, 1, 0, 1])
+    refused = error_of(run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--schedule", "gpipe", "--virtual-stages", "2"))
+    assert "gpipe puts 1 stage on a device, not 2; leave virtual_stages out" in refused

@@ -232,6 +232,14 @@ def test_an_edit_that_breaks_the_schedule_is_seen(edit: dict[str, Any], message:
         Plan.load(path)
 
 
+def test_a_plans_schedule_goes_to_a_file_and_back(tmp_path: Path) -> None:
+    plan = planned(schedule="zb_v", virtual_stages=2)
+    again = planned(schedule=saved(tmp_path / "theirs.csv", plan.export("torch-csv")))
+    assert again.schedule_for(CHUNKS).lanes == plan.schedule_for(CHUNKS).lanes
+    with pytest.raises(InputError, match="valid: 'torch-csv'"):
+        plan.export("torchtitan")
+
+
 def test_a_plan_of_before_is_one_stage_per_device(tmp_path: Path) -> None:
     plan = planned(schedule="gpipe")
     text = json.loads(plan.to_json())
