@@ -30,7 +30,7 @@ from autosplit.planning.schedules import settle
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.simulate import TransferTime, simulate
-from autosplit.trace.draw_rules import is_drawn_beforehand
+from autosplit.trace.draw_rules import with_plain_numbers
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace
 from autosplit.trace.norms import norm_notes
@@ -331,8 +331,8 @@ class _Writer:
         if self.traced.min_rows > 1:
             yield "one row alone behaves differently in this model: microbatches have at least two rows"
         yield from norm_notes(self.traced)
-        plain = self.options.rng == "plain"
-        random = [i.name for i in infos if i.random and not (plain and is_drawn_beforehand(i))]
+        plain = {info.name for info in with_plain_numbers(infos)} if self.options.rng == "plain" else set()
+        random = [info.name for info in infos if info.random and info.name not in plain]
         if random:
             yield (
                 f"{len(random)} random operations draw per microbatch from seeded generators, other numbers than the "

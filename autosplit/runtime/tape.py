@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.trace.draw_rules import Rule, Sizes, batch_dim, is_drawn_beforehand, rule_of
+from autosplit.trace.draw_rules import Rule, Sizes, batch_dim, is_drawn_beforehand, rule_of, with_plain_numbers
 from autosplit.trace.formula import ROWS
 from autosplit.trace.graph import NodeClass, TracedNode
 from autosplit.trace.random_watch import Draw, Like, draws_numbers, has_own_generator, is_composite, run_composite
@@ -49,23 +49,16 @@ class TapeNode:
 
 
 def tape_nodes(infos: Iterable[TracedNode], *, again: Collection[str] = ()) -> tuple[TapeNode, ...]:
-    """Return the random nodes, of those in model order, that can have the plain model's numbers.
-
-    Those of a node that draws by itself are not known before it runs, once, behind all microbatches; so no cell may
-    need later ones. ``again`` names the nodes that run again in the backward.
-    """
-    found, live = [], False
-    for info in infos:
-        if not info.random:
-            continue
-        beforehand = is_drawn_beforehand(info)
-        if info.node_class is NodeClass.FULL and not beforehand:
-            found.append(TapeNode(info.name, None, micro=False, again=False))
-            live = True
-        elif beforehand and (not live or info.node_class is NodeClass.FULL):
-            micro = info.node_class is NodeClass.MICRO
-            found.append(TapeNode(info.name, info.draws, micro, info.name in again))
-    return tuple(found)
+    """Return the nodes for a tape, of those in model order; ``again`` names those that run again in the backward."""
+    return tuple(
+        TapeNode(
+            info.name,
+            info.draws if is_drawn_beforehand(info) else None,
+            micro=info.node_class is NodeClass.MICRO,
+            again=info.name in again,
+        )
+        for info in with_plain_numbers(infos)
+    )
 
 
 class Tape:

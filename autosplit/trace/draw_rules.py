@@ -8,7 +8,7 @@ the same bits (``aten/src/ATen/native/Distributions.cpp``); tried on torch 2.13.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     """``draw(draw, sizes)`` draws for the whole batch; ``give(numbers, args, kwargs)`` is the operation with these."""
 
     draw: Callable[[Draw, Sizes], torch.Tensor]
-    give: Callable[[torch.Tensor, Any, Any], torch.Tensor]
+    give: Callable[[torch.Tensor, Any, Any], Any]
 
 
 def rule_of(draw: Draw) -> Rule | None:
@@ -35,6 +35,8 @@ def rule_of(draw: Draw) -> Rule | None:
         named = _named(draw.op, draw.args, dict(draw.kwargs))
         same = draw.args[0].dtype in (torch.float32, torch.float64)
         return _RULES[name] if same and (not named["replacement"] or named["num_samples"] == 1) else None
+    if name == "native_dropout" and draw.args[2] is False:
+        return None
     return _RULES.get(name)
 
 
@@ -46,12 +48,29 @@ def is_drawn_beforehand(info: TracedNode) -> bool:
     return bool(info.draws) and not any(rule_of(d) is None or (micro and _uneven(d.out)) for d in info.draws or ())
 
 
+def with_plain_numbers(infos: Iterable[TracedNode]) -> tuple[TracedNode, ...]:
+    """Return the random nodes, of those in model order, that can have the plain model's numbers.
+
+    A node whose draws hang on values can when it runs once, on the whole batch: it draws by itself. That is behind all
+    microbatches, so no cell may need later numbers.
+    """
+    found, late = [], False
+    for info in infos:
+        if not info.random:
+            continue
+        full = info.node_class is NodeClass.FULL
+        if full or (is_drawn_beforehand(info) and not late):
+            found.append(info)
+        late = late or (full and not is_drawn_beforehand(info))
+    return tuple(found)
+
+
 def drawn_bytes(info: TracedNode, *, rows: int) -> int:
     """Return what the numbers of a random node take for a batch of ``rows`` rows while they wait."""
     count = 0
     for draw in info.draws or ():
         name, like = _name(draw), draw.args[0] if _name(draw) == "multinomial" else draw.out
-        held = torch.bool if name == "bernoulli_.float" else like.dtype
+        held = torch.bool if name in ("bernoulli_.float", "native_dropout") else like.dtype
         if name in ("bernoulli", "bernoulli_.Tensor"):
             held = _wide(draw)
         count += math.prod(number_at(size, _Some(rows)) for size in like.shape) * held.itemsize
@@ -175,6 +194,16 @@ def _choose(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     return share.argmax(-1, keepdim=True) if count == 1 else share.topk(count)[1]
 
 
+def _kept(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    named = _named(draw.op, draw.args, dict(draw.kwargs))
+    return torch.empty(_value(draw.out.shape, sizes), dtype=torch.bool).bernoulli_(1.0 - named["p"])
+
+
+def _dropout(numbers: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    share = 1.0 - args[1]
+    return (args[0] * numbers).mul_(1.0 / share if share else 0.0), numbers.clone()
+
+
 _FILLS = (
     "uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ random_ random_.from random_.to".split()  # in place
 )
@@ -190,4 +219,5 @@ _RULES: dict[str, Rule] = {
     "bernoulli_.Tensor": Rule(_uniform, _fill_below),
     **dict.fromkeys(("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor"), Rule(_deviations, _normal)),
     "multinomial": Rule(_exponential, _choose),
+    "native_dropout": Rule(_kept, _dropout),
 }

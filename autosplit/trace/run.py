@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 
 from autosplit.trace import python_state, state
 from autosplit.trace.kept import Place, kept_for_next_call
+from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.reads import Recall, Unanswered
 from autosplit.trace.record import Recorder
 from autosplit.trace.recording import Observed, Reader, Recording, Refusal, Unexpected
@@ -65,6 +66,9 @@ class Sizes(contextlib.AbstractContextManager[Any], Protocol):
     def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
         """Return the shape of the tensor at a position among the input tensors."""
 
+    def watch(self, random: RandomWatch) -> None:
+        """Take notice of what draws random numbers."""
+
 
 class _Numbers(contextlib.nullcontext[None]):
     """The sample's own sizes, at another number of rows."""
@@ -78,6 +82,9 @@ class _Numbers(contextlib.nullcontext[None]):
 
     def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
         return [self.rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
+
+    def watch(self, random: RandomWatch) -> None:
+        pass
 
 
 def record(
@@ -122,6 +129,7 @@ def record(
             repeats=Repeats(alike or {}),
             hooks=hooks,
         )
+        sizes.watch(recorder.random)
         for index in inputs.tensors():
             recorder.add_input(inputs.names[index], leaves[index])
         args, kwargs = inputs.rebuild(leaves)

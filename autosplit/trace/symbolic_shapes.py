@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.structure import tensors_in
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -39,6 +40,11 @@ class ShapeMemory(TorchFunctionMode):
         super().__init__()
         self.repeats = repeats
         self._known: dict[Any, tuple[type, list[tuple[Any, ...]]]] = {}
+        self._random = RandomWatch()
+
+    def watch(self, random: RandomWatch) -> None:
+        """Run what draws random numbers every time, as ``random`` tells."""
+        self._random = random
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,6 +57,7 @@ class ShapeMemory(TorchFunctionMode):
             return _made(*self._known[key])
         inputs = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in inputs]
+        drawn = len(self._random.drawn)
         out = func(*args, **kwargs)
         found = [out] if isinstance(out, torch.Tensor) else out
         if (
@@ -58,6 +65,7 @@ class ShapeMemory(TorchFunctionMode):
             and all(isinstance(tensor, FakeTensor) and tensor.layout is torch.strided for tensor in found)
             and not any(tensor is other for tensor in found for other in inputs)
             and versions == [tensor._version for tensor in inputs]
+            and drawn == len(self._random.drawn)
         ):
             self._known[key] = type(out), [_looks(tensor) for tensor in found]
         return out

@@ -1,0 +1,278 @@
+"""rng="plain": under one seed a pipe draws what its model draws, and leaves torch's generator where the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autosplit import autosplit
+from tests.equivalence.equality import LANES, TOLERANCE, Batch, Run, assert_equal_runs, forward_backward
+from tests.equivalence.named_models import numbers
+
+WIDTH, LENGTH, SHARE = 8, 3, 0.3
+Middle = Callable[[Tensor, bool], Tensor]
+pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
+
+
+class Twice(nn.Module):
+    """A random function, used twice between layers."""
+
+    def __init__(self, middle: Middle) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.middle = middle
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            value = self.middle(torch.tanh(layer(value)), self.training)
+        return self.layers[2](torch.tanh(value))
+
+
+class Around(nn.Module):
+    """A random layer between linear ones; ``turned``: it takes its batch second."""
+
+    def __init__(self, layer: nn.Module, *, turned: bool = False) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(WIDTH, WIDTH), layer, nn.LazyLinear(WIDTH)
+        self.turned = turned
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        value = value.transpose(0, 1) if self.turned else value
+        given = (value,) * 3 if isinstance(self.layer, nn.MultiheadAttention) else (value,)
+        found = self.layer(*given)
+        found = found[0] if isinstance(found, tuple) else found
+        return self.last(found.transpose(0, 1) if self.turned else found)
+
+
+class Reading(nn.Module):
+    """An atom, since its Python reads a value of its own state; ``region``: under a checkpoint."""
+
+    def __init__(self, *, region: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.region = region
+
+    def forward(self, value: Tensor) -> Tensor:
+        return checkpoint(self.body, value, use_reentrant=False) if self.region else self.body(value)
+
+    def body(self, value: Tensor) -> Tensor:
+        value = self.layer(value)
+        if float(self.layer.weight.detach().sum()) > -1e9:
+            value = F.dropout(value, SHARE, self.training)
+        return torch.tanh(value) + torch.rand(value.shape[0], 1, 1, dtype=value.dtype)
+
+
+class OwnGenerator(nn.Module):
+    """Noise of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + torch.rand(value.shape, generator=self.generator, dtype=value.dtype)
+
+
+def stochastic_depth(value: Tensor, training: bool) -> Tensor:
+    mask = value.new_empty((value.shape[0], 1, 1)).bernoulli_(1 - SHARE).div_(1 - SHARE)
+    return value * mask if training else value
+
+
+def weights(value: Tensor) -> Tensor:
+    return value[:, 0].detach().softmax(-1)
+
+
+FUNCTIONS: dict[str, Middle] = {
+    "dropout": lambda x, on: F.dropout(x, SHARE, on),
+    "dropout in place": lambda x, on: F.dropout(x * 1, SHARE, on, inplace=True),
+    "dropout, batch second": lambda x, on: F.dropout(x.transpose(0, 1), SHARE, on).transpose(0, 1),
+    "dropout, contiguous, batch second": lambda x, on: F.dropout(x.mT.permute(1, 0, 2).clone(), SHARE, on).permute(
+        1, 2, 0
+    ),
+    "alpha dropout": lambda x, on: F.alpha_dropout(x, SHARE, on),
+    "feature alpha dropout": lambda x, on: F.feature_alpha_dropout(x, SHARE, on),
+    "dropout of channels": lambda x, on: F.dropout1d(x, SHARE, on),
+    "attention": lambda x, on: x + F.scaled_dot_product_attention(x, x, x, dropout_p=SHARE if on else 0.0),
+    "stochastic depth": stochastic_depth,
+    "bernoulli": lambda x, on: x * torch.bernoulli(x.detach().sigmoid()) + torch.bernoulli(x.detach(), 0.3),
+    "bernoulli_ of a tensor": lambda x, on: x * torch.empty_like(x).bernoulli_(x.detach().sigmoid()),
+    "rand": lambda x, on: x * torch.rand(x.shape[0], 1, 1, dtype=x.dtype) + torch.rand_like(x),
+    "randn": lambda x, on: x + torch.randn(LENGTH, x.shape[0], WIDTH, dtype=x.dtype).transpose(0, 1),
+    "few numbers": lambda x, on: x * torch.randn(x.shape[0], 1, 1, dtype=x.dtype) + torch.randn_like(x),
+    "randint": lambda x, on: x * torch.randint(0, 5, (x.shape[0], LENGTH, 1)) + torch.randint_like(x, 3),
+    "normal of tensors": lambda x, on: (
+        x + torch.normal(x.detach(), 0.7) + torch.normal(0.3, x.detach().abs())
+        + torch.normal(x.detach(), x.exp().detach())
+    ),
+    "fills": lambda x, on: (
+        x + torch.empty_like(x).exponential_(2.0).log1p() + torch.empty_like(x).uniform_(-1, 1)
+        + torch.empty_like(x).normal_(1, 2) + torch.empty_like(x).geometric_(0.4).log() + torch.empty_like(x).random_(3)
+    ),
+    "counts that hang on values": lambda x, on: x + torch.poisson(x.exp()).log1p(),
+    "slopes that hang on values": lambda x, on: F.rrelu(x, training=on),
+    "native dropout": lambda x, on: torch.native_dropout(x, SHARE, True)[0],
+    "gumbel": lambda x, on: x + F.gumbel_softmax(x),
+    "multinomial": lambda x, on: (
+        x + torch.multinomial(weights(x), 2)[:, :, None].sum(1, keepdim=True)
+        + torch.multinomial(weights(x), 1)[:, :, None]
+    ),
+    "shared noise": lambda x, on: x + torch.randn(WIDTH, dtype=x.dtype),
+    "shared permutation": lambda x, on: x[..., torch.randperm(WIDTH)],
+    "rows mixed": lambda x, on: F.dropout(x, SHARE, on) + F.dropout(x.mean(0, keepdim=True).expand_as(x), SHARE, on),
+}  # fmt: skip
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "dropout, then an atom": lambda: nn.Sequential(nn.Dropout(SHARE), Reading(), nn.Dropout(SHARE)),
+    "a checkpoint": lambda: nn.Sequential(nn.Dropout(SHARE), Reading(region=True)),
+    "a generator of its own": lambda: nn.Sequential(nn.Dropout(SHARE), OwnGenerator(), nn.Dropout(SHARE)),
+    "attention layer": lambda: nn.MultiheadAttention(WIDTH, 2, dropout=SHARE, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=SHARE, batch_first=True),
+}
+TURNED: dict[str, Callable[[], nn.Module]] = {
+    "attention layer, batch second": lambda: nn.MultiheadAttention(WIDTH, 2, dropout=SHARE),
+    "lstm, batch second": lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=SHARE),
+}
+NAMES = (*FUNCTIONS, *LAYERS, *TURNED)
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        if name in FUNCTIONS:
+            return Twice(FUNCTIONS[name]).to(dtype)
+        turned = name in TURNED
+        model = Around((TURNED if turned else LAYERS)[name](), turned=turned).to(dtype)
+        model.eval()(torch.zeros(2, LENGTH, WIDTH, dtype=dtype))
+        return model.train()
+
+
+def split(model: nn.Module, **options: Any) -> Any:
+    return autosplit(model, **({"devices": ["cpu"] * 2, "chunks": 4} | options))
+
+
+def seeded(module: nn.Module, rows: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Run, Tensor]:
+    """Run forward and backward; return what that left, and what the generator draws next."""
+    batch = Batch((numbers(rows, LENGTH, WIDTH, seed=seed, gradient=True).detach().to(dtype).requires_grad_(),))
+    torch.manual_seed(seed)
+    return forward_backward(module, batch), torch.rand(4)
+
+
+def assert_equal(pipe: Any, plain: nn.Module, rows: int, seed: int, dtype: torch.dtype = torch.float64) -> None:
+    (actual, after), (expected, expected_after) = (seeded(m, rows, seed, dtype) for m in (pipe, plain))
+    assert_equal_runs(actual, expected, dtype=dtype)
+    assert torch.equal(after, expected_after), "the generator is elsewhere"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_random_operation_draws_the_models_numbers(name: str) -> None:
+    plain = build(name)
+    pipe = split(build(name), recompute="always" if len(name) % 2 else "never", lanes=LANES[len(name) // 2 % 2])
+    for rows, seed in ((10, 1), (7, 2), (3, 3)):
+        assert_equal(pipe, plain, rows, seed)
+    assert pipe.draws_as_model
+    assert not any("seeded generators" in note for note in pipe.plan.notes)
+
+
+@pytest.mark.parametrize(("recompute", "lanes"), [("except_last", "threads"), ("block", "inline")])
+def test_recompute_draws_nothing_anew(recompute: str, lanes: str) -> None:
+    plain, pipe = build("dropout"), split(build("dropout"), recompute=recompute, lanes=lanes)
+    assert_equal(pipe, plain, 10, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    plain, pipe = build("dropout", dtype), split(build("dropout", dtype))
+    (actual, after), (expected, expected_after) = (seeded(m, 10, 1, dtype) for m in (pipe, plain))
+    torch.testing.assert_close(actual.outputs["/"], expected.outputs["/"], rtol=0, atol=TOLERANCE.get(dtype, 1e-2))
+    assert torch.equal(after, expected_after)
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
+def test_other_modes_of_torch(context: Callable[[], Any], name: str) -> None:
+    dtype, value = torch.float32, numbers(10, LENGTH, WIDTH).float()
+    found = []
+    for module in (build(name, dtype), split(build(name, dtype))):
+        torch.manual_seed(4)
+        with context():
+            found.append((module(value), torch.rand(4)))
+    (plain, after), (actual, actual_after) = found
+    torch.testing.assert_close(actual, plain, rtol=0, atol=3e-2 if plain.dtype is torch.bfloat16 else 1e-5)
+    assert torch.equal(actual_after, after)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), lambda output, target: (output - target).abs().mean()])
+@pytest.mark.parametrize("lanes", LANES)
+def test_train_step_draws_the_models_numbers_also_behind_a_proof(lanes: str, loss_fn: Any) -> None:
+    plain, pipe = build("dropout"), split(build("dropout"), lanes=lanes, recompute="always")
+    value, target = numbers(10, LENGTH, WIDTH), numbers(10, LENGTH, WIDTH, seed=1)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected = loss_fn(plain(value), target)
+        expected.backward()
+        after = torch.rand(4)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(pipe.train_step(value, target=target, loss_fn=loss_fn), expected.detach())
+        assert torch.equal(torch.rand(4), after)
+    for own, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_gradients_of_gradients_see_the_same_draws(lanes: str) -> None:
+    found = []
+    for module in (build("dropout"), split(build("dropout"), lanes=lanes)):
+        value = numbers(10, LENGTH, WIDTH, gradient=True)
+        torch.manual_seed(3)
+        output = module(value)
+        after = torch.rand(4)
+        (gradient,) = torch.autograd.grad(output.square().sum(), value, create_graph=True)
+        gradient.square().sum().backward()
+        found.append((output.detach(), after, value.grad, *(p.grad for p in module.parameters())))
+    for own, other in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+def test_lengths_share_a_recording() -> None:
+    plain, pipe = build("dropout, batch second"), split(build("dropout, batch second"))
+    for length in (3, 5, 7, 9):
+        value = numbers(10, length, WIDTH)
+        torch.manual_seed(length)
+        expected = plain(value)
+        torch.manual_seed(length)
+        torch.testing.assert_close(pipe(value), expected, rtol=1e-12, atol=1e-12)
+    assert pipe._autosplit.recordings.made == 2
+
+
+class Branches(nn.Module):
+    """Numbers that hang on values, and others behind them that do not wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        counts = torch.poisson(value.detach().exp())
+        return counts + self.last(F.dropout(value, SHARE))
+
+
+def test_what_cannot_wait_for_its_turn_is_drawn_by_counter_and_said() -> None:
+    pipe = split(Branches().double())
+    runs = [seeded(pipe, 10, 1) for _ in range(2)]
+    assert torch.equal(runs[0][0].outputs["/"], runs[1][0].outputs["/"])
+    assert not pipe.draws_as_model
+    assert any("1 random operations draw per microbatch from seeded generators" in note for note in pipe.plan.notes)
+
+
+def test_the_counter_is_there_on_demand() -> None:
+    pipe = split(build("dropout"), rng="counter")
+    runs = [seeded(pipe, 10, 1)[0] for _ in range(2)]
+    assert torch.equal(runs[0].outputs["/"], runs[1].outputs["/"])
+    assert not torch.equal(runs[0].outputs["/"], seeded(build("dropout"), 10, 1)[0].outputs["/"])

@@ -1,0 +1,105 @@
+"""The tape: drawn when needed, in model order, dropped when used; what its rules take to be so of torch's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autosplit.runtime.tape import Tape, TapeNode
+from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
+from autosplit.trace.graph import NodeClass, TracedNode
+from autosplit.trace.merge import Affine
+from autosplit.trace.random_watch import Draw, Like
+
+aten = torch.ops.aten
+ROWS = Affine(1, 0)
+NOISE = Like((ROWS, 4), (4, 1), torch.float32)
+
+
+def node(name: str, *, again: bool = False, micro: bool = True) -> TapeNode:
+    return TapeNode(name, (Draw(aten.bernoulli_.float, (NOISE, 0.5), (), NOISE),), micro, again)
+
+
+def mask(rows: int) -> torch.Tensor:
+    return torch.empty(rows, 4).bernoulli_(0.5)
+
+
+def masks(tape: Tape, name: str, *, sizes: tuple[int, ...] = (3, 2)) -> torch.Tensor:
+    return torch.cat([tape.run(name, m, mask, (rows,), {}) for m, rows in enumerate(sizes)])
+
+
+def test_any_order_of_cells_gives_the_models_numbers_in_the_models_order() -> None:
+    torch.manual_seed(0)
+    expected = [mask(5) for _ in range(3)]
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    tape = Tape([node("a"), node("b"), node("c")], (3, 2), {})
+    found = {name: masks(tape, name) for name in "bca"}
+    assert all(torch.equal(found[name], own) for name, own in zip("abc", expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_it_draws_no_more_than_is_asked_for_and_keeps_only_what_is_needed_again() -> None:
+    torch.manual_seed(0)
+    mask(5)
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    tape = Tape([node("a"), node("b", again=True)], (3, 2), {})
+    masks(tape, "a")
+    assert torch.equal(torch.get_rng_state(), after)
+    assert tape.draw_ahead()
+    assert not tape.draw_ahead()
+    assert list(tape._drawn) == ["b"]
+    assert torch.equal(masks(tape, "b"), masks(tape, "b"))
+
+
+def test_once_more_from_where_it_began() -> None:
+    torch.manual_seed(0)
+    tape = Tape([node("a"), node("b")], (3, 2), {})
+    first = [masks(tape, name) for name in "ab"]
+    mask(100)
+    before = torch.get_rng_state()
+    for again in (tape.again(), tape.again().again()):
+        assert all(map(torch.equal, [masks(again, name) for name in "ab"], first))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_operations_than_were_recorded_are_an_error() -> None:
+    tape = Tape([node("a")], (3, 2), {})
+    with pytest.raises(RuntimeError, match=r"a draws aten::rand.*bernoulli_.*rng='counter'"):
+        tape.run("a", 0, torch.rand, (3, 4), {})
+    with pytest.raises(RuntimeError, match=r"of \[2, 4\] where aten::bernoulli_.float of \[3, 4\] was recorded"):
+        tape.run("a", 0, mask, (2,), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("shape", [(1,), (15,), (16, 5), (7, 3, 11), (64, 300)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_masks_as_bool_take_the_same_numbers(dtype: torch.dtype, shape: tuple[int, ...], turned: bool) -> None:
+    found: list[Any] = []
+    for kind in (dtype, torch.bool):
+        torch.manual_seed(1)
+        own = torch.empty(shape, dtype=kind)
+        own = (own.transpose(0, -1) if turned else own).bernoulli_(0.3)
+        found.append((own.bool(), torch.rand(3)))
+    assert all(map(torch.equal, *found))
+
+
+def test_bytes_that_wait() -> None:
+    info = TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=node("a").draws)
+    assert is_drawn_beforehand(info)
+    assert drawn_bytes(info, rows=10) == 40
+    noise = Draw(aten.randn.default, ((ROWS, 4),), (), NOISE)
+    assert drawn_bytes(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=(noise,)), rows=10) == 160
+
+
+def test_no_stack_of_rows_is_not_drawn_beforehand() -> None:
+    square = Like((ROWS, ROWS), (1, 1), torch.float32)
+    odd = Like((Affine(2, 1), 4), (4, 1), torch.float32)
+    for out in (square, odd):
+        draws = (Draw(aten.bernoulli_.float, (out, 0.5), (), out),)
+        assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=draws))
+        assert is_drawn_beforehand(TracedNode("a", "", NodeClass.FULL, (), random=True, draws=draws))
+    assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=None))
