@@ -85,7 +85,8 @@ class Step:
 
         Yields a list for the tensors that the caller is going to use.
         """
-        *own, caller = self.lanes
+        *stages, caller = self.lanes
+        own = list(dict.fromkeys(stages))
         handed: list[Any] = []
         enter(caller, own)
         try:

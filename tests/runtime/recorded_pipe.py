@@ -44,10 +44,12 @@ class RecordedPipe:
         )
         self.streams = RecordingStreams()
         self.engine = Engine(self.streams)
-        self.lanes = recording_lanes(self.streams, devices)
+        own = recording_lanes(self.streams, devices)
+        assert self.pipe.plan is not None
+        self.lanes = [own[stage.lane] for stage in self.pipe.plan.stages]
         self.caller = CpuLane() if caller == "cpu" else CallerLane(torch.device(caller), self.streams)
         self.modules = model, *others
-        assert len(self.pipe.stages) == len(devices)
+        assert {stage.lane for stage in self.pipe.plan.stages} == set(range(len(devices)))
         ((self.recorded,),) = self.pipe._core.recordings.kept.values()
         self.pipe._core.recordings.lanes = self.recorded.lanes = tuple(self.lanes)
         for made in ("parts", "setup", "ending"):

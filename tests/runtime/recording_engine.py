@@ -205,7 +205,11 @@ class _Functions(TorchFunctionMode):
         self.engine = engine
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":  # a constructor: the card is not there
+            return self.engine.streams.put(function(*args, **{**kwargs, "device": "cpu"}), torch.device(device))
+        result = function(*args, **kwargs)
         self.engine.adopt(result)
         return result
 

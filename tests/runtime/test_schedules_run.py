@@ -1,0 +1,259 @@
+"""How any schedule runs: turns of lanes with several stages, split backwards, errors by action, streams in order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import ScheduleError
+from autosplit.runtime.cells import Cells
+from autosplit.runtime.lanes import CudaLane
+from autosplit.runtime.put_off import Product, put_off
+from autosplit.runtime.turns import Turn, backwards, forwards, turns
+from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.catalog import SCHEDULES, build
+from tests.equivalence.equality import TOLERANCE, difference
+from tests.runtime.gates import (
+    CHUNKS,
+    LANES,
+    MARK,
+    STAGES,
+    TARGET,
+    VALUE,
+    Boom,
+    Case,
+    Gated,
+    Gates,
+    notes,
+    raiser,
+    split,
+)
+from tests.runtime.happens_before import problems
+from tests.runtime.lane_models import ROWS, WIDTH, Chain, Skips, assert_close
+from tests.runtime.recorded_pipe import RecordedPipe
+
+CARDS = (["cuda:0", "cuda:1"], "cuda:0")
+
+
+def turn(text: str, number: int, needs: tuple[int, ...], tells: tuple[int, ...]) -> Turn:
+    return Turn(Action.parse(text), number, needs, tells)
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+def test_gradients_come_from_input_gradients_and_weight_gradients_wait_for_nobody() -> None:
+    assert turns(build("zb_h1", stages=2, microbatches=1), [set(), {0}]) == (
+        (turn("0F0", 0, (), (1,)), turn("0I0", 1, (4,), ()), turn("0W0", 2, (), ())),
+        (turn("1F0", 3, (0,), ()), turn("1I0", 4, (), (0,)), turn("1W0", 5, (), ())),
+    )
+
+
+def test_stages_of_one_lane_send_each_other_no_messages() -> None:
+    chain_and_skip = [set(), {0}, {0, 1}, {2}]
+    assert turns(build("zb_v", stages=4, microbatches=1), chain_and_skip) == (
+        (
+            turn("0F0", 0, (), (1,)),
+            turn("3F0", 1, (7,), ()),
+            turn("3I0", 2, (), (1,)),
+            turn("3W0", 3, (), ()),
+            turn("0I0", 4, (10, 8), ()),
+            turn("0W0", 5, (), ()),
+        ),
+        (
+            turn("1F0", 6, (0,), ()),
+            turn("2F0", 7, (0,), (0,)),
+            turn("2I0", 8, (2,), (0,)),
+            turn("2W0", 9, (), ()),
+            turn("1I0", 10, (), (0,)),
+            turn("1W0", 11, (), ()),
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_call_runs_a_schedules_forwards_and_their_reverse(name: str) -> None:
+    whole = build(name, stages=4, microbatches=3)
+    for lane, ahead, back in zip(whole.lanes, forwards(whole).lanes, backwards(whole).lanes, strict=True):
+        assert ahead == tuple(action for action in lane if action.kind == "F")
+        assert back == tuple(Action(a.stage, "B", a.microbatch) for a in reversed(ahead))
+    both = tuple(ahead + back for ahead, back in zip(forwards(whole).lanes, backwards(whole).lanes, strict=True))
+    assert len(Schedule(name, both, whole.stage_lane).clocks()) == 2 * 4 * 3
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+class Split(Case):
+    """The gated case under a split backward."""
+
+    def __init__(self, lanes: str) -> None:
+        super().__init__(lanes=lanes, schedule="zb_h1")
+
+
+def before(case: Case) -> dict[str, Tensor]:
+    """Give every leaf a gradient of its own; return copies."""
+    for leaf in case.leaves().values():
+        leaf.grad = torch.randn_like(leaf)
+    return {name: leaf.grad.clone() for name, leaf in case.leaves().items() if leaf.grad is not None}
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_fault_in_either_part_leaves_gradients_alone_and_is_named(lanes: str) -> None:
+    case, made = Split(lanes), Product.gradients
+    for stage, microbatch in ((STAGES - 1, 0), (0, CHUNKS - 1)):
+        grads = before(case)
+        with case.gates.at({Action(stage, "B", microbatch): raiser(Boom())}), pytest.raises(Boom) as caught:
+            case.run("step")
+        assert f"raised in pipeline stage {stage}, input gradient, microbatch {microbatch}" in notes(caught.value)
+        for name, leaf in case.leaves().items():
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad, grads[name])
+    grads, third = before(case), iter(range(3))
+
+    def fails(product: Product) -> Iterator[Any]:
+        if next(third, None) is None:
+            raise Boom
+        return made(product)
+
+    with mock.patch.object(Product, "gradients", fails), pytest.raises(Boom) as caught:
+        case.run("step")
+    assert any("weight gradients, microbatch" in note for note in notes(caught.value))
+    assert all(torch.equal(leaf.grad, grads[name]) for name, leaf in case.leaves().items())
+    case.assert_works()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_schedule_without_backwards_runs_calls_and_refuses_steps(lanes: str) -> None:
+    gates = Gates()
+    pipe = split(Gated(gates), lanes=lanes, schedule="forward")
+    for _ in range(2):
+        with pytest.raises(ScheduleError, match=r"'forward' has no backward.*schedule='1f1b'"):
+            pipe.train_step(VALUE, MARK, target=TARGET, loss_fn=nn.MSELoss())
+        with torch.no_grad():
+            assert difference(pipe(VALUE, MARK), pipe.unsplit()(VALUE, MARK)) <= TOLERANCE[torch.float64]
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+# -- what is put off -------------------------------------------------------------------------------------------------
+class Doubled(torch.autograd.Function):
+    """A product of the caller's own, whose backward makes both gradients and counts itself."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        return value @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        Doubled.backwards += 1
+        value, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), value.t() @ gradients[0]
+
+
+class Awkward(nn.Module):
+    """Weights that cannot wait, or not simply: of a custom function, used twice, in other places, hooked on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.own, self.left = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.shared_bias = nn.Parameter(torch.randn(4))
+        self.double()
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = torch.tanh(self.layers[0](self.layers[0](value)))
+        hidden = self.layers[1](value)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 2)
+        value = Doubled.apply(hidden, self.own) + self.own.sum()
+        value = torch.addmm(self.shared_bias, value, self.left) + torch.mm(self.left, value[:4]).sum()
+        value = torch.addmm(self.shared_bias, value, self.layers[2].weight.t(), alpha=0.5)
+        return value * self.shared_bias
+
+
+def parts(model: nn.Module, value: Tensor) -> tuple[dict[str, Tensor], set[str]]:
+    """Return all gradients made in two parts, and the names of those that were put off."""
+    named = dict(model.named_parameters())
+    output = model(value)
+    later = put_off([output], {id(parameter) for parameter in named.values()})
+    now = {n: p for n, p in named.items() if id(p) not in later.leaves} | {"value": value}
+    found = iter(torch.autograd.grad(output, [*now.values(), *later.edges], torch.ones_like(output), allow_unused=True))
+    sums = {name: gradient for name, gradient in zip(now, found, strict=False) if gradient is not None}
+    later.catch(found)
+    names = {id(parameter): name for name, parameter in named.items()}
+    for product in later.products:
+        for leaf, gradient in product.gradients():
+            name = names[id(leaf)]
+            sums[name] = sums[name] + gradient if name in sums else gradient
+    return sums, {names[leaf] for leaf in later.leaves}
+
+
+def test_weights_that_cannot_wait_are_made_with_the_input_and_nothing_twice() -> None:
+    torch.manual_seed(0)
+    model = Awkward()
+    value = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    model(value).backward(torch.ones(5, 4, dtype=torch.float64))
+    plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"value": value.grad}
+    Doubled.backwards = 0
+    sums, put = parts(model, value)
+    assert Doubled.backwards == 1
+    assert put == {"layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "left"}
+    assert sums.keys() == plain.keys()
+    for name, gradient in plain.items():
+        assert difference(sums[name], gradient) <= TOLERANCE[torch.float64], name
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def recorded(model: nn.Module, schedule: str) -> tuple[RecordedPipe, list[Tensor], list[Tensor]]:
+    value, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    twin = copy.deepcopy(model)
+    plain = nn.functional.mse_loss(twin(value), target)
+    plain.backward()
+    run = RecordedPipe(model, *CARDS, schedule=schedule)
+    expected = [plain.detach(), *(p.grad for p in twin.parameters() if p.grad is not None)]
+    return run, run.train(value, target, nn.MSELoss()), expected
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved", "zb_v"])
+@pytest.mark.parametrize("model", [Chain, Skips])
+def test_streams_of_any_schedule_wait_for_each_other(model: Callable[[], nn.Module], schedule: str) -> None:
+    run, found, expected = recorded(model(), schedule)
+    assert_close(found, expected)
+    assert problems(run.streams.log) == []
+    assert run.engine.mismatches == []
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("part", ["input_gradient", "weight_gradients"])
+def test_a_part_of_a_backward_off_its_stream_is_found(part: str) -> None:
+    kept = getattr(Cells, part)
+
+    def inactive(*given: Any) -> None:
+        with mock.patch.object(CudaLane, "active", return_value=nullcontext()):
+            kept(*given)
+
+    with mock.patch.object(Cells, part, inactive):
+        run, _, _ = recorded(Skips(), "zb_h1")
+    assert any("unordered" in problem for problem in problems(run.streams.log))
+
+
+def test_the_order_of_an_odd_schedule_is_its_own() -> None:
+    lanes = (("0F1", "0F0", "0I1", "0I0", "0W0", "0W1"), ("1F1", "1F0", "1I1", "1I0", "1W0", "1W1"))
+    odd = Schedule("odd", tuple(tuple(map(Action.parse, lane)) for lane in lanes))
+    made = turns(odd, [set(), {0}])
+    assert [[str(one.action) for one in lane] for lane in made] == [list(lane) for lane in lanes]
+    assert [one.needs for one in made[0]] == [(), (), (8,), (9,), (), ()]
