@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -96,7 +96,7 @@ class Engine:
         seeds: Sequence[torch.Tensor],
         keep: bool,
         create: bool,
-        wanted: Sequence[torch.Tensor] = (),
+        wanted: Sequence[torch.Tensor | GradientEdge] = (),
         **options: Any,
     ) -> Sequence[torch.Tensor | None]:
         """Run torch's engine; at the end the caller's streams wait for the leaves' and those of what is returned."""
@@ -118,8 +118,10 @@ class Engine:
         self._arrived.clear()
         return found
 
-    def _place(self, tensor: torch.Tensor) -> tuple[Any, Place]:
+    def _place(self, tensor: torch.Tensor | GradientEdge) -> tuple[Any, Place]:
         """Return where a tensor's gradient goes, and the node itself: one for a leaf lives as long as it is held."""
+        if isinstance(tensor, GradientEdge):
+            return tensor.node, (self._adopt(tensor.node, None).number, tensor.output_nr)
         edge = get_gradient_edge(tensor)
         return edge.node, (self._adopt(edge.node, self._current(tensor)).number, edge.output_nr)
 
