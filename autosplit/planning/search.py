@@ -34,6 +34,7 @@ from autosplit.trace.draw_rules import with_plain_numbers
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace
 from autosplit.trace.norms import norm_notes
+from autosplit.trace.own_loss import note_on_loss
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.state import attributes, buffer_contents
 
@@ -344,6 +345,8 @@ class _Writer:
                 f"{len(full)} operations mix rows: once per step, on the whole batch, on the last device "
                 f"(first: {full[0]})"
             )
+            if (loss := note_on_loss(self.traced)) is not None:
+                yield loss
         yield from advice(self.formulation.problem, self.partition, self.options, measured=self.costs.measured)
         if self.unreplayed is not None:
             yield f"peaks are the solver's formula: the stages do not run on fake tensors ({self.unreplayed})"

@@ -21,6 +21,7 @@ from autosplit.runtime.proof import Proof, Proofs, WholeCheck, prove
 from autosplit.runtime.targets import split_target
 from autosplit.runtime.threads import LaneThreads
 from autosplit.trace import state
+from autosplit.trace.own_loss import own_loss as loss_of
 from autosplit.trace.structure import flatten_output
 
 _KIND = "kind"
@@ -149,7 +150,7 @@ def whole_step(
     with torch.inference_mode(False), torch.enable_grad():
         output = _gathered(whole(), lanes())
         if loss_fn is None:
-            value = own_loss.own_loss(output)
+            value = loss_of(output)
         else:
             value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
         value.backward()

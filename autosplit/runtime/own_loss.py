@@ -6,36 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from autosplit.errors import InputError
 from autosplit.runtime.cells import Step
-from autosplit.runtime.loss_outputs import Outputs
-from autosplit.runtime.own_form import Form, Half, arguments, run_node
+from autosplit.runtime.loss_calls import class_weights
+from autosplit.runtime.ops import transfer
 from autosplit.trace import reductions
-
-
-def own_loss(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output: what is called "loss", or else the first scalar.
-
-    Raises InputError when there is none.
-    """
-    found: Any = None
-    if isinstance(output, torch.Tensor):
-        found = output
-    elif isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(getattr(output, "loss", None), torch.Tensor):
-        found = output.loss
-    elif isinstance(output, (tuple, list)):
-        found = next((part for part in output if isinstance(part, torch.Tensor) and part.dim() == 0), None)
-    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point():
-        return found
-    raise InputError(
-        f"train_step needs loss_fn=, a function loss_fn(output, target) that returns a scalar: the model returns a "
-        f"{type(output).__name__} without a loss of its own (a scalar 'loss', or a scalar in a tuple; does it want "
-        "labels?)"
-    )
+from autosplit.trace.graph import INFO, LENGTH
+from autosplit.trace.own_loss import Form, Half, arguments, form_of
 
 
 class OwnLoss:
@@ -45,7 +23,7 @@ class OwnLoss:
 
     def __init__(self, step: Step, form: Form) -> None:
         self.form, self.step = form, step
-        self._ahead = form.ahead(step)
+        self._ahead = _ahead(form, step)
 
     def __call__(self, values: Mapping[str, torch.Tensor], microbatch: int) -> torch.Tensor:
         """Return what a microbatch adds."""
@@ -54,7 +32,7 @@ class OwnLoss:
         for node, half in self.form.halves.items():
             env[node] = self._part(node, half, values[half.rows.name], share)
         for node in self.form.chain:
-            env[node] = run_node(node, env, self.form.root)
+            env[node] = _run_node(node, env, self.form.root)
         found: torch.Tensor = env[self.form.loss]
         return found
 
@@ -76,13 +54,57 @@ def in_schedule(step: Step) -> OwnLoss | None:
 
     Raises InputError when the model returns no loss.
     """
-    form: Form = step.once("own loss", lambda: _form(step))
-    return None if form.why is not None or form.wants_gradient(step) else OwnLoss(step, form)
+    form: Form = step.once("own loss", lambda: form_of(step.lowered.traced))
+    return None if form.why is not None or _wants_gradient(form, step) else OwnLoss(step, form)
 
 
-def _form(step: Step) -> Form:
-    outputs = Outputs(step)
-    leaves = outputs.leaves()
-    wanted = own_loss(step.lowered.traced.unflatten(leaves))
-    node = next(node for node, leaf in zip(outputs.nodes, leaves, strict=True) if leaf is wanted)
-    return Form(step.lowered, node)
+def _wants_gradient(form: Form, step: Step) -> bool:
+    """Tell whether what is computed before the step would need a gradient."""
+    given = _given(form, step)
+    return any(isinstance(v := given.get(n), torch.Tensor) and v.requires_grad for n in form.fixed)
+
+
+def _ahead(form: Form, step: Step) -> dict[fx.Node, Any]:
+    """Compute on the whole batch what the parts of the loss need: divisors, by their halves, and fixed operands."""
+    *_, last, caller = step.lanes
+    env = _given(form, step)
+    with torch.no_grad():
+        for node in form.fixed:
+            if node.op != "placeholder":
+                env[node] = _run_node(node, env, form.root, caller.device)
+        for node, half in form.halves.items():
+            if half.kind == "ratio":
+                target, weight = fx.node.map_arg((half.target, half.weight), env.__getitem__)
+                env[node] = class_weights(target, half.ignore_index, weight)
+    wanted = {*form.halves, *(operand for node in form.chain for operand in node.all_input_nodes)}
+    return {
+        node: transfer((value,), caller, last)[0] if isinstance(value, torch.Tensor) else value
+        for node, value in env.items()
+        if node in wanted
+    }
+
+
+def _given(form: Form, step: Step) -> dict[fx.Node, Any]:
+    """Return the values of the graph's placeholders."""
+    tensors = iter(step.tensors)
+    found: dict[fx.Node, Any] = {}
+    for node in form.nodes:
+        if node.op == "placeholder":
+            length = step.lengths[node.meta[LENGTH]] if LENGTH in node.meta else step.rows
+            found[node] = next(tensors) if INFO in node.meta else length
+    return found
+
+
+def _run_node(node: fx.Node, env: Mapping[fx.Node, Any], root: nn.Module, device: torch.device | None = None) -> Any:
+    """Compute a node from the values of its operands; with ``device`` on that device."""
+    if node.op == "get_attr":
+        path, _, name = str(node.target).rpartition(".")
+        value = getattr(root.get_submodule(path), name)
+        return value.to(device) if isinstance(value, torch.Tensor) and device is not None else value
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+    if device is not None and device.type != "cpu":
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda v: device if isinstance(v, torch.device) else v)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    function: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+    return function(*args, **kwargs)

@@ -120,6 +120,7 @@ def test_a_step_with_the_models_own_loss(form: str, monkeypatch: pytest.MonkeyPa
     pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, lanes=LANES[len(form) % 2])
     assert_equal_runs(train_step(pipe, batch), expected)
     assert bool(scheduled) == (form in IN_SCHEDULE)
+    assert ("the model's own loss needs the whole batch" in pipe.report().replace("\n   ", "")) != bool(scheduled)
 
 
 def test_all_labels_ignored_give_what_the_plain_model_gives() -> None:

@@ -16,21 +16,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from autosplit.runtime.cells import Step
-from autosplit.runtime.loss_calls import class_weights
-from autosplit.runtime.ops import OUT, transfer
+from autosplit.errors import InputError
 from autosplit.trace import reductions
 from autosplit.trace.calls import under
 from autosplit.trace.decompose import reduced
-from autosplit.trace.graph import INFO, LENGTH, NodeClass
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.kinds import function_of
 
 _MOST = 200
 """How many operations on labels may run on the whole batch before the step."""
 _LINEAR = frozenset("add sub neg to float double clone contiguous iadd radd rsub".split())
 _SCALED = frozenset("mul rmul imul multiply div truediv true_divide divide".split())
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """Return the loss in a model's output: what is called "loss", or else the first scalar.
+
+    Raises InputError when there is none.
+    """
+    found: Any = None
+    if isinstance(output, torch.Tensor):
+        found = output
+    elif isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(getattr(output, "loss", None), torch.Tensor):
+        found = output.loss
+    elif isinstance(output, (tuple, list)):
+        found = next((part for part in output if isinstance(part, torch.Tensor) and part.dim() == 0), None)
+    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point():
+        return found
+    raise InputError(
+        f"train_step needs loss_fn=, a function loss_fn(output, target) that returns a scalar: the model returns a "
+        f"{type(output).__name__} without a loss of its own (a scalar 'loss', or a scalar in a tuple; does it want "
+        "labels?)"
+    )
 
 
 @dataclass(frozen=True)
@@ -56,19 +77,19 @@ class Form:
         fixed: what is computed on the whole batch before the step, operands first.
     """
 
-    def __init__(self, lowered: Any, loss: fx.Node) -> None:
-        self.root: nn.Module = lowered.traced.root
+    def __init__(self, traced: TracedGraph, loss: fx.Node) -> None:
+        self.root = traced.root
         self.loss = loss
         self.halves: dict[fx.Node, Half] = {}
         self.chain: list[fx.Node] = []
         self.fixed: list[fx.Node] = []
         self.why: str | None = None
-        self._nodes = list(lowered.traced.graph.nodes)
-        self._given = {slot.value for layout in lowered.layout.stages for slot in layout.sent.get(OUT, ())}
+        self.nodes = list(traced.graph.nodes)
         self._parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
         try:
-            for node in lowered.layout.epilogue:
-                _check_pure(node)
+            for node, info in traced.compute_nodes():
+                if info.node_class is NodeClass.FULL:
+                    _check_pure(node)
             self._linear(loss)
         except _Refused as refusal:
             self.why = str(refusal)
@@ -111,7 +132,8 @@ class Form:
         if found is None or found[0] not in ("ratio", "total", "average", "sum", "mean"):
             return None
         kind, rows = found
-        if not isinstance(rows, fx.Node) or rows.name not in self._given:
+        info = rows.meta.get(INFO) if isinstance(rows, fx.Node) else None
+        if info is None or info.node_class is not NodeClass.MICRO or rows.op == "placeholder":
             raise _Refused(f"{_name(node)} takes no values of the rows")
         if kind != "ratio":
             return Half(kind, rows)
@@ -136,57 +158,31 @@ class Form:
         for operand in behind:
             _check_pure(operand)
         behind |= set(self.fixed)
-        self.fixed = [operand for operand in self._nodes if operand in behind]
-
-    # -- in a step -------------------------------------------------------------------------------------------------
-    def wants_gradient(self, step: Step) -> bool:
-        """Tell whether what is computed before the step would need a gradient."""
-        given = self._given_by(step)
-        return any(isinstance(v := given.get(n), torch.Tensor) and v.requires_grad for n in self.fixed)
-
-    def ahead(self, step: Step) -> dict[fx.Node, Any]:
-        """Compute on the whole batch what the parts of the loss need: divisors, by their halves, and fixed operands."""
-        *_, last, caller = step.lanes
-        env = self._given_by(step)
-        with torch.no_grad():
-            for node in self.fixed:
-                if node.op != "placeholder":
-                    env[node] = run_node(node, env, self.root, caller.device)
-            for node, half in self.halves.items():
-                if half.kind == "ratio":
-                    target, weight = fx.node.map_arg((half.target, half.weight), env.__getitem__)
-                    env[node] = class_weights(target, half.ignore_index, weight)
-        wanted = {*self.halves, *(operand for node in self.chain for operand in node.all_input_nodes)}
-        return {
-            node: transfer((value,), caller, last)[0] if isinstance(value, torch.Tensor) else value
-            for node, value in env.items()
-            if node in wanted
-        }
-
-    def _given_by(self, step: Step) -> dict[fx.Node, Any]:
-        """Return the values of the graph's placeholders."""
-        tensors = iter(step.tensors)
-        found: dict[fx.Node, Any] = {}
-        for node in self._nodes:
-            if node.op == "placeholder":
-                length = step.lengths[node.meta[LENGTH]] if LENGTH in node.meta else step.rows
-                found[node] = next(tensors) if INFO in node.meta else length
-        return found
+        self.fixed = [operand for operand in self.nodes if operand in behind]
 
 
-def run_node(node: fx.Node, env: Mapping[fx.Node, Any], root: nn.Module, device: torch.device | None = None) -> Any:
-    """Compute a node from the values of its operands; with ``device`` on that device."""
-    if node.op == "get_attr":
-        path, _, name = str(node.target).rpartition(".")
-        value = getattr(root.get_submodule(path), name)
-        return value.to(device) if isinstance(value, torch.Tensor) and device is not None else value
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-    if device is not None and device.type != "cpu":
-        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda v: device if isinstance(v, torch.device) else v)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-    return function(*args, **kwargs)
+def form_of(traced: TracedGraph) -> Form:
+    """Return how the loss that a recorded model returns is made; raise InputError when it returns none."""
+    nodes = next(iter(reversed(traced.graph.nodes))).args[0]
+    leaves: list[Any] = []
+    for node in nodes if isinstance(nodes, (tuple, list)) else ():
+        tensor = node.meta[INFO].tensors[0] if isinstance(node, fx.Node) and INFO in node.meta else None
+        leaves.append(node if tensor is None else torch.empty(tensor.shape_at(2), dtype=tensor.dtype, device="meta"))
+    wanted = own_loss(traced.unflatten(leaves))
+    place = next(place for place, leaf in enumerate(leaves) if leaf is wanted)
+    return Form(traced, nodes[place])
+
+
+def note_on_loss(traced: TracedGraph) -> str | None:
+    """Return what a plan should say about a loss that the model returns: that it needs the whole batch, and why."""
+    try:
+        why = form_of(traced).why
+    except InputError:
+        return None
+    return why and (
+        f"the model's own loss needs the whole batch ({why}): train_step without loss_fn runs all forwards, then the "
+        "loss, then all backwards, whatever the schedule"
+    )
 
 
 def arguments(node: fx.Node) -> Sequence[Any]:

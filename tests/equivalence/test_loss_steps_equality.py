@@ -1,0 +1,162 @@
+"""Steps with losses of every kind: schedules, targets of any structure, parameters of the loss, several steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from tests.equivalence.equality import Batch, Run, assert_equal_runs, difference, forward_backward, train_step
+from tests.equivalence.test_loss_rules_equality import CLASSES, ROWS, TIME, WEIGHTS, Net, classes, numbers
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v")
+
+
+@cache
+def _pair(form: str, **options: Any) -> tuple[nn.Module, Any]:
+    plain = Net(form).double()
+    return plain, autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, **options)
+
+
+def _inputs(rows: int = ROWS) -> Batch:
+    return Batch((numbers(rows, TIME, CLASSES, seed=5).requires_grad_(),))
+
+
+def assert_equal_step(
+    form: str, loss_fn: Callable[..., Any], target: Any, batch: Batch | None = None, **options: Any
+) -> None:
+    plain, pipe = _pair(form, **options)
+    batch = batch or _inputs()
+    expected = forward_backward(plain, batch, loss=lambda o: loss_fn(o, target))
+    actual = train_step(pipe, batch, target=target, loss_fn=loss_fn)
+    assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+
+
+class Headed(nn.Module):
+    """A loss with parameters; one row in the third microbatch alone reaches the second of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.head, self.scale = nn.Linear(CLASSES, CLASSES), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.head(output), target, weight=WEIGHTS)
+        return loss + (output[target == 4].sum() * self.scale if (target == 4).any() else 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.* parts")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_counted_loss_with_parameters_in_every_schedule(schedule: str) -> None:
+    target = torch.tensor([1, -100, -100, -100, 4, 0, 2])
+    plain, pipe = _pair("classes", schedule=schedule)
+    losses = [Headed().double(), Headed().double()]
+    batch = _inputs()
+    for _ in range(2):
+        for own in losses:
+            own.zero_grad()
+        expected = forward_backward(plain, batch, loss=lambda o: losses[0](o, target))
+        actual = train_step(pipe, batch, target=target, loss_fn=losses[1], loss_reduction="auto")
+        assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+        for theirs, mine in zip(losses[0].parameters(), losses[1].parameters(), strict=True):
+            assert theirs.grad is not None
+            assert mine.grad is not None
+            assert difference(mine.grad, theirs.grad) <= 1e-12
+
+
+TARGETS: dict[str, tuple[str, Callable[..., Any], Any]] = {
+    "a dict with None and numbers": (
+        "classes",
+        lambda o, t: F.mse_loss(o, t["y"]) * t["factor"] if t["mask"] is None else o.sum(),
+        {"y": numbers(ROWS, CLASSES), "mask": None, "factor": 0.5},
+    ),
+    "a list of tuples": (
+        "pair",
+        lambda o, t: F.l1_loss(o[0], t[0][0]) + F.cross_entropy(o[1], t[1][0]),
+        [(numbers(ROWS, CLASSES),), (classes(ROWS, ignored=-100), None)],
+    ),
+    "a number": ("classes", lambda o, t: (o - t).square().mean(), 0.25),
+    "classes beside the batch": (
+        "time major",
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()),
+        classes(TIME, ROWS, ignored=-100),
+    ),
+    "the only dimension of the batch's size": (
+        "classes",
+        lambda o, t: F.mse_loss(o[:, :2], t.T),
+        numbers(2, ROWS),
+    ),
+    "a target with a gradient": ("classes", F.mse_loss, numbers(ROWS, CLASSES).requires_grad_()),
+    "a target with a graph": ("classes", F.mse_loss, numbers(ROWS, CLASSES).requires_grad_() + 0),
+    "weights of rows": ("classes", nn.BCEWithLogitsLoss(weight=numbers(ROWS, 1).exp()), numbers(ROWS, CLASSES).exp()),
+    "rows that meet by broadcasting": ("column", lambda o, t: F.mse_loss(o, t, reduction="sum"), numbers(ROWS, 1)),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_of_any_structure(name: str) -> None:
+    form, loss_fn, target = TARGETS[name]
+    assert_equal_step(form, loss_fn, target, lanes="inline")
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_torchs_losses_where_rows_meet_run_on_the_whole_batch() -> None:
+    assert_equal_step("column", nn.MSELoss(), numbers(ROWS), lanes="inline")
+    assert_equal_step("one value", nn.CrossEntropyLoss(), numbers(ROWS).exp(), lanes="inline")
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHTS])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_batch_without_any_target_gives_the_plain_nan(weight: Tensor | None, smoothing: float) -> None:
+    plain, pipe = _pair("classes", lanes="inline")
+    loss_fn, target = nn.CrossEntropyLoss(weight, label_smoothing=smoothing), torch.full((ROWS,), -100)
+    expected = forward_backward(plain, _inputs(), loss=lambda o: loss_fn(o, target))
+    actual = train_step(pipe, _inputs(), target=target, loss_fn=loss_fn)
+    assert actual.loss.isnan()
+    assert expected.loss.isnan()
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(actual.gradients[name], gradient, equal_nan=True)
+
+
+def test_a_lambda_made_anew_in_every_round_is_proved_once_and_kept_once() -> None:
+    pipe = _pair("classes", lanes="inline")[1]
+    calls: list[int] = []
+
+    def step(target: Tensor, factor: float) -> None:
+        pipe.train_step(
+            *_inputs().args, target=target, loss_fn=lambda o, t: calls.append(len(o)) or F.mse_loss(o, t) * factor
+        )
+
+    for round_ in range(4):
+        step(numbers(ROWS, CLASSES, seed=round_), 0.5 + round_)
+        gc.collect()
+    first, *others = [calls[i : i + 9] for i in range(0, len(calls), 9)]
+    assert calls.count(ROWS) <= 2 + 2 * 4, "each round: counted once and checked once; the proof comes first"
+    assert len(first) == 9
+    assert others
+
+
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1)])
+def test_steps_add_up_with_frozen_layers_and_other_batch_sizes(loss_fn: Callable[..., Tensor]) -> None:
+    plain, pipe = Net("classes").double(), Net("classes").double()
+    for model in (plain, pipe):
+        model.b.requires_grad_(False)
+        model.a.bias.requires_grad_(False)
+    split = autosplit(pipe, devices=["cpu"] * 2, chunks=4)
+    for rows in (7, 3, 1):
+        target = classes(rows, ignored=-100) if rows > 3 else classes(rows)
+        loss = loss_fn(plain(*_inputs(rows).args), target)
+        loss.backward()
+        assert difference(split.train_step(*_inputs(rows).args, target=target, loss_fn=loss_fn), loss.detach()) <= 1e-12
+    for (name, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            assert difference(mine.grad, theirs.grad) <= 1e-12, name
