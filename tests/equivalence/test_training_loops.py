@@ -1,0 +1,205 @@
+"""What training loops do around a step: autocast, clipping, accumulation, operations in place at cuts, copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import PipelinedModule, autosplit
+from examples.models import ToyModel
+from tests.equivalence.equality import LANES
+from tests.equivalence.side_by_side import assert_equal, grads
+
+SCHEDULES = {"gpipe": {}, "1f1b": {}, "zb_h1": {}, "interleaved": {"virtual_stages": 2}, "zb_v": {"virtual_stages": 2}}
+KINDS = [("inline", "1f1b"), ("inline", "zb_h1"), *(("threads", schedule) for schedule in SCHEDULES)]
+WIDTH = 8
+
+
+class InPlace(nn.Module):
+    """Operations in place on what may have crossed a cut: a skip, a view of it, an input, and in layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, value: Tensor) -> Tensor:
+        near = self.first(value)
+        far = self.second(near.tanh())
+        near.add_(1.0)
+        far.view(far.shape[0], 2, -1)[:, 0].mul_(0.5)
+        far = F.dropout(self.act(self.third(self.act(far))), 0.0, self.training, inplace=True)
+        near += far
+        return self.last(near).sigmoid_()
+
+
+def twice() -> nn.Module:
+    """Two of them: operations in place hold values together, so that one has two parts that can be separated."""
+    return nn.Sequential(InPlace(), InPlace())
+
+
+def batch_of(rows: int = 9, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for _ in "xy")  # type: ignore
+
+
+def step(module: nn.Module, value: Tensor, target: Tensor) -> Tensor:
+    """Forward, mean squared error and backward; gradients are added."""
+    if isinstance(module, PipelinedModule):
+        return module.train_step(value, target=target, loss_fn=F.mse_loss)
+    loss = F.mse_loss(module(value), target)
+    loss.backward()
+    return loss.detach()
+
+
+def pair(
+    make: Callable[[], nn.Module], lanes: str, schedule: str = "1f1b", *, devices: int = 2, dtype: Any = torch.float64
+) -> tuple[nn.Module, Any]:
+    """The plain model and a pipe of the same numbers."""
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    asked = SCHEDULES[schedule]
+    twin = copy.deepcopy(model)
+    return model, autosplit(twin, devices=devices, chunks=4, lanes=lanes, schedule=schedule, **asked)
+
+
+@pytest.mark.parametrize(("lanes", "schedule"), KINDS)
+def test_operations_in_place_at_cuts(lanes: str, schedule: str) -> None:
+    model, pipe = pair(twice, lanes, schedule)
+    value, target = batch_of()
+    assert_equal([step(pipe, value, target), *grads(pipe)], [step(model, value, target), *grads(model)])
+    found = []
+    for module in (pipe, model):
+        module.zero_grad()
+        given = value.clone().requires_grad_()
+        output = module(given)
+        output.square().sum().backward()
+        found.append([output.detach(), given.grad, *grads(module)])
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "schedule", "precision"),
+    [
+        ("inline", "1f1b", torch.bfloat16),
+        ("threads", "zb_h1", torch.bfloat16),
+        ("threads", "zb_v", torch.float16),
+        ("threads", "gpipe", torch.float16),
+    ],
+)
+def test_steps_under_autocast(precision: torch.dtype, lanes: str, schedule: str) -> None:
+    model, pipe = pair(twice, lanes, schedule, dtype=torch.float32)
+    value, target = batch_of(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=precision):
+        mine, plain = step(pipe, value, target), step(model, value, target)
+    assert mine.dtype == plain.dtype
+    assert_equal([mine, *grads(pipe)], [plain, *grads(model)], tolerance=3e-2)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class OwnAutocast(nn.Module):
+    """Enters autocast in its own forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, value: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(value))).float()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_autocast_of_the_models_own(lanes: str) -> None:
+    model, pipe = pair(OwnAutocast, lanes, dtype=torch.float32)
+    value, target = batch_of(dtype=torch.float32)
+    assert_equal([pipe(value)], [model(value)], tolerance=1e-2)
+    assert_equal([step(pipe, value, target), *grads(pipe)], [step(model, value, target), *grads(model)], tolerance=3e-2)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_accumulation_and_clipping(lanes: str) -> None:
+    model, pipe = pair(InPlace, lanes)
+    found: list[list[Any]] = []
+    for module in (pipe, model):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        left: list[Any] = []
+        for round_number in range(3):
+            optimizer.zero_grad(set_to_none=round_number % 2 == 0)
+            for part in range(2):
+                left.append(step(module, *batch_of(5 + part, seed=10 * round_number + part)))
+            module(batch_of(seed=99)[0]).sum().backward()
+            left.append(nn.utils.clip_grad_norm_(module.parameters(), 0.1))
+            left += grads(module)
+            optimizer.step()
+        found.append([*left, *(p.detach() for p in module.parameters())])
+    assert_equal(*found, tolerance=1e-10)
+
+
+def trained(module: Any) -> list[Any]:
+    """Loss, gradients and outputs of one more step."""
+    module.zero_grad()
+    value, target = batch_of()
+    return [step(module, value, target), *grads(module), module(value).detach()]
+
+
+def saved_and_loaded(pipe: Any) -> Any:
+    """A pipe that went through torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(pipe, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def toy() -> nn.Module:
+    """A model whose class has a home that a new process can import."""
+    return ToyModel(WIDTH, WIDTH, WIDTH)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda p: pickle.loads(pickle.dumps(p)), "torch.save": saved_and_loaded}
+
+
+@pytest.mark.parametrize(("lanes", "name"), [("inline", "deepcopy"), *(("threads", name) for name in COPIES)])
+def test_copies_of_a_pipe_that_runs_train_alone_and_alike(lanes: str, name: str) -> None:
+    _, pipe = pair(toy, lanes)
+    value, target = batch_of()
+    step(pipe, value, target)
+    pending = pipe(value)  # between forward and backward
+    twin = COPIES[name](pipe)
+    before = [p.detach().clone() for p in pipe.parameters()]
+    assert {id(p) for p in twin.parameters()}.isdisjoint(id(p) for p in pipe.parameters())
+    pending.sum().backward()
+    assert_equal(trained(twin), trained(pipe))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(1.0)
+    assert_equal([p.detach() for p in pipe.parameters()], before)
+    assert_equal(trained(copy.deepcopy(twin)), trained(twin))
+
+
+def _in_a_process(pipe: Any, value: Tensor, results: Any) -> None:
+    results.put(pipe(value).detach().numpy())
+
+
+def test_a_spawned_process_gets_a_pipe_that_works() -> None:
+    _, pipe = pair(toy, "threads")
+    value = batch_of(4)[0]
+    expected = pipe(value).detach()
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=_in_a_process, args=(pipe.eval(), value, results))
+    process.start()
+    found = torch.from_numpy(results.get(timeout=120))
+    process.join(60)
+    assert process.exitcode == 0
+    assert_equal([found], [expected])
