@@ -176,7 +176,8 @@ class _Call:
         if self.given["reduction"] == "sum":
             return self._run("sum")
         if isinstance(whole.divisor, torch.Tensor):
-            if self.first.dtype in _NARROW:  # a sum over many values has no room in 16 bits
+            if self.first.dtype in _NARROW and not torch.is_autocast_enabled(self.first.device.type):
+                # a sum over many values has no room in 16 bits; autocast takes these losses to 32 by itself
                 return self._run("sum", wide=True).div(whole.divisor).to(self.first.dtype)
             return self._run("sum") / whole.divisor
         if self.values() == 0:  # its own mean would be nan

@@ -160,3 +160,16 @@ def test_steps_add_up_with_frozen_layers_and_other_batch_sizes(loss_fn: Callable
         assert (mine.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
             assert difference(mine.grad, theirs.grad) <= 1e-12, name
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.float32, 1e-2)])
+def test_losses_in_16_bits_and_under_autocast_have_the_plain_dtype(dtype: torch.dtype, bound: float) -> None:
+    plain = Net("classes").to(dtype)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4)
+    x, target = numbers(ROWS, TIME, CLASSES).to(dtype), classes(ROWS, ignored=-100)
+    for loss_fn in (F.cross_entropy, lambda o, t: 2 * F.cross_entropy(o, t)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+            expected = loss_fn(plain(x), target).detach()
+            loss = pipe.train_step(x, target=target, loss_fn=loss_fn)
+        assert loss.dtype == expected.dtype
+        assert difference(loss.float(), expected.float()) <= bound
