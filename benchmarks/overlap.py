@@ -1,13 +1,16 @@
 """How much of a schedule's ideal the lanes reach, on stages that do nothing but sleep.
 
-    python -m benchmarks.overlap [--json FILE] [--repeats 5] [--only CONTENDER ...] [--stages 2 4 8] [--chunks 4 8 32]
+    python -m benchmarks.overlap [--json FILE] [--repeats 5] [--only CONTENDER ...] [--lanes 2 4 8] [--chunks 4 8 32]
+                                 [--virtual-lanes 2 4]
 
 A stage sleeps 5 ms in its forward and 10 ms in its backward for each microbatch, so neither cores nor memory limit how
-many stages run at once; what is missing from the ideal is the runtime's. Every stage has a device of its own.
+many stages run at once; what is missing from the ideal is the runtime's. Every stage has a device of its own; under
+interleaved, looped_bfs and zb_v a device has two (``v=2``). Where a schedule splits the backward, all of it is the
+input's part: a sleep is no product of matrices, whose weights' part could wait.
 
     nominal    stages x microbatches x 15 ms, what a single thread would need
     speed-up   nominal over the measured median
-    ideal      nominal over the length of the simulated schedule: M·S / (M+S-1)
+    ideal      nominal over the length of the simulated schedule; of gpipe and 1f1b on S lanes M·S / (M+S-1)
     share      speed-up over ideal; asked of threads: 97%
     over hand  measured median of a plain loop over microbatches, on one thread, over the contender's; in brackets
                its share of the ideal
@@ -51,10 +54,12 @@ ASKED = 0.97
 WIDTH = 4
 CALL, PEER, HAND = "call", "torchgpipe", "hand loop"
 LANES = ("threads", "inline")
-HOW = (CALL, "gpipe", "1f1b")
+SINGLE, VIRTUAL = ("gpipe", "1f1b", "zb_h1"), ("interleaved", "looped_bfs", "zb_v")
+"""The schedules of one stage on a device, and of two."""
+HOW = (CALL, *SINGLE, *VIRTUAL)
 """``loss_fn(pipe(x), y).backward()``, which schedules as gpipe does, or `train_step` in a schedule."""
 CONTENDERS = {f"{lanes} {how}": (lanes, how) for lanes in LANES for how in HOW}
-LIMITS = ("sleeps gpipe", "sleeps 1f1b")
+LIMITS = {f"sleeps {schedule}": schedule for schedule in ("gpipe", "1f1b", "interleaved", "looped_bfs")}
 NAMES = (*CONTENDERS, *LIMITS, PEER, HAND)
 DEFAULT = (*(f"threads {how}" for how in HOW), *LIMITS, f"inline {CALL}", PEER, HAND)
 OVERLAPPING = ("threads", "sleeps")
@@ -77,10 +82,29 @@ class Sleeps:
 
 @dataclass(frozen=True)
 class Case:
-    """How many stages and how many microbatches."""
+    """How many lanes, how many microbatches, and how many stages on each lane."""
 
-    stages: int
+    lanes: int
     chunks: int
+    virtual: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Number of stages on all lanes."""
+        return self.lanes * self.virtual
+
+    @property
+    def title(self) -> str:
+        """The case in a few letters."""
+        return f"S={self.lanes} M={self.chunks}" + (f" v={self.virtual}" if self.virtual > 1 else "")
+
+    def runs(self, name: str) -> bool:
+        """Tell whether a contender has as many stages on a lane."""
+        return name == HAND or (_schedule(name) in VIRTUAL) == (self.virtual > 1)
+
+    def schedule(self, name: str) -> Schedule:
+        """Return the schedule of that name for this case."""
+        return build(name, stages=self.stages, microbatches=self.chunks, virtual_stages=self.virtual)
 
     def nominal_s(self, sleeps: Sleeps) -> float:
         """Return the seconds of all sleeps one after the other."""
@@ -88,9 +112,10 @@ class Case:
 
     def ideal(self, schedule: str, sleeps: Sleeps) -> float:
         """Return the speed-up of a schedule whose actions last exactly their sleeps."""
-        forward_s, backward_s = [sleeps.forward_s] * self.stages, [sleeps.backward_s] * self.stages
-        actions = build(schedule, stages=self.stages, microbatches=self.chunks)
-        return self.nominal_s(sleeps) / simulate(actions, forward_s=forward_s, backward_s=backward_s).step_s
+        times = {"forward_s": sleeps.forward_s, "backward_s": sleeps.backward_s}
+        times |= {"input_gradient_s": sleeps.backward_s, "weight_gradient_s": 0.0}
+        by_stage = {kind: [seconds] * self.stages for kind, seconds in times.items()}
+        return self.nominal_s(sleeps) / simulate(self.schedule(schedule), **by_stage).step_s
 
 
 @functools.cache
@@ -156,7 +181,9 @@ def overshoot(seconds: float, *, exact: bool, threads: int, times: int = 20) -> 
 
 def bare(schedule: Schedule, sleeps: Sleeps) -> Callable[[], Any]:
     """Return what sleeps through a schedule, a thread per lane; a semaphore stands for each value that is sent."""
-    pool = ThreadPoolExecutor(max_workers=schedule.stages)
+    pool = ThreadPoolExecutor(max_workers=len(schedule.lanes))
+    seconds = {"F": sleeps.forward_s, "B": sleeps.backward_s}
+    lane_of = schedule.stage_lane
 
     def step() -> None:
         sent = {action: threading.Semaphore(0) for lane in schedule.lanes for action in lane}
@@ -164,9 +191,9 @@ def bare(schedule: Schedule, sleeps: Sleeps) -> Callable[[], Any]:
         def run(lane: Sequence[Action]) -> None:
             for action in lane:
                 for need in schedule.needs(action):
-                    if need.stage != action.stage:
+                    if lane_of[need.stage] != lane_of[action.stage]:
                         sent[need].acquire()
-                sleep(sleeps.forward_s if action.kind == "F" else sleeps.backward_s, sleeps.exact)
+                sleep(seconds[action.kind], sleeps.exact)
                 sent[action].release()
 
         list(pool.map(run, schedule.lanes))
@@ -176,9 +203,8 @@ def bare(schedule: Schedule, sleeps: Sleeps) -> Callable[[], Any]:
 
 def contender(name: str, model: nn.Sequential, case: Case, sleeps: Sleeps) -> Callable[[], Any]:
     """Return one training step of the model, without an optimizer, as ``name`` does it."""
-    schedule = _schedule(name)
     if name in LIMITS:
-        return bare(build(schedule, stages=case.stages, microbatches=case.chunks), sleeps)
+        return bare(case.schedule(LIMITS[name]), sleeps)
     batch, target = torch.randn(case.chunks, WIDTH), torch.randn(case.chunks, WIDTH)
     loss_fn = nn.MSELoss()
     if name == HAND:
@@ -186,12 +212,12 @@ def contender(name: str, model: nn.Sequential, case: Case, sleeps: Sleeps) -> Ca
     if name == PEER:
         peer = pairs.torchgpipe()
         assert peer is not None
-        devices = ["cpu"] * case.stages
+        devices = ["cpu"] * case.lanes
         gpipe = peer.GPipe(model, [1] * case.stages, devices=devices, chunks=case.chunks, checkpoint="never")
         return lambda: loss_fn(gpipe(batch), target).backward()
     lanes, how = CONTENDERS[name]
-    devices = ["cpu"] * case.stages
-    pipe = autosplit(model, devices=devices, chunks=case.chunks, sample=batch, schedule=schedule, lanes=lanes)
+    given = {"devices": ["cpu"] * case.lanes, "chunks": case.chunks, "sample": batch, "lanes": lanes}
+    pipe = autosplit(model, **given, schedule=_schedule(name), virtual_stages=case.virtual)
     assert pipe.plan is not None
     cut = [stage.modules for stage in pipe.plan.stages]
     assert cut == [(str(stage),) for stage in range(case.stages)], cut
@@ -202,7 +228,8 @@ def contender(name: str, model: nn.Sequential, case: Case, sleeps: Sleeps) -> Ca
 
 def _schedule(name: str) -> str:
     """Return the schedule whose ideal a contender is held against; what has no other is GPipe's."""
-    return "1f1b" if name.endswith("1f1b") else "gpipe"
+    how = {**LIMITS, **{contender: how for contender, (_, how) in CONTENDERS.items()}}.get(name, CALL)
+    return "gpipe" if how == CALL else how
 
 
 def measure(
@@ -224,6 +251,8 @@ def measure(
         speed_up = nominal_s / wall_s.median
         figures.append(
             {
+                "case": case.title,
+                "lanes": case.lanes,
                 "stages": case.stages,
                 "chunks": case.chunks,
                 "contender": name,
@@ -243,8 +272,7 @@ def measure(
 def row(figure: dict[str, Any]) -> dict[str, str]:
     """Return a figure as a line of the table."""
     return {
-        "stages": str(figure["stages"]),
-        "chunks": str(figure["chunks"]),
+        "case": figure["case"],
         "contender": figure["contender"],
         "nominal ms": f"{figure['nominal_s'] * 1e3:.0f}",
         "measured ms [quartiles]": figure["wall_s"].scaled(1e3).text(),
@@ -262,7 +290,7 @@ def _over_hand_text(figure: dict[str, Any]) -> str:
 def checks_of(figures: Sequence[dict[str, Any]]) -> list[pairs.Check]:
     """Return the share of the ideal that is asked of every contender on threads."""
     return [
-        pairs.at_least(f"S={f['stages']} M={f['chunks']} {f['contender']}, share of the ideal", ASKED, f["share"])
+        pairs.at_least(f"{f['case']} {f['contender']}, share of the ideal", ASKED, f["share"])
         for f in figures
         if f["contender"].startswith("threads")
     ]
@@ -297,7 +325,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=DEFAULT, metavar="CONTENDER", help=", ".join(NAMES))
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--lanes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--virtual-lanes", type=int, nargs="*", default=[2, 4], help="lanes of two stages each")
     parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 32])
     parser.add_argument("--repeats", type=int, default=5, help="of what overlaps")
     parser.add_argument("--serial-repeats", type=int, default=3, help="of all others, which take as long as they sleep")
@@ -314,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = pairs.facts()
     sleeps = Sleeps(arguments.forward_ms / 1e3, arguments.backward_ms / 1e3, arguments.exact_sleep)
     print(pairs.facts_text(machine))
-    late = [sleep_report(sleeps, threads=threads) for threads in sorted({1, max(arguments.stages)})]
+    late = [sleep_report(sleeps, threads=threads) for threads in sorted({1, max(arguments.lanes)})]
     print(*(sleep_text(report) for report in late), sep="\n")
     print(f"sleeps below are {'exact' if sleeps.exact else 'default'} ones, for every contender")
     names = list(arguments.only)
@@ -322,8 +351,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("torchgpipe is not installed; going on without it")
         names.remove(PEER)
     counts = {"repeats": arguments.repeats, "serial_repeats": arguments.serial_repeats}
-    cases = [Case(stages, chunks) for stages in arguments.stages for chunks in arguments.chunks]
-    figures = [figure for case in cases for figure in measure(case, names, sleeps, **counts)]
+    sizes = [(lanes, 1) for lanes in arguments.lanes] + [(lanes, 2) for lanes in arguments.virtual_lanes]
+    cases = [Case(lanes, chunks, virtual) for lanes, virtual in sizes for chunks in arguments.chunks]
+    figures: list[dict[str, Any]] = []
+    for case in cases:
+        figures += measure(case, [name for name in names if case.runs(name)], sleeps, **counts)
     print(pairs.table([row(figure) for figure in figures]))
     checks = checks_of(figures)
     print(pairs.checks_text(checks))

@@ -47,15 +47,34 @@ def test_the_ideal_of_equal_stages_is_known(schedule, stages, chunks):
     assert case.ideal(schedule, SLEEPS) == pytest.approx(stages * chunks / (chunks + stages - 1))
 
 
+@pytest.mark.parametrize("schedule", overlap.VIRTUAL)
+def test_two_stages_on_a_device_halve_what_filling_costs(schedule):
+    case = Case(lanes=4, chunks=8, virtual=2)
+    assert case.title == "S=4 M=8 v=2"
+    assert case.nominal_s(SLEEPS) == pytest.approx(8 * 8 * 0.015)
+    single = Case(lanes=4, chunks=8).ideal("1f1b", SLEEPS)
+    assert single < case.ideal(schedule, SLEEPS) < 4
+    if schedule != "zb_v":
+        assert case.ideal(schedule, SLEEPS) == pytest.approx(4 * 8 / (8 + 3 / 2))
+
+
+def test_zero_bubble_gains_nothing_where_nothing_can_wait():
+    assert Case(4, 8).ideal("zb_h1", SLEEPS) == pytest.approx(Case(4, 8).ideal("1f1b", SLEEPS))
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_sleep_is_never_asked_to_be_shorter(slept, exact):
     overlap.sleep(0.005, exact)
     assert slept == [0.005]
 
 
+def some_case(name: str) -> Case:
+    return Case(lanes=2, chunks=4, virtual=2) if Case(2, 4, virtual=2).runs(name) else Case(lanes=3, chunks=4)
+
+
 @pytest.mark.parametrize("name", [name for name in RUNNABLE if name not in overlap.LIMITS])
 def test_every_contender_sleeps_as_often_and_finds_the_same_gradients(slept, name):
-    case = Case(stages=3, chunks=4)
+    case = some_case(name)
     gradients = {}
     for who in (HAND, name):
         torch.manual_seed(0)
@@ -63,7 +82,7 @@ def test_every_contender_sleeps_as_often_and_finds_the_same_gradients(slept, nam
         step = overlap.contender(who, model, case, SLEEPS)
         slept.clear()
         step()
-        assert Counter(slept) == {0.005: 12, 0.010: 12}
+        assert Counter(slept) == {0.005: 4 * case.stages, 0.010: 4 * case.stages}
         gradients[who] = [parameter.grad for parameter in model.parameters()]
     for ours, plain in zip(gradients[name], gradients[HAND], strict=True):
         torch.testing.assert_close(ours, plain)
@@ -72,11 +91,12 @@ def test_every_contender_sleeps_as_often_and_finds_the_same_gradients(slept, nam
 
 @pytest.mark.parametrize("name", overlap.LIMITS)
 def test_the_limit_sleeps_as_often_and_in_the_order_of_the_schedule(slept, name):
-    step = overlap.contender(name, nn.Sequential(), Case(stages=3, chunks=4), SLEEPS)
+    case = some_case(name)
+    step = overlap.contender(name, nn.Sequential(), case, SLEEPS)
     for _ in range(2):
         slept.clear()
         step()
-        assert Counter(slept) == {0.005: 12, 0.010: 12}
+        assert Counter(slept) == {0.005: 4 * case.stages, 0.010: 4 * case.stages}
         assert slept[:3] == [0.005] * 3  # the last stage's first forward comes before any backward
 
 
@@ -102,7 +122,7 @@ def test_speed_up_is_nominal_over_the_measured_median(slept, monkeypatch):
 
 def test_the_share_of_the_ideal_is_asked_of_threads_only():
     figures = [
-        {"stages": 2, "chunks": 8, "contender": name, "share": share}
+        {"case": Case(2, 8).title, "contender": name, "share": share}
         for name, share in (("threads call", 0.98), ("threads 1f1b", 0.96), ("inline call", 0.5))
     ]
     checks = overlap.checks_of(figures)
@@ -119,11 +139,14 @@ def test_lateness_is_what_passes_beyond_the_sleep(monkeypatch):
 
 def test_the_benchmark_runs(tmp_path, capsys):
     path = tmp_path / "overlap.json"
-    short = "--stages 2 --chunks 2 3 --repeats 2 --serial-repeats 1 --forward-ms 0.1 --backward-ms 0.2".split()
-    overlap.main([*short, "--json", str(path), "--only", *RUNNABLE])
+    sizes = "--lanes 2 --virtual-lanes 2 --chunks 2 3 --repeats 2 --serial-repeats 1".split()
+    short = "--forward-ms 0.1 --backward-ms 0.2".split()
+    overlap.main([*sizes, *short, "--json", str(path), "--only", *RUNNABLE])
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content["settings"]["forward_s"] == 0.0001
-    assert [(f["chunks"], f["contender"]) for f in content["figures"]] == [(m, n) for m in (2, 3) for n in RUNNABLE]
+    cases = [Case(2, chunks, virtual) for virtual in (1, 2) for chunks in (2, 3)]
+    expected = [(case.title, name) for case in cases for name in RUNNABLE if case.runs(name)]
+    assert [(figure["case"], figure["contender"]) for figure in content["figures"]] == expected
     assert [sleeper["threads"] for sleeper in content["machine"]["sleeps"]] == [1, 2]
     printed = capsys.readouterr().out
     assert f"torch {torch.__version__}" in printed
@@ -132,8 +155,9 @@ def test_the_benchmark_runs(tmp_path, capsys):
 
 def test_the_benchmark_goes_on_without_the_peer(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torchgpipe", None)
-    overlap.main(["--stages", "2", "--chunks", "2", "--repeats", "1", "--forward-ms", "0.1", "--backward-ms", "0.1",
-                  "--no-exact-sleep", "--only", PEER, HAND])  # fmt: skip
+    sizes = "--lanes 2 --virtual-lanes --chunks 2 --repeats 1".split()
+    short = "--forward-ms 0.1 --backward-ms 0.1 --no-exact-sleep".split()
+    overlap.main([*sizes, *short, "--only", PEER, HAND])
     printed = capsys.readouterr().out
     assert "torchgpipe is not installed; going on without it" in printed
     assert "sleeps below are default ones" in printed
