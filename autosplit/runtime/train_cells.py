@@ -16,6 +16,7 @@ from torch import fx
 from autosplit.errors import InputError
 from autosplit.runtime.ambient import ThreadState
 from autosplit.runtime.cells import Border, Cells, Step, held_back
+from autosplit.runtime.handed import handed
 from autosplit.runtime.ops import OUT, alias, rows_along, transfer, update_statistics
 from autosplit.runtime.proof import WholeCheck
 from autosplit.runtime.threads import LaneThreads
@@ -41,7 +42,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
     ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        with step.entered() as handed:
+        with step.entered() as used:
             cells = _TrainCells(step, loss, check)
             hooks = held_back(p for parameters in cells.parameters for p in parameters)
             if threads is None:
@@ -50,7 +51,8 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
                         cells.act(action)
             else:
                 threads.run(cells.turns(), cells.act, ThreadState.current(), hooks)
-            handed += cells.results()
+            used += cells.results()
+        used.clear()
         losses = [cells.losses[microbatch] for microbatch in range(len(step.sizes))]
         total = losses[0]
         for value in losses[1:]:
@@ -183,12 +185,17 @@ class _TrainCells(Cells):
             pairs.append((self.start.inputs[stage][microbatch][position], gradient))
         if not pairs:
             raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
-        tensors, gradients = zip(*pairs, strict=True)
-        if len({lane.device for lane in self.step.lanes}) > 1:
-            # The engine takes all roots to be made on one stream; a view puts each on the caller's of its own device.
-            tensors = tuple(alias(tensor) for tensor in tensors)
+        tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        for totals in self.totals:
+            totals.clear()
+        self.input_gradients.clear()
+        pairs.clear()
         with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
-            torch.autograd.backward(tensors, gradients)
+            if len({lane.device for lane in self.step.lanes}) > 1:
+                # The engine takes all roots to be made on one stream; a view puts each on the caller's of its device.
+                torch.autograd.backward([alias(tensor) for tensor in tensors], gradients)
+            else:
+                handed(tensors, gradients).backward()
 
 
 @contextlib.contextmanager

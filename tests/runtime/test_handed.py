@@ -1,0 +1,65 @@
+"""Gradients that the engine is given to keep: they become ``.grad`` without a copy, and sums without new memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import autosplit
+from autosplit.runtime import train_cells
+from autosplit.runtime.handed import handed
+
+
+def leaves(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(3, requires_grad=True) for _ in range(count)]
+
+
+def test_a_gradient_that_nobody_else_holds_becomes_the_leafs_own():
+    own, gradients = leaves(2), [torch.ones(3), torch.full((3,), 2.0)]
+    places = [gradient.data_ptr() for gradient in gradients]
+    handed(own, gradients).backward()
+    assert gradients == []
+    assert [leaf.grad.data_ptr() for leaf in own] == places
+    assert [float(leaf.grad[0]) for leaf in own] == [1.0, 2.0]
+
+
+def test_a_gradient_that_is_held_elsewhere_is_copied():
+    (leaf,), held = leaves(1), torch.ones(3)
+    handed([leaf], [held]).backward()
+    leaf.grad += 1
+    assert held.tolist() == [1.0] * 3
+
+
+def test_one_gradient_for_two_leaves_is_not_shared():
+    one, other = leaves(2)
+    gradient = torch.ones(3)
+    gradients = [gradient, gradient]
+    del gradient
+    handed([one, other], gradients).backward()
+    one.grad += 1
+    assert other.grad.tolist() == [1.0] * 3
+
+
+def test_gradients_add_to_what_is_there_and_pass_through_what_is_no_leaf():
+    (leaf,) = leaves(1)
+    leaf.grad = torch.ones(3)
+    handed([leaf, 3 * leaf], [torch.ones(3), torch.ones(3)]).backward()
+    assert leaf.grad.tolist() == [5.0] * 3
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_a_step_hands_its_sums_over_without_a_copy(monkeypatch, lanes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    batch = torch.randn(6, 4)
+    pipe = autosplit(model, devices=["cpu", "cpu"], chunks=3, sample=batch, lanes=lanes)
+    places: list[int] = []
+
+    def watched(tensors, gradients):
+        places.extend(gradient.data_ptr() for gradient in gradients)
+        return handed(tensors, gradients)
+
+    monkeypatch.setattr(train_cells, "handed", watched)
+    pipe.train_step(batch, target=batch, loss_fn=nn.functional.mse_loss, loss_reduction="mean")
+    assert sorted(parameter.grad.data_ptr() for parameter in model.parameters()) == sorted(places)
