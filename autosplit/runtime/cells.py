@@ -20,6 +20,7 @@ import torch
 
 from autosplit.runtime.ambient import any_autocast
 from autosplit.runtime.differentiate import gradients
+from autosplit.runtime.handed import handed
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, CallState, Key, enter, leave, take, transfer
 from autosplit.runtime.put_off import Product, PutOff, put_off
@@ -27,6 +28,9 @@ from autosplit.runtime.turns import forwards
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.order import issue_order
 from autosplit.trace.scope import has_module_hooks
+
+_LARGE_BYTES = 1 << 16
+"""From here on new memory for every sum costs more than the node that lets autograd add in place."""
 
 
 @dataclass
@@ -286,9 +290,8 @@ class Cells:
             if roots and (leaves or self.summed[stage]):
                 later = PutOff() if whole else self._put_off(roots, stage, microbatch)
                 summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
-                held = [leaf for leaf in summed if in_turn and id(leaf) in totals and id(leaf) not in self.apart]
-                roots += held
-                seeds += [totals[id(leaf)] for leaf in held]
+                if in_turn:
+                    self._hold(stage, summed, roots, seeds)
                 found = iter(gradients(roots, seeds, [*(t for *_, t in leaves), *summed, *later.edges], keep=self.keep))
                 for (name, position, _), gradient in zip(leaves, found, strict=False):
                     if gradient is not None:
@@ -308,6 +311,19 @@ class Cells:
         if not self.keep:
             border.leaves.clear()
             border.sent = {}
+
+    def _hold(self, stage: int, summed: Iterable[torch.Tensor], roots: list[Any], seeds: list[torch.Tensor]) -> None:
+        """Add what was summed so far to what a backward begins at; large sums so that they are added to in place."""
+        totals = self.totals[stage]
+        held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
+        large = [leaf for leaf in held if leaf.numel() * leaf.element_size() >= _LARGE_BYTES]
+        small = [leaf for leaf in held if leaf.numel() * leaf.element_size() < _LARGE_BYTES]
+        roots += small
+        seeds += [totals[id(leaf)] for leaf in small]
+        if large:
+            root = handed(large, [totals.pop(id(leaf)) for leaf in large])
+            roots.append(root)
+            seeds.append(root.detach())
 
     def _put_off(self, roots: Sequence[torch.Tensor], stage: int, microbatch: int) -> PutOff:
         """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only."""

@@ -20,7 +20,8 @@ def handed(tensors: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> to
 
     The list is empty afterwards; who holds a gradient elsewhere has it copied, or added to out of place.
     """
-    return _Handed.apply(gradients, *tensors)
+    with torch.enable_grad():
+        return _Handed.apply(gradients, *tensors)
 
 
 class _Handed(torch.autograd.Function):
