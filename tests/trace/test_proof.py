@@ -155,6 +155,14 @@ def test_other_code_of_the_class_is_proved_anew(proving: Proving, tmp_path: Path
     assert "check_recording" in proving.ran
 
 
+def test_what_cannot_be_told_apart_has_no_proof() -> None:
+    model = Net()
+    model.own = functools.partial(gate)  # what it holds is in no attribute
+    pipe = autosplit(model, devices=2, chunks=2, sample=torch.randn(4, 4), lanes="inline")
+    assert pipe.plan is not None
+    assert pipe.plan.proofs == ()
+
+
 def test_another_mode_is_proved_anew(proving: Proving, tmp_path: Path) -> None:
     path = planned(Net(), tmp_path)
     proving.ran.clear()
