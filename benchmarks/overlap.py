@@ -103,7 +103,8 @@ class Case:
         return name == HAND or (_schedule(name) in VIRTUAL) == (self.virtual > 1)
 
     def schedule(self, name: str) -> Schedule:
-        """Return the schedule of that name for this case."""
+        """Return the schedule of that name for this case; looped_bfs is gpipe on lanes of several stages."""
+        name = "looped_bfs" if name == "gpipe" and self.virtual > 1 else name
         return build(name, stages=self.stages, microbatches=self.chunks, virtual_stages=self.virtual)
 
     def nominal_s(self, sleeps: Sleeps) -> float:

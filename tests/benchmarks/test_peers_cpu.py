@@ -14,7 +14,7 @@ from benchmarks.peers_models import MODELS, subjects
 
 CELLS = Cells(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0), input_gradient_s=(0.0, 1.0), weight_gradient_s=(2.0, 1.0))
 PEER = () if pairs.torchgpipe() is None else tuple(peers_cpu.GPIPE)
-RUNNABLE = ("ours gpipe", "ours 1f1b", *peers_cpu.TORCH, *PEER, "plain, 1", peers_cpu.LOOP)
+RUNNABLE = (*peers_cpu.OURS, *peers_cpu.TORCH, *PEER, "plain, 1", peers_cpu.LOOP)
 
 
 @pytest.fixture(autouse=True)
