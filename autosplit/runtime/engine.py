@@ -84,11 +84,19 @@ class _Loss:
         return self.known(proofs) if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
 
     def known(self, proofs: Proofs) -> _Found | None:
-        """Return torch's own loss where every value of it belongs to one row."""
-        counted = self._count()
-        if counted is None or not self._adds_up(counted, proofs):
-            return None
-        return _Found(self._parts("counted", counted))
+        """Return torch's own loss where every value of it belongs to one row; asked once for the same shapes."""
+        tensors = [leaf for leaf in flatten_output(self.target)[0] if isinstance(leaf, torch.Tensor)]
+        question = self.step.sizes, tuple((t.shape, t.dtype) for t in tensors), tuple(self.outputs.shapes())
+        answer = proofs.find(self.loss_fn, question)
+        if isinstance(answer, tuple):  # numbers that the shapes decide
+            return _Found(self._parts("counted", answer))
+        counted = self._count() if answer is not False else None
+        if answer is None:
+            fits = counted is not None and self._adds_up(counted)
+            fixed = fits and counted is not None and not any(isinstance(c.divisor, torch.Tensor) for c in counted)
+            proofs.keep(self.loss_fn, question, counted if fixed else fits)
+            counted = counted if fits else None
+        return None if counted is None else _Found(self._parts("counted", counted))
 
     def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
         """Return a loss that is proved on this batch or was on an earlier one."""
@@ -119,18 +127,12 @@ class _Loss:
                 return counted
         return None
 
-    def _adds_up(self, counted: Sequence[Counted], proofs: Proofs) -> bool:
-        """Tell whether the values of the microbatches are those of the whole batch; asked once for the same shapes."""
-        tensors = [leaf for leaf in flatten_output(self.target)[0] if isinstance(leaf, torch.Tensor)]
-        shapes = tuple(tensor.shape for tensor in tensors), tuple(shape.sizes for shape in self.outputs.shapes())
-        known = proofs.find(self.loss_fn, (self.step.sizes, shapes))
-        if known is not None:
-            return bool(known)
+    def _adds_up(self, counted: Sequence[Counted]) -> bool:
+        """Tell whether the values of the microbatches are those of the whole batch."""
         device, parts = self.step.lanes[-2].device, []
         for m, target in enumerate(self.targets):
             parts.append(losses.count(self.loss_fn, self.outputs.stand_in(m), target, device) or ())
-        answer = losses.adds_up(counted, [[call.values for call in calls] for calls in parts])
-        return bool(proofs.keep(self.loss_fn, (self.step.sizes, shapes), answer))
+        return losses.adds_up(counted, [[call.values for call in calls] for calls in parts])
 
 
 def _has_graph(target: Any) -> bool:
