@@ -135,24 +135,23 @@ def apart(
     """
     if has_torch_function((value,)):
         return handle_torch_function(apart, (value,), note, function, value, mean, var, weight, bias, eps)
-    seen = torch.zeros((2, *mean.shape), dtype=mean.dtype, device=mean.device)
-    output = function(value, seen[0], seen[1], weight, bias, True, 1.0, eps)
+    own, spread = torch.zeros_like(mean), torch.zeros_like(var)
+    output = function(value, own, spread, weight, bias, True, 1.0, eps)
     if function is F.instance_norm:
-        note(Part(value.shape[0], seen))
+        note(Part(value.shape[0], own, spread))
     else:
-        note(Part(value.numel() // value.shape[1], seen, _rounded(value, seen)))
+        note(Part(value.numel() // value.shape[1], own, spread, _rounded(value, own, spread)))
     return output
 
 
-def _rounded(value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor | None:
+def _rounded(value: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor | None:
     """Return by how much a kernel rounded the means of a value, in float64; None where it does not matter.
 
     Looked at on the CPU only, where a look at a number costs no wait.
     """
-    if seen.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
+    if mean.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
         return None
-    mean, var = seen
-    if not bool((mean * mean > _FAR**2 * var).any()):
+    if not (mean * mean > _FAR**2 * var).any():
         return None
     with torch.no_grad():
         shape = [-1 if dim == 1 else 1 for dim in range(value.dim())]

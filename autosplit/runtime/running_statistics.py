@@ -23,13 +23,14 @@ from autosplit.runtime.lanes import Lane
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a norm saw in one microbatch: values per channel, and their mean and unbiased variance, [2, channels].
+    """What a norm saw in one microbatch: values per channel, and their mean and unbiased variance, [channels] each.
 
     ``off`` is by how much the mean was rounded, [channels] in float64; None where that is too little to matter.
     """
 
     count: int
-    moments: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
     off: torch.Tensor | None = None
 
 
@@ -134,10 +135,11 @@ def _seen(jobs: Sequence[tuple[Use, list[Part]]]) -> list[tuple[torch.Tensor, to
 
 def _joined(count: int, parts: Sequence[Part], averaged: bool) -> Moments:
     """Put the parts of several layers side by side, channel by channel, in float64."""
-    mean, variance = torch.cat([part.moments.flatten(1) for part in parts], 1).double()
+    mean, variance = (torch.cat([part.mean for part in parts]), torch.cat([part.variance for part in parts]))
+    mean, variance = mean.double(), variance.double()
     squares = variance if averaged else variance * (count - 1)
     if any(part.off is not None for part in parts):
-        off = torch.cat([torch.zeros_like(p.moments[0], dtype=mean.dtype) if p.off is None else p.off for p in parts])
+        off = torch.cat([torch.zeros_like(p.mean, dtype=mean.dtype) if p.off is None else p.off for p in parts])
         mean, squares = mean + off, squares - off * off * count
     return Moments(count, mean, squares)
 
