@@ -20,6 +20,7 @@ SHAPE_ONLY = frozenset(
     "new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like "
     "randint_like".split()
 )
+UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
 ALONG = frozenset(
     "cumsum cumprod cummax cummin logcumsumexp softmax log_softmax softmin sort argsort diff normalize".split()
 )
@@ -51,6 +52,11 @@ def rearranges(node: fx.Node, root: nn.Module) -> bool:
 def takes_shape_only(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether an operation reads no value of its tensor operand, only shape and dtype."""
     return _name(function_of(node, root)) in SHAPE_ONLY
+
+
+def leaves_unset(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether an operation gives memory as it is, for others to fill."""
+    return _name(function_of(node, root)) in UNSET
 
 
 def permutes_at_random(node: fx.Node, root: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from autosplit.trace.build import RawGraph
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
 from autosplit.trace.grouped import grouped
+from autosplit.trace.kinds import leaves_unset
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.state import random_state
 from autosplit.trace.structure import flatten_output, tensors_in
@@ -176,6 +177,8 @@ class _Lockstep:
             return interpreter.run_node(node)
         with self._own_contents(info, own) as touched:
             value = interpreter.run_node(node)
+            if leaves_unset(node, self.raw.root):
+                value.detach().zero_()  # what lay in that memory says nothing about rows
             for name in touched:
                 own[name].copy_(self.buffers[name])
         return value

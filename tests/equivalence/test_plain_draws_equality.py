@@ -179,6 +179,14 @@ def test_every_random_operation_draws_the_models_numbers(name: str) -> None:
     assert not any("seeded generators" in note for note in pipe.plan.notes)
 
 
+@pytest.mark.parametrize("name", ["stochastic depth", "fills", "bernoulli_ of a tensor", "dropout, batch second"])
+def test_masks_in_memory_that_was_not_set_are_drawn_by_microbatch(name: str) -> None:
+    pipe = split(build(name))
+    seeded(pipe, 10, 1)
+    recorded = next(iter(pipe._autosplit.recordings.kept.values()))[0]
+    assert all(node.micro for node in recorded.lowered.tape)
+
+
 @pytest.mark.parametrize(("recompute", "lanes"), [("except_last", "threads"), ("block", "inline")])
 def test_recompute_draws_nothing_anew(recompute: str, lanes: str) -> None:
     plain, pipe = build("dropout"), split(build("dropout"), recompute=recompute, lanes=lanes)
