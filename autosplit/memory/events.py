@@ -51,7 +51,7 @@ class StageTrace:
         gradients: storages that ``backward`` leaves: parameter gradients, by the parameter's name.
         kept: other storages that stay until the step ends and are allocated by the first forward only (casts that
             autocast caches), by name.
-        split: by node with trainable matrices, what its weight gradient needs.
+        split: by node whose weight gradient can wait, what it needs.
     """
 
     forward: tuple[Step, ...]

@@ -60,7 +60,9 @@ class StageTraces:
     def pieces(self) -> Mapping[Variant, TracePieces]:
         """The pieces of each trace."""
         traces: tuple[tuple[Variant, StageTrace | None], ...] = (("never", self.never), ("recomputed", self.recomputed))
-        return {variant: TracePieces(trace) for variant, trace in traces if trace is not None}
+        return {
+            variant: TracePieces(trace, whole=variant == "recomputed") for variant, trace in traces if trace is not None
+        }
 
     @cached_property
     def gradients(self) -> tuple[int, ...]:
@@ -107,10 +109,14 @@ class Piece:
 
 
 class TracePieces:
-    """The pieces of one trace, each made when it is first asked for."""
+    """The pieces of one trace, each made when it is first asked for.
 
-    def __init__(self, trace: StageTrace) -> None:
+    ``whole``: a microbatch that runs again in its backward puts nothing off, so that I is all of B, and W nothing.
+    """
+
+    def __init__(self, trace: StageTrace, *, whole: bool = False) -> None:
         self._trace = trace
+        self._whole = whole
         self._made: dict[tuple[Kind, bool, bool, bool], Piece] = {}
 
     def piece(self, kind: Kind, *, first: bool, fresh: bool, keeps: bool = True) -> Piece:
@@ -129,6 +135,8 @@ class TracePieces:
 
     def _make(self, kind: Kind, *, first: bool, fresh: bool, keeps: bool) -> Piece:
         trace = self._trace
+        if self._whole and kind in "IW":
+            return self.piece("B", first=first, fresh=fresh) if kind == "I" else _measured((), {})
         if kind == "F":
             steps = trace.forward if keeps else (*trace.forward, self._release)
         elif kind == "B":

@@ -32,6 +32,7 @@ from autosplit.profile.border import alias, tensors_of
 from autosplit.profile.fake import as_recorded, empty_value, fake
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
+from autosplit.profile.products import late
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_pieces import cut_in_pieces, last_uses
@@ -138,6 +139,7 @@ class _Run:
         self.leaves: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
         self.totals: dict[int, torch.Tensor] = {}
         self.saved: dict[str, dict[int, None]] = {}
+        self.late: set[str] = set()
         self.goes_back = False
         self.outputs = frozenset(stage.outputs)
         self.shared = {node: self._given(node) for node in stage.inputs if _is_shared(node)}
@@ -194,6 +196,7 @@ class _Run:
         averaged = self.how.averaged
         outputs = [t.mean() if n == averaged else t for n, t in named if wanted is None or n in wanted]
         self.goes_back = True
+        self.late = {self.parameters[leaf] for leaf in late(outputs, self.parameters)}
         self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
         self.labels.last = ""
         del outputs, named, sent, given
@@ -244,10 +247,9 @@ class _Run:
     def _split(self, gradients: Mapping[int, str], saved: Mapping[str, Mapping[int, None]]) -> dict[str, Held]:
         made = {name: storage for storage, name in gradients.items()}
         found = {}
-        matrices = {name for name, p in self.root.named_parameters() if p.dim() > 1}
         for _, info in self.stage.computing():
-            own = tuple(made[name] for name in info.reads if name in made)
-            if not matrices.isdisjoint(info.reads) and own:
+            own = tuple(made[name] for name in info.reads if name in made and name in self.late)
+            if own:
                 size = sum(tensor.bytes_at(self.how.rows) for tensor in info.tensors)
                 found[info.name] = Held(tuple(saved.get(info.name, ())), size, own)
         return found

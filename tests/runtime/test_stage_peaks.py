@@ -35,6 +35,10 @@ CASES = [
     ("interleaved", 2, "never"),
     ("interleaved", 2, "block"),
     ("looped_bfs", 2, "always"),
+    ("zb_h1", 1, "never"),
+    ("zb_h1", 1, "except_last"),
+    ("zb_v", 2, "never"),
+    ("zb_v", 2, "block"),
 ]
 
 
