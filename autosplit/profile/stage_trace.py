@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,6 +42,8 @@ from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
 
 _CPU = torch.device("cpu")
+LARGE_BYTES = 1 << 16
+"""From here on a lane adds a leaf's gradient to its sum as soon as it is made; smaller ones at the backward's end."""
 _LEAF = 1 << 62
 """Autograd gives nodes that accumulate into leaves a number above all others."""
 
@@ -56,8 +59,8 @@ class How:
         averaged: the output whose mean is the loss: its gradient is made in the backward, and goes when it is used.
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
-        apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made;
-            else each is added in place as soon as it is made.
+        apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made,
+            those of leaves from :data:`LARGE_BYTES` on one by one; else each is added in place as soon as it is made.
         autocast_ends: the caller's autocast context ends with the forward, as in a plain training loop; else it is
             around the step, and what it cast lives until then.
         kernels: whose kernels' scratch is counted.
@@ -208,17 +211,26 @@ class _Run:
         cotangents = [torch.empty_like(output) for output in outputs]
         if self.how.apart:
             held = [leaf for leaf in self.leaves if id(leaf) in self.totals]
-            outputs, cotangents = outputs + held, cotangents + [self.totals[id(leaf)] for leaf in held]
+            large = [leaf for leaf in held if leaf.numel() * leaf.element_size() >= LARGE_BYTES]
+            small = [leaf for leaf in held if leaf.numel() * leaf.element_size() < LARGE_BYTES]
+            outputs, cotangents = outputs + small, cotangents + [self.totals[id(leaf)] for leaf in small]
+            hooks = [leaf.register_hook(functools.partial(self._renewed, leaf)) for leaf in large]
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
             found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            for hook in hooks:
+                hook.remove()
             self.labels.last = ""
             pairs = zip(self.leaves, found[len(inputs) :], strict=True)
-            self.totals = {id(leaf): total for leaf, total in pairs if total is not None}
+            self.totals |= {id(leaf): total for leaf, total in pairs if total is not None}
         else:
             torch.autograd.backward(outputs, cotangents)
             self.labels.last = ""
             for tensor in inputs:
                 tensor.grad = None
+
+    def _renewed(self, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the new sum of a large leaf; the old one goes."""
+        return self.totals.pop(id(leaf)) + gradient
 
     def end_autocast(self) -> None:
         """Forget what autocast cast, where its context ends here."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autosplit.profile.stage_trace import LARGE_BYTES
 from autosplit.runtime.ambient import any_autocast
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.handed import handed
@@ -28,9 +29,6 @@ from autosplit.runtime.turns import forwards
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.order import issue_order
 from autosplit.trace.scope import has_module_hooks
-
-_LARGE_BYTES = 1 << 16
-"""From here on new memory for every sum costs more than the node that lets autograd add in place."""
 
 
 @dataclass
@@ -316,8 +314,8 @@ class Cells:
         """Add what was summed so far to what a backward begins at; large sums so that they are added to in place."""
         totals = self.totals[stage]
         held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
-        large = [leaf for leaf in held if leaf.numel() * leaf.element_size() >= _LARGE_BYTES]
-        small = [leaf for leaf in held if leaf.numel() * leaf.element_size() < _LARGE_BYTES]
+        large = [leaf for leaf in held if leaf.numel() * leaf.element_size() >= LARGE_BYTES]
+        small = [leaf for leaf in held if leaf.numel() * leaf.element_size() < LARGE_BYTES]
         roots += small
         seeds += [totals[id(leaf)] for leaf in small]
         if large:
