@@ -76,7 +76,7 @@ def _turns(cells: Cells, kind: str) -> Turns:
 
 
 def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:
-    threads.run(_turns(cells, "F"), cells.act, state)
+    threads.run(_turns(cells, "F"), cells.act, state, meanwhile=cells.step.state.draw_ahead)
     return _outputs(cells)
 
 

@@ -144,10 +144,19 @@ class LaneThreads:
         self._process = os.getpid()
         self._step = threading.Lock()
 
-    def run(self, turns: Turns, act: Act, state: ThreadState, within: AbstractContextManager[Any] = _NOTHING) -> None:
+    def run(
+        self,
+        turns: Turns,
+        act: Act,
+        state: ThreadState,
+        within: AbstractContextManager[Any] = _NOTHING,
+        *,
+        meanwhile: Callable[[], bool] | None = None,
+    ) -> None:
         """Run a step: ``act`` performs one action, on its lane's thread, in the given thread state.
 
-        The caller enters ``within`` when it has the lanes for itself, and leaves it before another caller has.
+        The caller enters ``within`` when it has the lanes for itself, and leaves it before another caller has. While
+        they work it calls ``meanwhile`` until that returns False.
 
         Raises what an action raised, the first if there are several; DeviceError when one runs for longer than
         ``timeout_s``. All other lanes have ended their action by then.
@@ -159,7 +168,7 @@ class LaneThreads:
         with self._step, within:
             board = _Board(self._start())
             try:
-                self._perform(board, turns, act, state)
+                self._perform(board, turns, act, state, meanwhile)
             finally:
                 self._leave(board, board.under_way())
         error, board.error = board.error, None
@@ -186,10 +195,14 @@ class LaneThreads:
                 torch.set_num_threads(intra_op)  # what threads of the caller's start with; the lanes keep their one
         return [self._threads[lane] for lane in range(self.lanes)]
 
-    def _perform(self, board: _Board, turns: Turns, act: Act, state: ThreadState) -> None:
+    def _perform(
+        self, board: _Board, turns: Turns, act: Act, state: ThreadState, meanwhile: Callable[[], bool] | None
+    ) -> None:
         try:
             for lane, own in enumerate(turns):
                 board.threads[lane].jobs.put(partial(_work, board, lane, own, act, state))
+            while meanwhile is not None and not board.stopped and meanwhile():
+                pass
             self._wait(board)
         except BaseException as error:
             board.stop()

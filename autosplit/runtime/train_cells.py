@@ -50,7 +50,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
                     for action in cells.order():
                         cells.act(action)
             else:
-                threads.run(cells.turns(), cells.act, ThreadState.current(), hooks)
+                threads.run(cells.turns(), cells.act, ThreadState.current(), hooks, meanwhile=step.state.draw_ahead)
             used += cells.results()
         used.clear()
         losses = [cells.losses[microbatch] for microbatch in range(len(step.sizes))]

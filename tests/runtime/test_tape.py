@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from autosplit import autosplit
 from autosplit.runtime.tape import Tape, TapeNode
 from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
 from autosplit.trace.graph import NodeClass, TracedNode
@@ -103,3 +106,25 @@ def test_no_stack_of_rows_is_not_drawn_beforehand() -> None:
         assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=draws))
         assert is_drawn_beforehand(TracedNode("a", "", NodeClass.FULL, (), random=True, draws=draws))
     assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=None))
+
+
+def test_the_callers_thread_draws_ahead_while_lanes_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, drawn = threading.Event(), []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Dropout(), nn.Dropout())
+    pipe = autosplit(model, devices=2, chunks=2, lanes="threads", sample=torch.randn(6, 4))
+    ahead = Tape.draw_ahead
+
+    def draw_ahead(tape: Tape) -> bool:
+        found = ahead(tape)
+        drawn.append((threading.get_ident(), found))
+        if not found:
+            begun.set()
+        return found
+
+    monkeypatch.setattr(Tape, "draw_ahead", draw_ahead)
+    model[0].register_forward_pre_hook(lambda *_: None if begun.wait(60) else pytest.fail("nobody drew ahead"))
+    for run in (pipe, lambda batch: pipe.train_step(batch, loss_fn=torch.mean, loss_reduction="mean")):
+        begun.clear()
+        drawn.clear()
+        run(torch.randn(6, 4))
+        assert drawn == [(threading.get_ident(), True), (threading.get_ident(), True), (threading.get_ident(), False)]
