@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ _LINEAR = getattr(F, "linear_cross_entropy", None)
 _CLASSES = (F.cross_entropy, F.nll_loss, *([_LINEAR] if _LINEAR is not None else []))
 _KNOWN = (*_PLAIN_ELEMENTS, *_WEIGHTED_ELEMENTS, *_VECTORS, *_CLASSES, F.ctc_loss)
 _SIGNATURES = {function: inspect.signature(function) for function in _KNOWN}
+_MISSING = inspect.Parameter.empty
+_DEFAULTS = {f: {name: p.default for name, p in own.parameters.items()} for f, own in _SIGNATURES.items()}
+_IDENTITIES = frozenset(map(id, _KNOWN))
 _OPERANDS = ("input", "input1", "input2", "target", "weight", "pos_weight")
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -69,7 +73,7 @@ class Counted:
 
 def is_torchs(function: Any) -> bool:
     """Tell whether a function is one of torch's losses."""
-    return any(function is known for known in _KNOWN)
+    return id(function) in _IDENTITIES
 
 
 class Count(TorchFunctionMode):
@@ -87,7 +91,7 @@ class Count(TorchFunctionMode):
         call = _Call.of(func, args, kwargs or {})
         if call is None:
             return func(*args, **(kwargs or {}))
-        self.counted.append(Counted(call.values(), call.divisor()))
+        self.counted.append(Counted(call.values, call.divisor))
         if self.device is None:
             return func(*args, **(kwargs or {}))
         return torch.zeros((), dtype=call.dtype(), device=self.device)
@@ -112,7 +116,7 @@ class Share(TorchFunctionMode):
         if len(self.values) == len(self.whole):
             raise NotAdditive
         counted = self.whole[len(self.values)]
-        self.values.append(call.values())
+        self.values.append(call.values)
         return call.share(counted) * self.times
 
 
@@ -128,9 +132,7 @@ class _Call:
         """Return a call of a loss; None for any other function, and for a loss that is not reduced."""
         if not is_torchs(function):
             return None
-        bound = _SIGNATURES[function].bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
+        given = _bound(function, args, kwargs)
         if given.get("size_average") is not None or given.get("reduce") is not None:
             return None  # deprecated ways to say it
         own_distance = given.get("distance_function") is not None
@@ -145,8 +147,9 @@ class _Call:
         """Return the dtype of the value."""
         return self.first.dtype
 
+    @cached_property
     def values(self) -> int:
-        """Return how many values there are before the reduction."""
+        """How many values there are before the reduction."""
         given, first = self.given, self.first
         if self.function is F.ctc_loss:
             return first.shape[1] if first.dim() == 3 else 1
@@ -155,11 +158,12 @@ class _Call:
             return target.numel() // self._classes() if self._probabilities() else target.numel()
         if any(self.function is known for known in _VECTORS):
             return first.numel() // max(1, first.shape[-1] if first.dim() else 1)
-        shapes = [given[name].shape for name in _OPERANDS if given.get(name) is not None]
-        return math.prod(torch.broadcast_shapes(*shapes))
+        shapes = {given[name].shape for name in _OPERANDS if given.get(name) is not None}
+        return math.prod(torch.broadcast_shapes(*shapes) if len(shapes) > 1 else shapes.pop())
 
+    @cached_property
     def divisor(self) -> Any:
-        """Return what the mean divides the sum of all values by."""
+        """What the mean divides the sum of all values by."""
         given = self.given
         weight = given.get("weight")
         if given["reduction"] == "batchmean":
@@ -169,7 +173,7 @@ class _Call:
         if any(self.function is known for known in _CLASSES) and not self._probabilities():
             ignored = given["ignore_index"]
             return class_weights(given["target"], -100 if ignored is None else ignored, weight)
-        return self.values()
+        return self.values
 
     def share(self, whole: Counted) -> Any:
         """Return this microbatch's part of the whole batch's value."""
@@ -180,9 +184,9 @@ class _Call:
                 # a sum over many values has no room in 16 bits; autocast takes these losses to 32 by itself
                 return self._run("sum", wide=True).div(whole.divisor).to(self.first.dtype)
             return self._run("sum") / whole.divisor
-        if self.values() == 0:  # its own mean would be nan
+        if self.values == 0:  # its own mean would be nan
             return self._run("sum") * (1.0 / whole.divisor if whole.divisor else math.nan)
-        return self._run(self.given["reduction"]) * (self.divisor() / whole.divisor)
+        return self._run(self.given["reduction"]) * (self.divisor / whole.divisor)
 
     def _run(self, reduction: str, *, wide: bool = False) -> Any:
         given = {**self.given, "reduction": reduction}
@@ -197,6 +201,17 @@ class _Call:
     def _classes(self) -> int:
         target = self.given["target"]
         return max(1, target.shape[1 if target.dim() > 1 else 0])
+
+
+def _bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments by name, in order, defaults too; as ``inspect.Signature.bind``, which takes much longer."""
+    defaults = _DEFAULTS[function]
+    by_place = dict(zip(defaults, args, strict=False))
+    given = {**defaults, **by_place, **kwargs}
+    fits = len(args) <= len(defaults) and len(given) == len(defaults) and by_place.keys().isdisjoint(kwargs)
+    if not fits or any(value is _MISSING for value in given.values()):
+        _SIGNATURES[function].bind(*args, **kwargs)  # says what is wrong
+    return given
 
 
 def class_weights(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
