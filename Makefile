@@ -1,7 +1,7 @@
 # autosplit: every target makes its own environment from constraints.txt; a machine needs python3 (3.11 or newer) and make.
 #
 #   make demo     run the demonstration
-#   make test     check, then the whole suite              ARGS="-k name" goes to pytest
+#   make test     check, then the whole suite, a process per core (four at most)      ARGS="-k name" goes to pytest
 #   make check    lint, format, types, layers              fast
 #   make golden   rewrite the golden files from what the tests produce
 #   make clean    remove environments and caches
@@ -22,7 +22,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
 test: $(if $(TORCH),,check) $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
