@@ -80,6 +80,10 @@ def test_every_example_starts_from_the_same_seed():
     assert len(seen) == 1
 
 
+PYTEST = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
+"""A process per core, but not more than memory is sure to hold; a file's tests share what they made."""
+
+
 def commands(*arguments: str) -> str:
     """What make would run from nothing, whatever make runs these tests."""
     outer = ("TORCH", "ARGS", "PYTHON")
@@ -91,7 +95,7 @@ def commands(*arguments: str) -> str:
 
 def test_make_test_checks_first():
     lines = commands("test").splitlines()
-    assert lines[-1].split() == [".venv/bin/python", "-m", "pytest"]
+    assert lines[-1].strip() == f".venv/bin/python {PYTEST}"
     assert [line.split()[0] for line in lines[-5:-1]] == [
         ".venv/bin/ruff",
         ".venv/bin/ruff",
@@ -103,7 +107,7 @@ def test_make_test_checks_first():
 
 def test_another_torch_has_an_environment_of_its_own():
     text = commands("test", "TORCH=2.15.0", "ARGS=-k name")
-    assert text.splitlines()[-1] == ".venv-torch-2.15.0/bin/python -m pytest -k name"
+    assert text.splitlines()[-1] == f".venv-torch-2.15.0/bin/python {PYTEST} -k name"
     assert "torch==2.15.0" in text
     assert " .venv/" not in text
     assert "ruff" not in text
