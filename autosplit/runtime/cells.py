@@ -163,6 +163,7 @@ class Cells:
         self.given = {s: _detached(bundle) if detached else bundle for s, bundle in start.shared.items()}
         self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
         self.clones = detached and self.lowered.changes_inputs
+        self.aliased = detached and (has_module_hooks() or any_autocast())
         self.clear()
 
     def clear(self) -> None:
@@ -216,7 +217,7 @@ class Cells:
 
         Nor under autocast, which keeps the casts of leaves, and with them the leaves, until the caller's context ends.
         """
-        if not (self.detached and bundle and (has_module_hooks() or any_autocast())):
+        if not (self.aliased and bundle):
             return bundle
         return [t[...] if t.requires_grad else t for t in bundle]
 
