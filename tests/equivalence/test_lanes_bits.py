@@ -23,7 +23,7 @@ from tests.equivalence.named_models import CASES, WIDTH, flat, numbers, tokens
 from tests.equivalence.random_modules import Recipe, make_batch, recipes
 from tests.equivalence.random_modules import build as build_random
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*stage:UserWarning"), pytest.mark.usefixtures("one_intra_op_thread")]
 
 RUNS = 30
 LONGEST_S = 0.002
@@ -56,15 +56,6 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delays]:
     delayed = Delays(Cells.act)
     monkeypatch.setattr(Cells, "act", lambda cells, action: delayed(cells, action))
     return delayed
-
-
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread() -> Iterator[None]:
-    """Give the caller one intra-op thread, as lanes have: how torch adds up depends on the number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Everything(nn.Module):

@@ -24,6 +24,8 @@ from tests.equivalence.equality import (
 from tests.equivalence.named_models import numbers
 from tests.runtime.test_batch_norm_statistics import NormAct
 
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
 WIDTH = 6
 
 

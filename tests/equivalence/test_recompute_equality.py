@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from tests.equivalence.equality import LANES, Batch, Run, assert_same_bits, forward_backward, train_step
 from tests.equivalence.named_models import numbers
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 WIDTH, WORDS, ROWS, STAGES, CHUNKS = 6, 13, 10, 3, 4
 OPTIONS = {
@@ -90,15 +92,6 @@ def split(
     devices = (torch.device("cpu"),) * STAGES
     options = Options(devices, CHUNKS, schedule=schedule, lanes=lanes, recompute=recompute, measure=False)
     return PipelinedModule(model, options)
-
-
-@pytest.fixture(autouse=True)
-def _one_intra_op_thread() -> Iterator[None]:
-    """Give the caller one intra-op thread, as lanes have: how torch adds up depends on the number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def first_of(output: Any) -> Tensor:

@@ -17,6 +17,8 @@ from autosplit.pipelined import PipelinedModule
 from autosplit.planning.schedules import ask
 from tests.equivalence.equality import LANES, TOLERANCE, difference
 
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
 WIDTH, ROWS, CHUNKS = 6, 9, 4
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "own")
 AGAIN = ("always", "except_last", "block")
