@@ -14,7 +14,9 @@ from autosplit.lower.split import lower
 from autosplit.options import Sample
 from autosplit.planning.apply import assign
 from autosplit.runtime.lanes import Lane
-from autosplit.runtime.ops import enter, leave, on_lane, sizes_of
+from autosplit.runtime.ops import CallState, enter, leave, on_lane, sizes_of
+from autosplit.schedule.gpipe import forward_only
+from autosplit.schedule.order import issue_order
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 
@@ -49,14 +51,15 @@ class Program:
         self.module = fx.GraphModule(nn.Module(), fx.Graph())
         self.module.__dict__.update(parts)
         self.module.__dict__[STATE] = model
-        self.module.graph = emit(self.lowered, microbatches=len(self.sizes), attributes={name: name for name in parts})
+        order = issue_order(forward_only(len(self.lowered.stages), len(self.sizes)))
+        self.module.graph = emit(self.lowered, order=order, attributes={name: name for name in parts})
 
     def __call__(self, *tensors: torch.Tensor, caller: Lane) -> list[Any]:
         """Run the program on the whole batch and return the flat outputs."""
         flat: Sequence[Any] = ()
         enter(caller, self.lanes)
         try:
-            flat = self.module(*tensors, sum(self.sizes), self.sizes, (*self.lanes, caller), None)
+            flat = self.module(*tensors, sum(self.sizes), self.sizes, (*self.lanes, caller), CallState())
         finally:
             leave(caller, self.lanes, flat)
         return list(flat)
