@@ -108,7 +108,8 @@ class _TrainCells(Cells):
                     self.check.keep(flat, microbatch)
                 value = self.roots[microbatch] = self.loss(given, microbatch)
             self.losses[microbatch] = value.detach()
-            free = self._free_leaves(border, flat, value)
+            given_names = {node.name for node in self.passed}
+            free = self._free_leaves(border, [t for name, t in values.items() if name not in given_names], value)
             self.free += free
             self.summed[stage] += free
             self.apart |= {id(leaf) for leaf in free}
@@ -125,16 +126,16 @@ class _TrainCells(Cells):
         value = self.roots.pop(microbatch)
         return ([value], [torch.ones_like(value)]) if value.requires_grad else ([], [])
 
-    def _free_leaves(self, border: Border, flat: Sequence[Any], value: torch.Tensor) -> list[torch.Tensor]:
+    def _free_leaves(self, border: Border, made: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
         """Return new leaves under the loss that are not the last stage's: the loss's own parameters, for one.
 
-        So are parameters of other stages that the loss looks at itself, as a penalty on weights does. What stands
-        behind the model's outputs is the stages' own.
+        So are parameters of other stages that the loss looks at itself, as a penalty on weights does, and the batch
+        where it is an output too. What stands behind the outputs that stages ``made`` is the stages' own.
         """
         own = {id(t) for bundle in (*border.leaves.values(), *self.given.values()) for t in bundle}
         own |= {id(leaf) for leaf in (*self.parameters[-1], *self.free)}
         found: list[torch.Tensor] = []
-        seen = {leaf.grad_fn for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}
+        seen = {tensor.grad_fn for tensor in made if tensor.grad_fn is not None}
         todo = [value.grad_fn]
         while todo:
             node = todo.pop()

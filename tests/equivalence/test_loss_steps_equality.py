@@ -173,3 +173,28 @@ def test_losses_in_16_bits_and_under_autocast_have_the_plain_dtype(dtype: torch.
             loss = pipe.train_step(x, target=target, loss_fn=loss_fn)
         assert loss.dtype == expected.dtype
         assert difference(loss.float(), expected.float()) <= bound
+
+
+class WithInput(nn.Module):
+    """A model whose input is one of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.layers = nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.Tanh(), nn.Linear(CLASSES, CLASSES))
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(value), value
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_an_input_that_is_an_output_gets_its_gradient_from_both(schedule: str) -> None:
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return ((output[0] - target) * output[1]).pow(2).mean()
+
+    plain = WithInput().double()
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    batch, target = _inputs(), numbers(ROWS, TIME, CLASSES, seed=6)
+    expected = forward_backward(plain, batch, loss=lambda output: loss(output, target))
+    actual = train_step(pipe, batch, target=target, loss_fn=loss)
+    assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
