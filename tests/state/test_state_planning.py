@@ -84,7 +84,7 @@ def test_planning_counts_no_call_and_no_hook() -> None:
     assert int(model[1].num_batches_tracked) == 0
     assert torch.equal(model[1].running_mean, torch.zeros(6))
     pipe(torch.randn(8, 6))
-    assert int(model[1].num_batches_tracked) == 4  # once per microbatch
+    assert int(model[1].num_batches_tracked) == 1  # once per step
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "Sample"])
