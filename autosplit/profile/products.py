@@ -20,7 +20,7 @@ _PASSED = ("TBackward0", "ToCopyBackward0")
 
 def late(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> set[int]:
     """Return the leaves, by identity, whose gradients can wait; ``leaves`` are all that want one."""
-    arrivals, products = _walked(roots)
+    arrivals, products = products_in(roots, _PRODUCTS)
     weights: Counter[int] = Counter()
     biases: Counter[int] = Counter()
     ends: dict[int, Any] = {}
@@ -38,15 +38,19 @@ def late(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> set[int]:
     return {leaf for uses in (weights, biases) for leaf, count in uses.items() if count == arrivals[ends[leaf]]}
 
 
-def _walked(roots: Sequence[torch.Tensor]) -> tuple[Counter[Any], list[Any]]:
-    """Return how many edges lead to each node of a graph, and the nodes that are products."""
+def products_in(roots: Sequence[torch.Tensor], kinds: Collection[str]) -> tuple[Counter[Any], list[Any]]:
+    """Return how many edges lead to each node of a graph, and the nodes of some kinds, by the names of their types."""
     arrivals: Counter[Any] = Counter(root.grad_fn for root in roots if root.grad_fn is not None)
     todo = list(arrivals)
     seen = set(todo)
     products = []
+    wanted: dict[type, bool] = {}
     while todo:
         node = todo.pop()
-        if type(node).__name__ in _PRODUCTS:
+        kind = type(node)
+        if kind not in wanted:
+            wanted[kind] = kind.__name__ in kinds
+        if wanted[kind]:
             products.append(node)
         for following, _ in node.next_functions:
             if following is not None:

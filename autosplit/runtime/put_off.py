@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
+from autosplit.profile.products import products_in
+
 Make = Callable[[torch.Tensor, bool], Sequence[torch.Tensor]]
 """Takes the gradient that came in, and whether the bias wants one, and returns the weight's and the bias's."""
 
@@ -100,7 +102,7 @@ class _Use(NamedTuple):
 
 def put_off(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> PutOff:
     """Find the products in a graph whose weight gradients can wait; ``leaves``, by identity, may be put off."""
-    arrivals, products = _walked(roots)
+    arrivals, products = products_in(roots, _KINDS)
     leaves = set(leaves) - {id(root) for root in roots}
     uses = [use for node in products if (use := _use(node, arrivals, leaves)) is not None]
     weights = Counter(use.weight.end for use in uses)
@@ -117,29 +119,6 @@ def put_off(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> PutOff:
             result.edges.append(GradientEdge(use.node, 0))
             result.caught.append(product)
     return result
-
-
-def _walked(roots: Sequence[torch.Tensor]) -> tuple[Counter[Any], list[Any]]:
-    """Return how many edges lead to each node of a graph, and the nodes that are products."""
-    arrivals: Counter[Any] = Counter(root.grad_fn for root in roots if root.grad_fn is not None)
-    products = []
-    todo = list(arrivals)
-    seen = set(todo)
-    kinds: dict[type, bool] = {}
-    while todo:
-        node = todo.pop()
-        kind = type(node)
-        if kind not in kinds:
-            kinds[kind] = kind.__name__ in _KINDS
-        if kinds[kind]:
-            products.append(node)
-        for following, _ in node.next_functions:
-            if following is not None:
-                arrivals[following] += 1
-                if following not in seen:
-                    seen.add(following)
-                    todo.append(following)
-    return arrivals, products
 
 
 def _way(end: Any, arrivals: Counter[Any], leaves: Collection[int]) -> Way | None:
