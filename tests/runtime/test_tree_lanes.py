@@ -363,4 +363,4 @@ def test_two_hundred_calls_leave_no_threads_and_no_memory() -> None:
     for _ in range(200):
         case.call(value().requires_grad_()).sum().backward()
     assert threading.active_count() == threads
-    assert tensors() == before
+    assert tensors() <= before  # fewer where something that an earlier test left goes meanwhile
