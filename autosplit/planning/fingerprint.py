@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from autosplit.errors import PlanError
-from autosplit.planning.plan import Fingerprint, Plan
+from autosplit.planning.plan import Plan
+from autosplit.planning.records import Fingerprint
 from autosplit.trace.graph import TracedGraph
 
 

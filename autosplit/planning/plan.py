@@ -7,9 +7,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from autosplit.errors import InputError, PlanError, ScheduleError
+from autosplit.planning.records import (
+    Alternative,
+    Boundary,
+    Change,
+    Fingerprint,
+    LaneCurve,
+    Record,
+    StagePlan,
+    Transfer,
+    Unit,
+)
 from autosplit.planning.schedules import schedule_of
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.files import dump_actions
@@ -20,78 +31,13 @@ _WAY_OUT = "write one with plan.save(path)"
 _FITS = {"fits": True, "borderline": None, "no": False}
 
 
-class _Record(BaseModel):
-    # JSON has no NaN and no infinity: a plan with one would not come back as it was.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
 class _Header(BaseModel):
     """What every version of a plan has, read before the rest so that a foreign version is called that."""
 
     version: int
 
 
-class StageMemory(_Record):
-    """Bytes of one stage at the moment of the step at which its device holds the most.
-
-    The peak is the device's; the parts of all stages on it add up to that. Gradients are None when the step begins: at
-    an early moment some are not there yet.
-    """
-
-    parameter_bytes: int
-    buffer_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    transient_bytes: int
-    peak_bytes: int
-    capacity_bytes: int | None = None
-
-
-class StagePlan(_Record):
-    """One stage: its device, the stable names of its nodes in model order, its times per microbatch and its memory."""
-
-    index: int
-    device: str
-    lane: int = Field(default_factory=lambda fields: fields["index"])
-    """Index into the plan's devices, each of which is one lane; a file without it has one stage per device."""
-    nodes: tuple[str, ...]
-    modules: tuple[str, ...]
-    """Qualified names of the modules in whose forward the stage's nodes run, in model order."""
-    parameters: int
-    """Number of trainable and frozen parameter elements whose home is this stage."""
-    forward_s: float
-    backward_s: float
-    recompute: Literal["never", "always", "except_last", "block"] = "never"
-    """What the stage does again in its backward; ``backward_s`` counts that."""
-    replicas: int = 1
-    memory: StageMemory
-
-
-class Boundary(_Record):
-    """A value that crosses a cut: its producer stage (-1: a model input), its consumer stages, bytes per microbatch."""
-
-    value: str
-    producer: int
-    consumers: tuple[int, ...]
-    bytes: int
-    per_step: bool = False
-    """Sent once per step (a shared value or a tied parameter), not once per microbatch."""
-
-
-class Fingerprint(_Record):
-    """What a plan was made for."""
-
-    model: str
-    """Class name of the model."""
-    state: str
-    """Hash over names, shapes and dtypes of parameters and buffers."""
-    nodes: str
-    """Hash over the stable node names of the recording that was planned."""
-    torch: str
-
-
-class Plan(_Record):
+class Plan(Record):
     """Partition, schedule, chunks and prediction for one model; plain data that can be saved, read and re-applied."""
 
     version: int = VERSION
@@ -126,6 +72,20 @@ class Plan(_Record):
     """How the model was followed: its calls recorded, captured by dynamo, or its own Python run module by module."""
     whole: tuple[str, ...] = ()
     """Modules that are one node because their Python cannot be recorded: ``path: reason``."""
+    precision: str | None = None
+    """The precision that costs were predicted for; None: the model's own."""
+    transfers: tuple[Transfer, ...] = ()
+    """What travels between stages per microbatch, and how long."""
+    units: tuple[Unit, ...] = ()
+    """The model in pieces, in model order: what a cut moved by hand is costed with."""
+    curves: tuple[LaneCurve, ...] = ()
+    """What each device holds over the step; empty where the stages were not replayed, or a step is very long."""
+    frontier: tuple[Alternative, ...] = ()
+    """Of the plans that the search weighed those that none beats in both step and peak, the fastest first."""
+    changes: tuple[Change, ...] = ()
+    """Where the plan does not fit: what would, the cheapest first."""
+    reasons: tuple[str, ...] = ()
+    """Why the plan is as it is, in words."""
     proofs: tuple[Proof, ...] = ()
     """What was proved of the recording that was planned: a call that records the same is not proved again."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import cast
 
@@ -24,8 +24,9 @@ from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, formulate, link_seconds, scheduled, state_bytes
 from autosplit.planning.given import given
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
-from autosplit.planning.plan import Boundary, Plan, StageMemory, StagePlan
+from autosplit.planning.plan import Plan
 from autosplit.planning.recompute import first_that_fits, solve_listed
+from autosplit.planning.records import Boundary, StageMemory, StagePlan, Transfer
 from autosplit.planning.schedules import settle
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile, StateProfile
@@ -174,14 +175,14 @@ class _Writer:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = tuple(self._boundaries())
-        weight_s = [sum(work.weight_s for work in self._works(index)) for index in range(len(stages))]
+        transfers = self._transfers()
         timeline = simulate(
             self.schedule,
             forward_s=[stage.forward_s for stage in stages],
             backward_s=[stage.backward_s for stage in stages],
-            input_gradient_s=[s.backward_s - w for s, w in zip(stages, weight_s, strict=True)],
-            weight_gradient_s=weight_s,
-            transfers=self._transfers(),
+            input_gradient_s=[stage.backward_s - stage.weight_s for stage in stages],
+            weight_gradient_s=[stage.weight_s for stage in stages],
+            transfers=transfers,
         )
         fits = fit_of(stages)
         return Plan(
@@ -189,6 +190,7 @@ class _Writer:
             devices=tuple(str(device) for device in self.options.devices[: len(self.schedule.lanes)]),
             stages=stages,
             boundaries=boundaries,
+            transfers=tuple(Transfer(**asdict(time)) for time in transfers),
             chunks=self.options.chunks,
             microbatch_rows=self.sizes,
             schedule=self.schedule.name,
@@ -226,6 +228,7 @@ class _Writer:
             forward_s=sum(work.forward_s for work in own),
             backward_s=sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own),
             recompute=self.recompute[index],
+            weight_s=sum(work.weight_s for work in own),
             memory=self._memory(index),
         )
 

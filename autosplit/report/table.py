@@ -18,7 +18,8 @@ from itertools import groupby
 
 from tabulate import tabulate
 
-from autosplit.planning.plan import Boundary, Plan, StagePlan
+from autosplit.planning.plan import Plan
+from autosplit.planning.records import Boundary, StagePlan
 from autosplit.units import format_bytes, format_seconds
 
 DEFAULT_WIDTH = 120

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from autosplit.planning.plan import Boundary, Fingerprint, Plan, StageMemory, StagePlan
+from autosplit.planning.plan import Plan
+from autosplit.planning.records import Boundary, Fingerprint, StageMemory, StagePlan
 from autosplit.report.table import BOUNDARY_ROWS, render, summarise_modules
 
 MIB = 2**20

@@ -1,0 +1,149 @@
+"""The parts of a plan: plain data, frozen, strict."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Record(BaseModel):
+    """What all parts of a plan are: frozen, and nothing but what is named here."""
+
+    # JSON has no NaN and no infinity: a plan with one would not come back as it was.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class StageMemory(Record):
+    """Bytes of one stage at the moment of the step at which its device holds the most.
+
+    The peak is the device's; the parts of all stages on it add up to that. Gradients are None when the step begins: at
+    an early moment some are not there yet.
+    """
+
+    parameter_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    transient_bytes: int
+    peak_bytes: int
+    capacity_bytes: int | None = None
+    low_bytes: int | None = None
+    """The least that the peak may come out as, where the prediction has a range; likewise ``high_bytes``, the most."""
+    high_bytes: int | None = None
+
+
+class StagePlan(Record):
+    """One stage: its device, the stable names of its nodes in model order, its times per microbatch and its memory."""
+
+    index: int
+    device: str
+    lane: int = Field(default_factory=lambda fields: fields["index"])
+    """Index into the plan's devices, each of which is one lane; a file without it has one stage per device."""
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    """Qualified names of the modules in whose forward the stage's nodes run, in model order."""
+    parameters: int
+    """Number of trainable and frozen parameter elements whose home is this stage."""
+    forward_s: float
+    backward_s: float
+    recompute: Literal["never", "always", "except_last", "block"] = "never"
+    """What the stage does again in its backward; ``backward_s`` counts that."""
+    weight_s: float = 0.0
+    """The part of ``backward_s`` that only weight gradients need: W of a backward in two parts."""
+    replicas: int = 1
+    memory: StageMemory
+
+
+class Boundary(Record):
+    """A value that crosses a cut: its producer stage (-1: a model input), its consumer stages, bytes per microbatch."""
+
+    value: str
+    producer: int
+    consumers: tuple[int, ...]
+    bytes: int
+    per_step: bool = False
+    """Sent once per step (a shared value or a tied parameter), not once per microbatch."""
+
+
+class Fingerprint(Record):
+    """What a plan was made for."""
+
+    model: str
+    """Class name of the model."""
+    state: str
+    """Hash over names, shapes and dtypes of parameters and buffers."""
+    nodes: str
+    """Hash over the stable node names of the recording that was planned."""
+    torch: str
+
+
+class Transfer(Record):
+    """How long one microbatch's values between two stages travel, and their gradients back."""
+
+    producer: int
+    consumer: int
+    forward_s: float
+    backward_s: float
+
+
+class Unit(Record):
+    """A run of nodes of one module in model order, the smallest that is moved by hand, and its costs per microbatch.
+
+    ``static_bytes`` are parameters, gradients, buffers and optimizer state; ``kept_bytes`` are what it keeps from its
+    forward to its backward without recompute; ``transient_bytes`` live inside it only; ``sent_bytes`` is what crosses a
+    cut behind it.
+    """
+
+    name: str
+    stage: int
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    static_bytes: int
+    kept_bytes: int
+    transient_bytes: int
+    sent_bytes: int
+
+
+class LaneCurve(Record):
+    """What one device holds over a step: at the fullest moment of each of its actions, in order, the bytes by kind.
+
+    Every tuple has one entry per action and a last one for the optimizer's step.
+    """
+
+    parameter_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    optimizer_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    transient_bytes: tuple[int, ...]
+
+
+class Alternative(Record):
+    """Another plan that the search weighed: what it chose, its step and its largest peak."""
+
+    chunks: int
+    schedule: str
+    virtual_stages: int
+    recompute: tuple[str, ...]
+    """One entry, or one per stage."""
+    step_s: float
+    peak_bytes: int
+    """The largest of any device."""
+    verdict: Literal["fits", "borderline", "no"]
+    replayed: bool
+    """Whether the peak was replayed, or is the additive formula's."""
+
+
+class Change(Record):
+    """What would make a plan fit that does not, or fit better, and its price."""
+
+    kind: Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device"]
+    text: str
+    """What to change, in words and with the numbers: ``recompute="block": 61.2 GiB, the step is 31% longer``."""
+    arguments: dict[str, str | int]
+    """The arguments of `plan` that say it."""
+    step_s: float
+    peak_bytes: int
+    verdict: Literal["fits", "borderline", "no"]

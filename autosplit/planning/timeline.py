@@ -1,0 +1,78 @@
+"""A step on the clock, as bars: predicted from a plan alone, or recorded while it ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autosplit.planning.plan import Plan
+from autosplit.schedule.action import Action, Kind
+from autosplit.schedule.simulate import TransferTime, simulate
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One action on its lane; seconds from the start of the step."""
+
+    lane: int
+    stage: int
+    kind: Kind
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Values of one microbatch on their way from one stage to another, forward, or gradients back."""
+
+    source: int
+    target: int
+    microbatch: int
+    backward: bool
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """What every lane does over a step.
+
+    ``step_s`` is the length of the step that the bars are of: predicted, without what runs once per step beside them.
+    """
+
+    bars: tuple[Bar, ...]
+    sent: tuple[Sent, ...]
+    step_s: float
+    measured: bool
+
+
+def predicted(plan: Plan) -> StepTimeline:
+    """Return the simulated step of a plan, from what the plan holds and nothing else."""
+    schedule = plan.schedule_for(len(plan.microbatch_rows))
+    times = tuple(TransferTime(t.producer, t.consumer, t.forward_s, t.backward_s) for t in plan.transfers)
+    found = simulate(
+        schedule,
+        forward_s=[stage.forward_s for stage in plan.stages],
+        backward_s=[stage.backward_s for stage in plan.stages],
+        input_gradient_s=[stage.backward_s - stage.weight_s for stage in plan.stages],
+        weight_gradient_s=[stage.weight_s for stage in plan.stages],
+        transfers=times,
+    )
+    lane = schedule.stage_lane
+    bars = tuple(
+        Bar(lane[s.action.stage], s.action.stage, s.action.kind, s.action.microbatch, s.start_s, s.end_s)
+        for s in found.spans
+    )
+    ends = {span.action: span.end_s for span in found.spans}
+    sent = []
+    for time in times:
+        if lane[time.producer] == lane[time.consumer]:
+            continue
+        for microbatch in range(schedule.microbatches):
+            ready_s = ends[Action(time.producer, "F", microbatch)]
+            sent.append(Sent(time.producer, time.consumer, microbatch, False, ready_s, ready_s + time.forward_s))
+            back = schedule.input_gradient(time.consumer, microbatch)
+            if back in ends:
+                ready_s = ends[back]
+                sent.append(Sent(time.consumer, time.producer, microbatch, True, ready_s, ready_s + time.backward_s))
+    return StepTimeline(bars, tuple(sent), found.step_s, measured=False)
