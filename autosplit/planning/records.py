@@ -52,6 +52,10 @@ class StagePlan(Record):
     """What the stage does again in its backward; ``backward_s`` counts that."""
     weight_s: float = 0.0
     """The part of ``backward_s`` that only weight gradients need: W of a backward in two parts."""
+    forward_issue_s: float = 0.0
+    """How long a host thread takes to issue the kernels of one microbatch's forward; 0 where that is not known."""
+    backward_issue_s: float = 0.0
+    """Likewise of its backward, with what is done again in it."""
     replicas: int = 1
     memory: StageMemory
 
@@ -147,3 +151,5 @@ class Change(Record):
     step_s: float
     peak_bytes: int
     verdict: Literal["fits", "borderline", "no"]
+    planned: bool = True
+    """Whether it was planned anew, or estimated from this plan's units."""

@@ -148,6 +148,8 @@ def _joined(cost: NodeCosts, times: NodeTimes) -> NodeProfile:
         forward_transient_bytes=cost.forward_transient_bytes,
         backward_transient_bytes=cost.backward_transient_bytes,
         requires_grad=cost.requires_grad,
+        forward_kernels=len(cost.forward_operations),
+        backward_kernels=len(cost.backward_operations),
     )
 
 

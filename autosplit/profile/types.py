@@ -15,7 +15,8 @@ class NodeProfile:
     ``saved`` maps the storages that autograd keeps for the backward (parameters, buffers and model inputs excluded)
     to their bytes; equal ids in two nodes are one storage. ``outputs`` maps the storages of the node's results
     likewise; ``output_bytes`` counts the elements of the results, views too: what a transfer carries.
-    ``requires_grad``: gradients flow through the results.
+    ``requires_grad``: gradients flow through the results. ``forward_kernels`` and ``backward_kernels`` count the
+    operations that a host issues.
     """
 
     name: str
@@ -29,6 +30,8 @@ class NodeProfile:
     forward_transient_bytes: int
     backward_transient_bytes: int
     requires_grad: bool = True
+    forward_kernels: int = 0
+    backward_kernels: int = 0
 
 
 @dataclass(frozen=True)
