@@ -2,6 +2,7 @@
 #
 #   make demo     run the demonstration
 #   make test     check, then the whole suite, a process per core (four at most)      ARGS="-k name" goes to pytest
+#   make browser  Debian's Chromium, in which the tests open the report's page: installed as root where it is missing
 #   make check    lint, format, types, layers              fast
 #   make golden   rewrite the golden files from what the tests produce
 #   make clean    remove environments and caches
@@ -16,13 +17,25 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check golden clean
+.PHONY: demo test check golden clean browser
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
-test: $(if $(TORCH),,check) $(INSTALLED)
+test: browser $(if $(TORCH),,check) $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+# A page is tested where it is read. Without root, or on another system, its tests are skipped, and say so.
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" -ne 0 ] || ! grep -qsx ID=debian /etc/os-release; then \
+	  echo "the tests of the report's page are skipped: there is no chromium and chromedriver on the PATH, and only" \
+	    "root on a Debian system installs them here (apt-get install chromium chromium-driver)" >&2; \
+	else \
+	  echo "installing chromium and chromium-driver for the tests of the report's page" >&2; \
+	  apt-get -qq -o DPkg::Lock::Timeout=300 update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y \
+	    -o DPkg::Lock::Timeout=300 install --no-install-recommends chromium chromium-driver >/dev/null; \
+	fi
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

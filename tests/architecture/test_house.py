@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,19 @@ def test_make_test_checks_first():
         ".venv/bin/lint-imports",
     ]
     assert "cp constraints.txt .venv/constraints.txt" in lines
+
+
+def test_make_test_looks_for_a_browser_and_says_what_is_skipped_without(tmp_path):
+    [found, *_] = commands("test").split("\nelse ")
+    assert "command -v chromium" in found
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n", encoding="utf-8")
+    (tmp_path / "id").chmod(0o755)
+    shell = shutil.which("sh")
+    recipe = commands("browser").replace("command -v chromium ", "command -v no-such-program ")
+    asked = subprocess.run(
+        [shell, "-c", recipe], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert "skipped: there is no chromium" in asked.stderr
 
 
 def test_another_torch_has_an_environment_of_its_own():
