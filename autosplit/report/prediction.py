@@ -1,0 +1,112 @@
+"""What a plan amounts to: step, imbalance, bottleneck and its proof, node classes, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autosplit.planning.plan import Plan
+from autosplit.planning.verdicts import DeviceVerdict, binding, device_verdicts
+from autosplit.report.document import Section
+from autosplit.report.words import plural
+from autosplit.units import format_bytes, format_seconds
+
+COLLAPSED_SHARE = 0.5
+HINDERED_SHARE = 0.1
+_TERMS = {
+    "states": "parameters, gradients and optimizer state",
+    "activations": "activations",
+    "transient": "what lives inside one operation",
+}
+
+
+def shares(plan: Plan) -> bool:
+    """Tell whether stages are not simply one per device, in order."""
+    return any(stage.lane != stage.index for stage in plan.stages)
+
+
+def prediction(plan: Plan) -> Section:
+    """Return the facts that the plan's tables amount to."""
+    unit = "device" if shares(plan) else "stage"
+    totals = [0.0] * (1 + max(stage.lane for stage in plan.stages))
+    for stage in plan.stages:
+        totals[stage.lane] += stage.forward_s + stage.backward_s
+    mean = sum(totals) / len(totals)
+    slowest = totals.index(max(totals))
+    ratio = f"{max(totals) / mean:.2f}" if mean else "1.00"
+    steps = plan.objective == "step_time"
+    step = f"{format_seconds(plan.step_s)}, bubble {plan.bubble:.1%}"
+    bottleneck = f"{format_seconds(plan.bottleneck_s)} per microbatch"
+    facts = (
+        ("step", f"{step}, {proof(plan)}" if steps else step),
+        ("imbalance", f"{ratio} (slowest {unit} over the mean; the slowest is {unit} {slowest})"),
+        ("bottleneck", bottleneck if steps else f"{bottleneck}, {proof(plan)}"),
+        *_classes(plan),
+        ("memory", memory_words(plan)),
+    )
+    return Section("Prediction", facts=facts)
+
+
+def proof(plan: Plan) -> str:
+    """Return how far from the best of all cuts the plan's is: the optimum, or a gap."""
+    bound = f"lower bound {format_seconds(plan.lower_bound_s)}"
+    if plan.status == "optimal":
+        return f"{bound}: optimal"
+    if plan.lower_bound_s <= 0:
+        return "no lower bound is known"
+    return f"{bound}: at most {plan.gap:.1%} above the optimum"
+
+
+def _classes(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the share of FLOPs per class, and what a large ``full`` share means for the pipeline."""
+    each = ", ".join(f"{name} {plan.class_flops.get(name, 0.0):.1%}" for name in ("micro", "full", "shared"))
+    yield "classes", f"{each} of the forward FLOPs"
+    full = plan.class_flops.get("full", 0.0)
+    if full < HINDERED_SHARE:
+        return
+    state = "has collapsed" if full >= COLLAPSED_SHARE else "is held back"
+    count = 1 + max(stage.lane for stage in plan.stages)
+    stages = plural(count, "device" if shares(plan) else "stage")
+    limit = 1 / (full + (1 - full) / count)
+    yield (
+        "pipeline",
+        f"The pipeline {state}: {full:.0%} of the work mixes rows of the batch and runs once, on merged "
+        f"values, outside the microbatches; {stages} can be at most {limit:.2f} times as fast as one.",
+    )
+
+
+def memory_words(plan: Plan) -> str:
+    """Return whether the plan fits, with the numbers of the device that is nearest to its capacity."""
+    tightest = binding(plan)
+    if tightest is None:
+        worst = max(device_verdicts(plan), key=lambda one: one.peak_bytes)
+        peak = f"the largest peak is {format_bytes(worst.peak_bytes)} on {_holder(plan, worst)}"
+        return f"not judged: no capacity is known (memory_limit= sets one), {peak}"
+    numbers = (
+        f"{_holder(plan, tightest)} needs {needs_words(tightest)}, "
+        f"{tightest.device} has {format_bytes(tightest.capacity_bytes or 0)}"
+    )
+    if plan.verdict == "fits":
+        return f"fits; the tightest is {numbers}"
+    if plan.verdict == "borderline":
+        return f"borderline: {numbers}"
+    way_out = "" if plan.changes else "; more devices, more chunks or a smaller batch need less"
+    return f"DOES NOT FIT: {numbers}; {term_words(tightest)}{way_out}"
+
+
+def needs_words(device: DeviceVerdict) -> str:
+    """Return a device's peak, with its range where one was predicted."""
+    peak = format_bytes(device.peak_bytes)
+    if device.low_bytes == device.high_bytes:
+        return peak
+    return f"{peak} ({format_bytes(device.low_bytes)} to {format_bytes(device.high_bytes)})"
+
+
+def term_words(device: DeviceVerdict) -> str:
+    """Return what takes the most of a device's peak, and how much."""
+    if device.term == "states" and device.capacity_bytes is not None and device.states_bytes > device.capacity_bytes:
+        return f"its {_TERMS['states']} alone are {format_bytes(device.states_bytes)}"
+    return f"{format_bytes(device.term_bytes)} of that are {_TERMS[device.term]}"
+
+
+def _holder(plan: Plan, device: DeviceVerdict) -> str:
+    return f"device {device.lane}" if shares(plan) else f"stage {device.stages[0]}"

@@ -1,0 +1,202 @@
+"""The sections of a plan's report: what was planned, its stages, boundaries and schedule.
+
+Partition of Model        what was planned, on what, from measured or modelled times
+Schedule                  who does what when, where that is not plain and small enough
+Stages                    one row per stage: times, memory
+Verdict                   one row per device: what it needs and has, where a capacity is known
+Boundaries                one row per value that crosses a cut
+Prediction                imbalance, bubble, step time, proof, node classes, memory
+What would make it fit    changes, and what each costs
+Other plans               those that no other beats in both step and peak
+Reasons, Notes            why the plan is as it is, and what else the planner has to say
+Measured                  a recorded step beside the predicted one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from autosplit.planning.plan import Plan
+from autosplit.planning.records import Boundary, StagePlan
+from autosplit.planning.timeline import StepTimeline
+from autosplit.report.beside import measured_section
+from autosplit.report.choices import changes, frontier, verdicts
+from autosplit.report.document import Column, Section, column, room_beside, table_width
+from autosplit.report.prediction import prediction, shares
+from autosplit.report.words import covers, fit_modules, format_count, numbers, plural, repeats, shorten
+from autosplit.units import format_bytes, format_seconds
+
+NARROWEST_MODULES = 24
+BOUNDARY_ROWS = 24
+GRID_ROWS = 16
+_PLAIN_SCHEDULES = ("gpipe", "1f1b", "forward")
+
+
+def sections(plan: Plan, *, width: int | None, measured: StepTimeline | None = None) -> list[Section]:
+    """Return the report of ``plan`` for a page of ``width`` columns of text; None: a page without a width."""
+    found = [
+        _header(plan),
+        *_grid(plan, width=width),
+        *_stages(plan, width=width),
+        *verdicts(plan, width=width),
+        _boundaries(plan, width=width),
+        prediction(plan),
+        *([] if measured is None else [measured_section(plan, measured)]),
+        *changes(plan),
+        *frontier(plan, width=width),
+    ]
+    listed = {"Reasons": plan.reasons, "Whole modules": plan.whole, "Notes": plan.notes}
+    return found + [Section(title, points=points) for title, points in listed.items() if points]
+
+
+def _grid(plan: Plan, *, width: int | None) -> Iterator[Section]:
+    """Yield the schedule's grid: none for GPipe and 1F1B, which everybody knows, or where it is too large."""
+    if plan.schedule in _PLAIN_SCHEDULES and not plan.actions:
+        return
+    lines = str(plan.schedule_for(len(plan.microbatch_rows))).splitlines()
+    if len(lines) <= GRID_ROWS and (width is None or max(map(len, lines)) <= width):
+        yield Section("Schedule (a row per device; 2F0 is stage 2, forward, microbatch 0)", verbatim=tuple(lines))
+
+
+def _header(plan: Plan) -> Section:
+    each = f", up to {plan.virtual_stages} stages on each" if plan.virtual_stages > 1 else ""
+    own = " (from an action file)" if plan.actions else ""
+    times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
+    precision = f", precision {plan.precision}" if plan.precision is not None else ""
+    facts = (
+        ("devices", f"{len(plan.devices)}: {repeats(plan.devices)}{each}"),
+        ("chunks", _microbatches(plan)),
+        ("schedule", f"{plan.schedule}{own}, optimizer {plan.optimizer}{precision}"),
+        ("basis", f"{times}, torch {plan.fingerprint.torch}"),
+        ("traced", _traced(plan)),
+    )
+    return Section(f"Partition of {plan.fingerprint.model}", facts=facts)
+
+
+def _traced(plan: Plan) -> str:
+    """Say how the model was followed, and how much of it stayed whole."""
+    ways = {
+        "recorded": "run and recorded",
+        "captured": "captured by dynamo",
+        "module tree": "no graph can follow it: its own Python runs, module by module",
+    }
+    kept = f", {plural(len(plan.whole), 'module')} whole" if plan.whole else ""
+    return ways[plan.rung] + kept
+
+
+def _microbatches(plan: Plan) -> str:
+    rows = plan.microbatch_rows
+    sizes = ", ".join(f"{len(list(run))} x {plural(size, 'row')}" for size, run in groupby(rows))
+    used = "" if len(rows) == plan.chunks else f", {len(rows)} used"
+    return f"{plan.chunks}{used}: {sizes} (a batch of {plural(sum(rows), 'row')})"
+
+
+def _stages(plan: Plan, *, width: int | None) -> Iterator[Section]:
+    """Yield two tables with one row per stage: one of all columns would need about 160 columns of text."""
+    index = column("stage", plan.stages, lambda stage: str(stage.index))
+    times = _time_columns(plan)
+    device = _device_column(plan, [index, *times], width=width)
+    basis = "measured" if plan.measured else "modelled"
+    room = room_beside([index, device, *times], width=width)
+    owned = covers(plan)
+    modules = column("modules", plan.stages, lambda stage: fit_modules(owned[stage.index], width=room), align="left")
+    aside = room is not None and width is not None and room < NARROWEST_MODULES
+    yield Section(
+        f"Stages (forward, backward and what a stage sends: per microbatch, {basis})",
+        columns=(index, device, *(() if aside else (modules,)), *times),
+        below=tuple(_modules_below(owned, width=width)) if aside and width is not None else (),
+    )
+    yield Section(
+        "Memory per stage when its device is fullest, and the device's peak"
+        if shares(plan)
+        else "Memory per stage over a step",
+        columns=(index, *_memory_columns(plan)),
+        below=tuple(_buffers(plan)),
+    )
+
+
+def _device_column(plan: Plan, others: Sequence[Column], *, width: int | None) -> Column:
+    """Return the stages' devices: their names, and their numbers where several stages share one; else those alone."""
+    numbered = column("device", plan.stages, lambda stage: f"{stage.lane}: {stage.device}", align="left")
+    named = numbered if shares(plan) else column("device", plan.stages, lambda stage: stage.device, align="left")
+    if width is None or table_width([named, *others]) <= width:
+        return named
+    return column("device", plan.stages, lambda stage: str(stage.lane), align="left")
+
+
+def _modules_below(owned: Sequence[Sequence[str]], *, width: int) -> list[str]:
+    """Return the modules as lines of their own, for a page on which the table has no room for them."""
+    return [
+        "modules",
+        *(f"  stage {index}: {fit_modules(names, width=width - 16)}" for index, names in enumerate(owned)),
+    ]
+
+
+def _buffers(plan: Plan) -> list[str]:
+    sizes = [(stage.index, stage.memory.buffer_bytes) for stage in plan.stages if stage.memory.buffer_bytes]
+    listed = ", ".join(f"{format_bytes(size)} on stage {index}" for index, size in sizes)
+    return [f"and buffers: {listed}"] if sizes else []
+
+
+def _time_columns(plan: Plan) -> list[Column]:
+    columns = [
+        column("params", plan.stages, lambda stage: format_count(stage.parameters)),
+        column("forward", plan.stages, lambda stage: format_seconds(stage.forward_s)),
+        column("backward", plan.stages, lambda stage: format_seconds(stage.backward_s)),
+    ]
+    if any(stage.recompute != "never" for stage in plan.stages):
+        columns.append(column("recompute", plan.stages, lambda stage: stage.recompute, align="left"))
+    if any(stage.replicas > 1 for stage in plan.stages):
+        columns.append(column("replicas", plan.stages, lambda stage: str(stage.replicas)))
+    return [*columns, column("sends", plan.stages, lambda stage: _sends(plan, stage), align="left")]
+
+
+def _memory_columns(plan: Plan) -> list[Column]:
+    columns = [
+        column("params", plan.stages, lambda stage: format_bytes(stage.memory.parameter_bytes)),
+        column("grads", plan.stages, lambda stage: format_bytes(stage.memory.gradient_bytes)),
+        column("optim", plan.stages, lambda stage: format_bytes(stage.memory.optimizer_bytes)),
+        column("activ", plan.stages, lambda stage: format_bytes(stage.memory.activation_bytes)),
+        column("transient", plan.stages, lambda stage: format_bytes(stage.memory.transient_bytes)),
+        column("peak", plan.stages, lambda stage: format_bytes(stage.memory.peak_bytes)),
+    ]
+    if any(stage.memory.capacity_bytes is not None for stage in plan.stages):
+        columns.append(column("capacity", plan.stages, _capacity))
+    return columns
+
+
+def _capacity(stage: StagePlan) -> str:
+    return "-" if stage.memory.capacity_bytes is None else format_bytes(stage.memory.capacity_bytes)
+
+
+def _sends(plan: Plan, stage: StagePlan) -> str:
+    """Return what leaves the stage with every microbatch, one transfer per consumer, and where it goes."""
+    out = [item for item in plan.boundaries if item.producer == stage.index and not item.per_step and item.consumers]
+    if not out:
+        return "-"
+    consumers = {consumer for item in out for consumer in item.consumers}
+    return f"{format_bytes(sum(item.bytes * len(item.consumers) for item in out))} to {numbers(consumers)}"
+
+
+def _boundaries(plan: Plan, *, width: int | None) -> Section:
+    """Return the boundary table: all of them, or the largest in model order and a line that counts the rest."""
+    if not plan.boundaries:
+        return Section("Boundaries: none")
+    largest = sorted(plan.boundaries, key=lambda item: item.bytes, reverse=True)[:BOUNDARY_ROWS]
+    shown = [item for item in plan.boundaries if item in largest]
+    columns = [
+        column("from", shown, lambda item: "input" if item.producer < 0 else str(item.producer)),
+        column("to", shown, lambda item: numbers(item.consumers) or "output", align="left"),
+        column("size", shown, lambda item: format_bytes(item.bytes)),
+        column("sent per", shown, lambda item: "step" if item.per_step else "microbatch", align="left"),
+    ]
+    room = room_beside(columns, width=width)
+    value = column("value", shown, lambda item: shorten(item.value, width=room), align="left")
+    return Section("Boundaries", columns=(value, *columns), below=tuple(_hidden(plan.boundaries, shown=shown)))
+
+
+def _hidden(boundaries: Sequence[Boundary], *, shown: Sequence[Boundary]) -> Iterable[str]:
+    rest = [item for item in boundaries if item not in shown]
+    if rest:
+        yield f"and {len(rest)} smaller ones, {format_bytes(sum(item.bytes for item in rest))} in all"

@@ -1,0 +1,123 @@
+"""Words of a report: modules, numbers, devices and choices as short text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from autosplit.planning.plan import Plan
+
+
+def summarise_modules(names: Iterable[str]) -> str:
+    """Return module names as one short line: numbered neighbours become ranges, ``h.0, h.1, h.2`` is ``h.0-h.2``."""
+    return ", ".join(_module_ranges(names))
+
+
+def fit_modules(names: Iterable[str], *, width: int | None) -> str:
+    """Return as many modules as ``width`` columns hold (None: all), and how many are left out."""
+    parts = _module_ranges(names)
+    if width is None:
+        return ", ".join(parts) or "-"
+    for count in range(len(parts), 0, -1):
+        left = len(parts) - count
+        text = ", ".join(parts[:count]) + (f", +{left} more" if left else "")
+        if len(text) <= width:
+            return text
+    tail = f", +{len(parts) - 1} more" if len(parts) > 1 else ""
+    return (shorten(parts[0], width=width - len(tail)) + tail) if parts else "-"
+
+
+def covers(plan: Plan) -> list[list[str]]:
+    """Return each stage's modules: the largest subtrees that no other stage shares, ``(part)`` where one is shared."""
+    owners: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        for path in stage.modules:
+            for prefix in _prefixes(path):
+                owners.setdefault(prefix, set()).add(stage.index)
+    return [list(dict.fromkeys(_largest_own(path, owners=owners) for path in stage.modules)) for stage in plan.stages]
+
+
+def _prefixes(path: str) -> list[str]:
+    """Return a module and those that hold it, the outermost first: ``a.b`` gives ``a``, ``a.b``."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _largest_own(path: str, *, owners: Mapping[str, set[int]]) -> str:
+    whole = (prefix for prefix in _prefixes(path) if len(owners[prefix]) == 1)
+    return next(whole, f"{path} (part)")
+
+
+def _module_ranges(names: Iterable[str]) -> list[str]:
+    numbers: dict[str, list[int]] = {}
+    for name in dict.fromkeys(names):
+        match = re.fullmatch(r"(|.*\.)(0|[1-9][0-9]{0,17})", name)
+        if match is None:
+            numbers[name] = []
+        else:
+            numbers.setdefault(match[1], []).append(int(match[2]))
+    return [text for name, found in numbers.items() for text in (_ranges(name, found) if found else [name or "(root)"])]
+
+
+def _ranges(prefix: str, numbers: list[int]) -> list[str]:
+    parent = prefix[:-1].rpartition(".")[2]
+    last = f"{parent}." if parent else ""
+    texts = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        texts.append(f"{prefix}{found[0]}" + (f"-{last}{found[-1]}" if len(found) > 1 else ""))
+    return texts
+
+
+def shorten(text: str, *, width: int | None) -> str:
+    """Return ``text`` without its start when it is longer than ``width``: the end of a dotted name tells more."""
+    return text if width is None or len(text) <= width else f"...{text[len(text) - width + 3 :]}"
+
+
+def clip(text: str, *, width: int | None) -> str:
+    """Return ``text`` without its end when it is longer than ``width``."""
+    return text if width is None or len(text) <= width else f"{text[: max(0, width - 3)]}..."
+
+
+def numbers(found: Iterable[int]) -> str:
+    """Return whole numbers with neighbours as ranges: ``"0, 2-4"``."""
+    return ", ".join(_ranges("", sorted(found)))
+
+
+def plural(count: int, word: str) -> str:
+    """Return a number and its noun: ``"1 row"``, ``"2 rows"``."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def repeats(names: Sequence[str]) -> str:
+    """Return names with equal neighbours counted: ``"2 x cuda:0, cpu"``."""
+    counts = [(name, len(list(run))) for name, run in groupby(names)]
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
+
+
+def format_count(count: int) -> str:
+    """Return a number of elements with three significant digits: ``"1.24 M"``."""
+    size = float(count)
+    for unit in ("", " k", " M", " G"):
+        if size < 999.5:
+            return f"{size:.0f}" if not unit else f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f}{unit}"
+        size /= 1000
+    return f"{size:.2f} T"
+
+
+def recompute_words(options: Sequence[str]) -> str:
+    """Return what stages recompute: ``"never"``, or ``"block on 0-2, else never"`` with the commonest last."""
+    if len(set(options)) <= 1:
+        return options[0] if options else "never"
+    places: dict[str, list[int]] = {}
+    for stage, option in enumerate(options):
+        places.setdefault(option, []).append(stage)
+    rest = max(places, key=lambda option: (len(places[option]), option == "never"))
+    listed = [f"{option} on {numbers(stages)}" for option, stages in places.items() if option != rest]
+    return f"{', '.join(listed)}, else {rest}"
+
+
+def schedule_words(schedule: str, virtual_stages: int) -> str:
+    """Return a schedule's name with its stages per device where there are several: ``"interleaved x 2"``."""
+    return f"{schedule} x {virtual_stages}" if virtual_stages > 1 else schedule
