@@ -30,6 +30,7 @@ from autosplit.cli_common import (
 )
 from autosplit.errors import DeviceError, InputError, TraceError
 from autosplit.options import Sample, resolve_devices
+from autosplit.planning.sizes import sizes_of
 from autosplit.profile.cache import ProfileCache
 from autosplit.profile.calibrate import calibrate, default_path
 from autosplit.profile.combine import profile
@@ -38,7 +39,6 @@ from autosplit.profile.module_costs import module_costs
 from autosplit.report.cost_table import render_costs
 from autosplit.report.costs import CostReport, cost_report
 from autosplit.report.tree_costs import tree_report
-from autosplit.runtime.ops import sizes_of
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.probe import probe_rows

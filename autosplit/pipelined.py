@@ -18,6 +18,7 @@ from autosplit.lower.locate import add_location
 from autosplit.lower.program import STATE, emit
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan import Plan
+from autosplit.planning.sizes import sizes_of
 from autosplit.recorded import PreparedStep, PreparedTree, Recorded, free_names
 from autosplit.recordings import Recordings
 from autosplit.report.table import render
@@ -25,7 +26,6 @@ from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
-from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.proof import Proofs
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun

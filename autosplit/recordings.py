@@ -25,11 +25,11 @@ from autosplit.planning.apply import assign
 from autosplit.planning.fingerprint import check_plan
 from autosplit.planning.plan import Plan
 from autosplit.planning.search import make_plan
+from autosplit.planning.sizes import sizes_of
 from autosplit.planning.tree import plan_tree
 from autosplit.recorded import Recorded
 from autosplit.runtime.ambient import without_saved_tensor_hooks
 from autosplit.runtime.lanes import Lane, lane
-from autosplit.runtime.ops import sizes_of
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.findings import Findings

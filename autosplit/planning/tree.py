@@ -20,7 +20,7 @@ from autosplit.planning.formulate import link_seconds, state_bytes
 from autosplit.planning.given import as_given
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Boundary, StageMemory, StagePlan
-from autosplit.planning.search import covered_modules, fit_of
+from autosplit.planning.writer import covered_modules, fit_of
 from autosplit.profile.module_costs import ModuleCosts, module_costs
 from autosplit.profile.types import StateProfile
 from autosplit.schedule.gpipe import forward_only

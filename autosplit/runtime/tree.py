@@ -19,9 +19,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.options import Sample
+from autosplit.planning.sizes import sizes_of
 from autosplit.runtime.ambient import ThreadState, needs_one_thread, without_saved_tensor_hooks
 from autosplit.runtime.lanes import Lane
-from autosplit.runtime.ops import rows_along, sizes_of
+from autosplit.runtime.ops import rows_along
 from autosplit.runtime.tree_devices import Devices, Moves
 from autosplit.runtime.tree_lanes import Crossing, Over, describe
 from autosplit.trace.calls import Ambient

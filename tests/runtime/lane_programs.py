@@ -13,8 +13,9 @@ from autosplit.lower.program import STATE, emit
 from autosplit.lower.split import lower
 from autosplit.options import Sample
 from autosplit.planning.apply import assign
+from autosplit.planning.sizes import sizes_of
 from autosplit.runtime.lanes import Lane
-from autosplit.runtime.ops import CallState, enter, leave, on_lane, sizes_of
+from autosplit.runtime.ops import CallState, enter, leave, on_lane
 from autosplit.schedule.gpipe import forward_only
 from autosplit.schedule.order import issue_order
 from autosplit.trace.graph import NodeClass

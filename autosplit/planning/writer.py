@@ -1,0 +1,289 @@
+"""The solver's answer written down as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import cast
+
+from torch import nn
+
+from autosplit.memory.pieces import Recompute
+from autosplit.options import Options
+from autosplit.partition.problem import Work, again_share
+from autosplit.partition.solve import Partition
+from autosplit.planning.advice import advice
+from autosplit.planning.apply import assign, sources
+from autosplit.planning.fingerprint import fingerprint
+from autosplit.planning.formulate import Formulation, link_seconds, state_bytes
+from autosplit.planning.memory import Cut, Fullest, fullest_moments
+from autosplit.planning.plan import Plan
+from autosplit.planning.records import Boundary, StageMemory, StagePlan, Transfer
+from autosplit.profile.types import Profile, StateProfile
+from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.trace.draw_rules import with_plain_numbers
+from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.ladder import Trace
+from autosplit.trace.norms import norm_notes
+from autosplit.trace.own_loss import note_on_loss
+
+
+class Writer:
+    """Writes the solver's answer down as a plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Trace,
+        costs: Profile,
+        options: Options,
+        sizes: tuple[int, ...],
+        formulation: Formulation,
+        partition: Partition,
+    ) -> None:
+        self.model, self.traced, self.costs, self.options = model, found.graph, costs, options
+        self.rung, self.whole, self.proof = found.rung, found.whole, found.proof
+        self.sizes, self.formulation, self.partition = sizes, formulation, partition
+        self.schedule = formulation.problem.schedule_of(partition.stages)
+        self.lane = self.schedule.stage_lane
+        pairs = zip(formulation.names, partition.assignment, strict=True)
+        solved = {name: stage for names, stage in pairs for name in names}
+        self.stage_of = assign(self.traced, solved, stages=partition.stages)
+        self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
+        self.fullest, self.unreplayed = self._replayed()
+
+    def _replayed(self) -> tuple[tuple[Fullest, ...], str | None]:
+        cut = Cut(
+            self.traced,
+            self.costs,
+            self.options,
+            self.stage_of,
+            self.sizes,
+            self.schedule,
+            self.recompute,
+        )
+        try:
+            return fullest_moments(cut), None
+        except Exception as error:  # a node may do on fake tensors whatever its author wrote: the formula stays
+            return (), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def peaks(self) -> list[int]:
+        """Return the peak of every device: replayed, or where that was not possible by the solver's formula."""
+        if self.fullest:
+            return [device.peak_bytes for device in self.fullest]
+        return list(self.partition.costs.device_bytes)
+
+    def over_capacity(self) -> bool:
+        """Tell whether a device needs more than a capacity that the solver kept by its formula."""
+        limits = self.formulation.problem.capacity_bytes
+        return limits is not None and any(
+            limit is not None and peak > limit for peak, limit in zip(self.peaks(), limits, strict=False)
+        )
+
+    def plan(self) -> Plan:
+        """Return the plan with its prediction."""
+        stages = tuple(self._stage(index) for index in range(self.partition.stages))
+        boundaries = tuple(self._boundaries())
+        transfers = self._transfers()
+        timeline = simulate(
+            self.schedule,
+            forward_s=[stage.forward_s for stage in stages],
+            backward_s=[stage.backward_s for stage in stages],
+            input_gradient_s=[stage.backward_s - stage.weight_s for stage in stages],
+            weight_gradient_s=[stage.weight_s for stage in stages],
+            transfers=transfers,
+        )
+        fits = fit_of(stages)
+        return Plan(
+            fingerprint=fingerprint(self.model, self.traced),
+            devices=tuple(str(device) for device in self.options.devices[: len(self.schedule.lanes)]),
+            stages=stages,
+            boundaries=boundaries,
+            transfers=tuple(Transfer(**asdict(time)) for time in transfers),
+            chunks=self.options.chunks,
+            microbatch_rows=self.sizes,
+            schedule=self.schedule.name,
+            virtual_stages=self.formulation.problem.virtual_stages,
+            actions=self.options.actions,
+            optimizer=str(self.options.optimizer),
+            step_s=self.partition.value_s + self._shared_s() + self._sent_s(boundaries),
+            bubble=timeline.bubble,
+            bottleneck_s=self.partition.bottleneck_s,
+            lower_bound_s=self.partition.lower_bound_s + self._shared_s(),
+            status=self.partition.status,
+            objective="step_time",
+            fits=fits,
+            verdict="borderline" if fits is None else "fits" if fits else "no",
+            class_flops=self._class_flops(),
+            measured=self.costs.measured,
+            notes=tuple(self._notes()),
+            rung=self.rung,
+            whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
+            proofs=() if self.proof is None else (self.proof,),
+        )
+
+    def _stage(self, index: int) -> StagePlan:
+        names = [info.name for _, info in self.traced.compute_nodes() if self.stage_of[info.name] == index]
+        own = self._works(index)
+        parameters = [s for s in self._states(index) if s.is_parameter]
+        again = again_share(self.recompute[index], microbatches=len(self.sizes))
+        return StagePlan(
+            index=index,
+            device=str(self.options.devices[self.lane[index]]),
+            lane=self.lane[index],
+            nodes=tuple(names),
+            modules=tuple(covered_modules(self.model, names)),
+            parameters=sum(s.elements for s in parameters),
+            forward_s=sum(work.forward_s for work in own),
+            backward_s=sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own),
+            recompute=self.recompute[index],
+            weight_s=sum(work.weight_s for work in own),
+            memory=self._memory(index),
+        )
+
+    def _memory(self, index: int) -> StageMemory:
+        """Return what a stage holds at its device's peak; what is transient then is the running stage's."""
+        lane = self.lane[index]
+        peak = self.peaks()[lane]
+        own = self._held(index)
+        stages = [stage for stage, place in enumerate(self.lane) if place == lane]
+        running = self.fullest[lane].running if self.fullest else stages[0]
+        held = sum(sum(self._held(stage).values()) for stage in stages)
+        return StageMemory(
+            **own,
+            transient_bytes=peak - held if index == running else 0,
+            peak_bytes=peak,
+            capacity_bytes=self.options.capacity_bytes(lane),
+        )
+
+    def _held(self, index: int) -> dict[str, int]:
+        states = self._states(index)
+        totals = [state_bytes(state, self.options) for state in states]
+        if self.fullest:
+            full = self.fullest[self.lane[index]]
+            gradients = full.of(index, "gradients")
+            activations = full.of(index, "activations", "whole_batch", "casts")
+        else:
+            gradients = sum(total.gradient for total in totals)
+            activations = self.partition.costs.stages[index].activation_bytes
+        return {
+            "parameter_bytes": sum(s.bytes for s in states if s.is_parameter),
+            "buffer_bytes": sum(s.bytes for s in states if not s.is_parameter),
+            "gradient_bytes": gradients,
+            "optimizer_bytes": sum(total.optimizer for total in totals),
+            "activation_bytes": activations,
+        }
+
+    def _works(self, index: int) -> list[Work]:
+        works = zip(self.formulation.problem.works, self.partition.assignment, strict=True)
+        return [work for work, stage in works if stage == index]
+
+    def _states(self, index: int) -> list[StateProfile]:
+        """Return the parameters and buffers whose home a stage is."""
+        return [s for s in self.costs.state.values() if self._home(s.uses) == index]
+
+    def _home(self, uses: Iterable[str]) -> int:
+        return min((self.stage_of[name] for name in uses), default=0)
+
+    def _boundaries(self) -> Iterable[Boundary]:
+        consumers: dict[str, set[int]] = {}
+        for node, info in self.traced.compute_nodes():
+            for source in sources(node):
+                consumers.setdefault(source.meta[INFO].name, set()).add(self.stage_of[info.name])
+        for node in self.traced.graph.nodes:
+            info = node.meta.get(INFO)
+            if info is None:
+                continue
+            producer = -1 if node.op == "placeholder" else self.stage_of[info.name]
+            others = tuple(sorted(consumers.get(info.name, set()) - {producer}))
+            once = info.node_class is not NodeClass.MICRO
+            if others and not (producer >= 0 and once and info.node_class is NodeClass.FULL):
+                size = self.costs.input_bytes[info.name] if producer < 0 else self.costs.nodes[info.name].output_bytes
+                yield Boundary(value=info.name, producer=producer, consumers=others, bytes=size, per_step=once)
+        for state in self.costs.state.values():
+            stages = sorted({self.stage_of[name] for name in state.uses})
+            if len(stages) > 1:
+                yield Boundary(
+                    value=state.name, producer=stages[0], consumers=tuple(stages[1:]), bytes=state.bytes, per_step=True
+                )
+
+    def _transfers(self) -> tuple[TransferTime, ...]:
+        seconds: dict[tuple[int, int], tuple[float, float]] = {}
+        stages = self.partition.assignment
+        for net in self.formulation.problem.nets:
+            producer = stages[net.producer]
+            for consumer in sorted({stages[other] for other in net.consumers} - {producer}):
+                forward_s, backward_s = seconds.get((producer, consumer), (0.0, 0.0))
+                seconds[producer, consumer] = forward_s + net.forward_s, backward_s + net.backward_s
+        return tuple(TransferTime(*pair, *both) for pair, both in seconds.items())
+
+    def _shared_s(self) -> float:
+        """Return the time of the shared nodes: they run once per step, wherever the cut is."""
+        shared = (i.name for _, i in self.traced.compute_nodes() if i.node_class is NodeClass.SHARED)
+        return sum(self.costs.nodes[name].forward_s + self.costs.nodes[name].backward_s for name in shared)
+
+    def _sent_s(self, boundaries: Sequence[Boundary]) -> float:
+        """Return how long shared values travel, there and back; copies of parameters are in the partition's step."""
+        return 2 * sum(
+            link_seconds(self.options, boundary.bytes) * len(boundary.consumers)
+            for boundary in boundaries
+            if boundary.per_step and boundary.producer >= 0 and boundary.value not in self.costs.state
+        )
+
+    def _class_flops(self) -> dict[str, float]:
+        """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""
+        totals = dict.fromkeys((c.value for c in NodeClass), 0.0)
+        for _, info in self.traced.compute_nodes():
+            times = len(self.sizes) if info.node_class is NodeClass.MICRO else 1
+            totals[info.node_class.value] += times * self.costs.nodes[info.name].forward_flops
+        whole = sum(totals.values())
+        return {name: total / whole if whole else 0.0 for name, total in totals.items()}
+
+    def _notes(self) -> Iterable[str]:
+        infos = [info for _, info in self.traced.compute_nodes()]
+        if self.traced.min_rows > 1:
+            yield "one row alone behaves differently in this model: microbatches have at least two rows"
+        yield from norm_notes(self.traced)
+        plain = {info.name for info in with_plain_numbers(infos)} if self.options.rng == "plain" else set()
+        random = [info.name for info in infos if info.random and info.name not in plain]
+        if random:
+            yield (
+                f"{len(random)} random operations draw per microbatch from seeded generators, other numbers than the "
+                f"plain model's (first: {random[0]})"
+            )
+        full = [i.name for i in infos if i.node_class is NodeClass.FULL]
+        if full:
+            yield (
+                f"{len(full)} operations mix rows: once per step, on the whole batch, on the last device "
+                f"(first: {full[0]})"
+            )
+            if (loss := note_on_loss(self.traced)) is not None:
+                yield loss
+        yield from advice(self.formulation.problem, self.partition, self.options, measured=self.costs.measured)
+        if self.unreplayed is not None:
+            yield f"peaks are the solver's formula: the stages do not run on fake tensors ({self.unreplayed})"
+        if self.costs.estimated:
+            name, why = next(iter(self.costs.estimated.items()))
+            yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"
+        if self.costs.out_of_memory:
+            name, why = next(iter(self.costs.out_of_memory.items()))
+            yield f"times of {len(self.costs.out_of_memory)} operations are modelled (first: {name}: {why})"
+
+
+def fit_of(stages: Sequence[StagePlan]) -> bool | None:
+    """Compare peaks with capacities; None where no capacity is known, or where a peak is within 5% of it.
+
+    A stage within 5% is borderline because kernels' workspaces are not predicted; a limit that was given is met.
+    """
+    shares = [s.memory.peak_bytes / s.memory.capacity_bytes for s in stages if s.memory.capacity_bytes]
+    if len(shares) < len(stages):
+        return None
+    if all(share <= 1 for share in shares):
+        return True
+    return None if max(shares) <= 1.05 else False
+
+
+def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the deepest common description of a stage: the modules whose own operations lie in it, in order."""
+    paths = dict.fromkeys(name.split("#")[0] for name in names)
+    return [path or type(model).__name__ for path in paths]

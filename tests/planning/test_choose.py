@@ -1,0 +1,92 @@
+"""The search over microbatches, schedules and recompute: what it takes, and what it does where nothing fits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.options import Options, Sample
+from autosplit.planning.choose import Space, choose_plan
+from autosplit.planning.plan import Plan
+from autosplit.trace.ladder import Trace, trace
+
+WIDTH, ROWS = 16, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.narrow(F.gelu(self.wide(value)))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return nn.Sequential(*[Block() for _ in range(3)])
+
+
+@pytest.fixture(scope="module")
+def found(model: nn.Module) -> Trace:
+    return trace(model, Sample(torch.zeros(ROWS, WIDTH)))
+
+
+def chosen(model: nn.Module, found: Trace, space: Space, *, limit: int | None = None, devices: int = 2) -> Plan:
+    options = Options((torch.device("cpu"),) * devices, 8, memory_limit=limit, measure=False)
+    return choose_plan(model, found, options, space)
+
+
+def peak(plan: Plan) -> int:
+    return max(stage.memory.peak_bytes for stage in plan.stages)
+
+
+def over(model: nn.Module, found: Trace, space: Space, *, limit: int | None = None) -> list[Plan]:
+    """Return the plan of every entry of the space alone."""
+    return [
+        chosen(model, found, Space((chunks,), (schedule,), space.recompute), limit=limit)
+        for chunks in space.chunks
+        for schedule in space.schedules
+    ]
+
+
+WIDE = Space((2, 4), (("1f1b", 1), ("gpipe", 1)))
+
+
+def test_of_all_entries_the_fastest_is_chosen(model: nn.Module, found: Trace) -> None:
+    best = chosen(model, found, WIDE)
+    assert best.step_s == pytest.approx(min(plan.step_s for plan in over(model, found, WIDE)), rel=0.02)
+    assert best.chunks > 1
+
+
+def test_under_a_limit_the_fastest_that_keeps_it_is_chosen(model: nn.Module, found: Trace) -> None:
+    free = chosen(model, found, WIDE)
+    limit = int(0.8 * peak(free))
+    best = chosen(model, found, WIDE, limit=limit)
+    assert best.fits
+    assert peak(best) <= limit
+    fitting = [plan for plan in over(model, found, WIDE, limit=limit) if plan.fits]
+    assert best.step_s == pytest.approx(min(plan.step_s for plan in fitting), rel=0.02)
+
+
+def test_where_nothing_fits_the_plan_that_comes_closest_says_no(model: nn.Module, found: Trace) -> None:
+    none = chosen(model, found, WIDE, limit=1000)
+    assert (none.verdict, none.fits) == ("no", False)
+    assert peak(none) <= 1.02 * min(peak(plan) for plan in over(model, found, WIDE, limit=1000))
+
+
+def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: Trace) -> None:
+    best = chosen(model, found, WIDE)
+    assert best.frontier[0].step_s == best.step_s
+    for faster, slower in pairwise(best.frontier):
+        assert faster.step_s < slower.step_s
+        assert faster.peak_bytes > slower.peak_bytes
+    assert Plan.model_validate_json(best.to_json()) == best
+
+
+def test_the_same_input_gives_the_same_plan(model: nn.Module, found: Trace) -> None:
+    assert chosen(model, found, WIDE) == chosen(model, found, WIDE)
