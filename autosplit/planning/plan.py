@@ -74,6 +74,8 @@ class Plan(Record):
     """Modules that are one node because their Python cannot be recorded: ``path: reason``."""
     precision: str | None = None
     """The precision that costs were predicted for; None: the model's own."""
+    issue_threads: int = Field(default=1, ge=1)
+    """How many host threads issue the devices' kernels, each an equal part of them."""
     transfers: tuple[Transfer, ...] = ()
     """What travels between stages per microbatch, and how long."""
     units: tuple[Unit, ...] = ()

@@ -1,0 +1,67 @@
+"""The host on the clock: how long its threads issue a plan's kernels, and what the step is then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autosplit.planning.plan import Plan
+from autosplit.schedule.action import Kind
+from autosplit.schedule.simulate import TransferTime, simulate
+
+_WORTH = 1.05
+"""The host binds where waiting for it makes a step so many times as long."""
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """A step whose kernels host threads issue, in the order of the schedule.
+
+    Attributes:
+        issue_s: how long each thread issues.
+        devices_s: the step of devices that never wait for it.
+        step_s: the step of devices that do.
+    """
+
+    issue_s: float
+    devices_s: float
+    step_s: float
+
+    @property
+    def binds(self) -> bool:
+        """Whether the step is notably longer for it."""
+        return self.step_s > _WORTH * self.devices_s
+
+
+def host_step(plan: Plan) -> HostStep | None:
+    """Return the step with the host's time; None where nothing is known of that, or lanes issue for themselves."""
+    if not any(stage.forward_issue_s or stage.backward_issue_s for stage in plan.stages):
+        return None
+    schedule = plan.schedule_for(len(plan.microbatch_rows))
+    forward = [stage.forward_s for stage in plan.stages]
+    backward = [stage.backward_s for stage in plan.stages]
+    weight = [stage.weight_s for stage in plan.stages]
+    there = [stage.forward_issue_s / plan.issue_threads for stage in plan.stages]
+    back = [stage.backward_issue_s / plan.issue_threads for stage in plan.stages]
+    split = [own / whole if whole else 0.0 for own, whole in zip(weight, backward, strict=True)]
+    issue: dict[Kind, list[float]] = {
+        "F": there,
+        "B": back,
+        "I": [(1 - part) * whole for part, whole in zip(split, back, strict=True)],
+        "W": [part * whole for part, whole in zip(split, back, strict=True)],
+    }
+    timelines = [
+        simulate(
+            schedule,
+            forward_s=forward,
+            backward_s=backward,
+            input_gradient_s=[whole - own for whole, own in zip(backward, weight, strict=True)],
+            weight_gradient_s=weight,
+            transfers=tuple(TransferTime(t.producer, t.consumer, t.forward_s, t.backward_s) for t in plan.transfers),
+            issue_s=issuing,
+        )
+        for issuing in (None, issue)
+    ]
+    alone, waiting = timelines
+    assert waiting.host is not None
+    beside_s = plan.step_s - alone.step_s
+    return HostStep(waiting.host.busy_s, plan.step_s, waiting.step_s + beside_s)

@@ -1,0 +1,164 @@
+"""Why a plan is as it is, said from the plan alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autosplit.planning.host import host_step
+from autosplit.planning.plan import Plan
+from autosplit.planning.reasons import reasons, saved_bytes, without_recompute
+from autosplit.planning.records import Alternative, StagePlan, Transfer, Unit
+from autosplit.planning.timeline import predicted
+from tests.report.plans import GIB, make_plan, make_stage
+
+
+def simulated(plan: Plan) -> Plan:
+    """Return the plan with the step that its stages come to."""
+    return plan.model_copy(update={"step_s": predicted(plan).step_s})
+
+
+def stage_with(index: int, *, activation_gib: float = 3.0, capacity_gib: int = 80, **fields: Any) -> StagePlan:
+    stage = make_stage(index, capacity_bytes=capacity_gib * GIB, **fields)
+    parts = stage.memory
+    static = parts.parameter_bytes + parts.gradient_bytes + parts.optimizer_bytes
+    peak = static + int(activation_gib * GIB) + parts.transient_bytes
+    memory = parts.model_copy(update={"activation_bytes": int(activation_gib * GIB), "peak_bytes": peak})
+    return stage.model_copy(update={"memory": memory})
+
+
+def unit(name: str, stage: int, *, kept_gib: float = 5.0) -> Unit:
+    return Unit(
+        name=name,
+        stage=stage,
+        forward_s=0.01,
+        backward_s=0.02,
+        weight_s=0.01,
+        static_bytes=GIB,
+        kept_bytes=int(kept_gib * GIB),
+        transient_bytes=0,
+        sent_bytes=2**20,
+    )
+
+
+def recomputing_plan() -> Plan:
+    """Stage 0 does its forward again: 30 ms backward for 20 ms; it holds two microbatches, stage 1 one."""
+    stages = (
+        stage_with(0, recompute="block", forward_s=0.01, backward_s=0.03, activation_gib=1.0),
+        stage_with(1, forward_s=0.01, backward_s=0.02, activation_gib=5.0),
+    )
+    return simulated(make_plan(stages=stages, units=(unit("h.0", 0), unit("h.1", 1))))
+
+
+def test_recompute_says_what_it_costs_and_saves() -> None:
+    plan = recomputing_plan()
+    longer = predicted(plan).step_s / predicted(without_recompute(plan)).step_s - 1
+    first = plan.stages[0].memory
+    held = plan.schedule_for(4)
+    assert max(sum(a.kind == "F" for a in held.lanes[0][:k]) for k in range(3)) == 2
+    static = first.parameter_bytes + first.gradient_bytes + first.optimizer_bytes
+    assert saved_bytes(plan) == [static + 2 * 5 * GIB - first.peak_bytes]
+    assert reasons(plan) == (
+        f"recompute (block) on stage 0 costs {longer:.0%} of the step and saves 8.80 GiB on the fullest device",
+    )
+
+
+def test_recompute_everywhere_and_without_units_says_only_what_is_known() -> None:
+    stages = tuple(stage_with(i, recompute="always", forward_s=0.01, backward_s=0.03) for i in range(2))
+    plan = simulated(make_plan(stages=stages))
+    assert reasons(plan) == ("recompute (always) on every stage costs 33% of the step",)
+
+
+def test_nothing_is_said_of_an_even_plan() -> None:
+    assert reasons(simulated(make_plan())) == ()
+
+
+def test_a_full_device_with_less_work_is_named() -> None:
+    stages = (
+        stage_with(0, activation_gib=75.0, forward_s=0.008, backward_s=0.016),
+        stage_with(1, forward_s=0.012, backward_s=0.024),
+    )
+    text = reasons(simulated(make_plan(stages=stages)))
+    assert text == (
+        "device 0 has 20% less work than the mean: it is full (75.7 GiB of 80.0 GiB, most of it activations)",
+    )
+    roomy = (stage_with(0, activation_gib=5.0, forward_s=0.008, backward_s=0.016), stages[1])
+    assert reasons(simulated(make_plan(stages=roomy))) == ()
+
+
+def test_a_link_that_is_long_beside_the_work_is_named() -> None:
+    slow = (Transfer(producer=0, consumer=1, forward_s=0.02, backward_s=0.02),)
+    found = reasons(simulated(make_plan(transfers=slow)))
+    assert len(found) == 1
+    assert "from stage 0 to stage 1 takes 20.0 ms per microbatch, the forward behind it 12.3 ms" in found[0]
+    quick = (Transfer(producer=0, consumer=1, forward_s=0.002, backward_s=0.002),)
+    assert reasons(simulated(make_plan(transfers=quick))) == ()
+
+
+def issuing_plan(issue_s: float, **fields: Any) -> Plan:
+    stages = tuple(
+        make_stage(i, forward_s=0.001, backward_s=0.002, forward_issue_s=issue_s, backward_issue_s=2 * issue_s)
+        for i in range(2)
+    )
+    return simulated(make_plan(stages=stages, **fields))
+
+
+def test_the_host_binds_where_it_issues_for_longer_than_the_devices_work() -> None:
+    plan = issuing_plan(0.002)
+    found = host_step(plan)
+    assert found is not None
+    assert found.issue_s == pytest.approx(4 * 2 * 3 * 0.002)
+    assert found.devices_s == plan.step_s == pytest.approx(0.015)
+    assert found.step_s >= found.issue_s
+    assert found.binds
+    [text] = reasons(plan)
+    assert text.startswith("host-bound: one host thread issues kernels for 48.0 ms per step, the devices need 15.0 ms:")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_host_that_keeps_ahead_does_not_bind(schedule: str) -> None:
+    found = host_step(issuing_plan(0.0001, schedule=schedule))
+    assert found is not None
+    assert not found.binds
+    assert reasons(issuing_plan(0.0001, schedule=schedule)) == ()
+    assert host_step(issuing_plan(0.0)) is None
+
+
+def test_more_threads_issue_less_each() -> None:
+    alone, shared = host_step(issuing_plan(0.002)), host_step(issuing_plan(0.002, issue_threads=2))
+    assert alone is not None
+    assert shared is not None
+    assert shared.issue_s == pytest.approx(alone.issue_s / 2)
+    assert shared.step_s < alone.step_s
+    assert "2 host threads each issue kernels for 24.0 ms" in reasons(issuing_plan(0.002, issue_threads=2))[0]
+
+
+def test_what_a_step_has_beside_its_timeline_counts_with_the_host_too() -> None:
+    plan = issuing_plan(0.002)
+    longer = plan.model_copy(update={"step_s": plan.step_s + 1.0})
+    before, after = host_step(plan), host_step(longer)
+    assert before is not None
+    assert after is not None
+    assert after.step_s == pytest.approx(before.step_s + 1.0)
+
+
+def test_the_nearest_other_plans_are_compared() -> None:
+    own = {"chunks": 4, "schedule": "1f1b", "virtual_stages": 1, "recompute": ("never",)}
+    plan = make_plan(stages=tuple(make_stage(index) for index in range(2)))
+
+    def other(step: float, peak_gib: int, **fields: Any) -> Alternative:
+        values = {**own, "verdict": "fits", "replayed": True, **fields}
+        return Alternative(step_s=step * plan.step_s, peak_bytes=peak_gib * GIB, **values)
+
+    frontier = (
+        other(0.8, 9, chunks=16, verdict="no"),
+        other(0.9, 8, schedule="interleaved", virtual_stages=2, verdict="borderline"),
+        other(1.0, 5),
+        other(1.25, 3, chunks=8, recompute=("block",)),
+        other(1.5, 2, chunks=8, recompute=("always",)),
+    )
+    assert reasons(plan.model_copy(update={"frontier": frontier})) == (
+        "8 chunks under 1f1b, recompute block would need 2.00 GiB less on the fullest device and take 25% longer",
+        "4 chunks under interleaved with 2 stages per device would be 10% faster, but may not fit: 8.00 GiB",
+    )
