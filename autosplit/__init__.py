@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from autosplit.api import autosplit
-from autosplit.errors import (
-    AutosplitError,
-    DeviceError,
-    InfeasibleError,
-    InputError,
-    PlanError,
-    ProfileError,
-    ScheduleError,
-    TraceError,
-)
-from autosplit.options import Sample
-from autosplit.pipelined import PipelinedModule
-from autosplit.planning.plan import Plan
-from autosplit.verification import Verification, verify
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autosplit.api import autosplit
+    from autosplit.errors import (
+        AutosplitError,
+        DeviceError,
+        InfeasibleError,
+        InputError,
+        PlanError,
+        ProfileError,
+        ScheduleError,
+        TraceError,
+    )
+    from autosplit.options import Sample
+    from autosplit.pipelined import PipelinedModule
+    from autosplit.planning.plan import Plan
+    from autosplit.verification import Verification, verify
 
 __all__ = [
     "AutosplitError",
@@ -34,3 +38,25 @@ __all__ = [
     "autosplit",
     "verify",
 ]
+
+_PLACES = {
+    "PipelinedModule": "pipelined",
+    "Plan": "planning.plan",
+    "Sample": "options",
+    "Verification": "verification",
+    "autosplit": "api",
+    "verify": "verification",
+}
+"""Where the names are that are no errors; they are imported when first asked for, so that the command line is quick."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_PLACES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

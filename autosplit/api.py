@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.choices import BATCH_NORM
 from autosplit.errors import InfeasibleError, InputError, PlanError
 from autosplit.options import (
-    BATCH_NORM,
     Options,
     Sample,
     check_chunks,

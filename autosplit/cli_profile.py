@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from torch import nn
 
-import cost_models
-from autosplit.api import own_sample
-from autosplit.cli_common import (
-    DONE,
-    MODEL_HELP,
-    Debug,
-    Inputs,
-    InputSpec,
-    Seed,
-    beside_stdout,
-    build_sample,
-    exit_code,
-    load_model,
-    no_inputs,
-    page_width,
-)
-from autosplit.errors import DeviceError, InputError, TraceError
-from autosplit.options import Sample, resolve_devices
-from autosplit.planning.sizes import sizes_of
-from autosplit.profile.cache import ProfileCache
-from autosplit.profile.calibrate import calibrate, default_path
-from autosplit.profile.combine import profile
-from autosplit.profile.identity import device_text
-from autosplit.profile.module_costs import module_costs
-from autosplit.report.cost_table import render_costs
-from autosplit.report.costs import CostReport, cost_report
-from autosplit.report.tree_costs import tree_report
-from autosplit.trace.inputs import batch_rows, flatten
-from autosplit.trace.ladder import Trace, trace
-from autosplit.trace.probe import probe_rows
+from autosplit.cli_common import DONE, MODEL_HELP, Debug, Inputs, Mode, Seed, beside_stdout, exit_code, page_width
+from autosplit.cli_inputs import InputSpec
+from autosplit.cli_outputs import check_outputs
+from autosplit.errors import InputError
 
-CPU_LANE = "cpu-lane"
 EXAMPLES = """Examples:
 
 \b
@@ -63,19 +31,6 @@ Exit codes: 0 done; 2 bad usage or input.
 """
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """What is profiled, and how."""
-
-    rows: int | None
-    chunks: int
-    device: str | None
-    measure: bool | None
-    count_bytes: bool
-    cache: bool
-    cache_dir: Path | None
-
-
 def profile_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     inputs: Inputs = None,
@@ -92,7 +47,7 @@ def profile_command(
     ] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Keep measured times on disk.")] = True,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of the cache (default: the user's cache).")] = None,
-    train: Annotated[bool | None, typer.Option("--train/--eval", help="Mode of the model (default: as made).")] = None,
+    train: Mode = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Module levels (default: what 40 rows hold).")] = None,
     nodes: Annotated[bool, typer.Option("--nodes", help="One row per operation instead of per module.")] = False,
     top: Annotated[int | None, typer.Option(min=1, help="Only the rows that take the most time.")] = None,
@@ -107,177 +62,24 @@ def profile_command(
 
     def answer() -> int:
         if calibration:
-            _calibrate(model, device=device, quick=quick, save=save)
+            check_outputs(save=save)
+            from autosplit.cli_costs import calibrate_here
+
+            calibrate_here(model, device=device, quick=quick, save=save)
             return DONE
         if save is not None or quick:
             raise InputError("--save and --quick are for --calibrate; a profile is written by --json > FILE")
         if model is None:
             raise InputError("no MODEL is given; name one, or measure this machine: autosplit profile --calibrate")
-        choices = _Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
+        specs = [InputSpec.parse(text) for text in inputs or ()]
+        from autosplit.cli_costs import Choices, costs_of
+        from autosplit.report.cost_table import render_costs
+
+        choices = Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
         with beside_stdout():
-            specs = [InputSpec.parse(text) for text in inputs or ()]
-            found = _profiled(model, specs, choices, seed=seed, train=train)
+            found = costs_of(model, specs, choices, seed=seed, train=train)
         text = render_costs(found, width=page_width(), depth=depth, nodes=nodes, top=top)
         typer.echo(found.model_dump_json(indent=2) if as_json else text)
         return DONE
 
     raise typer.Exit(exit_code(answer, debug=debug))
-
-
-def _profiled(
-    target: str, specs: Sequence[InputSpec], choices: _Choices, *, seed: int, train: bool | None
-) -> CostReport:
-    """Load a model, record it on random inputs, and return its costs."""
-    where = _torch_device(choices.device)
-    torch.manual_seed(seed)
-    model = load_model(target)
-    if train is not None:
-        model.train(train)
-    sample = build_sample(specs, model=model, seed=seed)
-    own = own_sample(model) if sample is None else sample
-    if own is None:
-        raise no_inputs(model)
-    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    measured = _measures(choices, on_meta=on_meta)
-    place = torch.device("meta") if on_meta else where
-    if place is not None:
-        model = model if on_meta else model.to(place)
-        own = _moved(Sample.of(own), place)
-    try:
-        found = trace(model, Sample.of(own))
-    except TraceError as refusal:
-        if on_meta:
-            raise
-        return _tree(model, Sample.of(own), choices, measured=measured, device=_cost_model(choices, where), why=refusal)
-    return _recorded(model, found, choices, measured=measured, device=_cost_model(choices, where))
-
-
-def _recorded(model: nn.Module, found: Trace, choices: _Choices, *, measured: bool, device: str) -> CostReport:
-    sizes = _sizes(found, choices)
-    cache = ProfileCache(choices.cache_dir) if choices.cache and measured else None
-    costs = profile(
-        found.graph,
-        rows=sizes[0],
-        batch_rows=sum(sizes),
-        inputs=_rows_of(found, sizes[0]),
-        measure=measured,
-        device=device,
-        cache=cache,
-        count_bytes=choices.count_bytes,
-    )
-    hardware = device_text(torch.device(costs.device)) if costs.measured else ""
-    return cost_report(
-        found.graph,
-        costs,
-        model=type(model).__name__,
-        torch=str(torch.__version__),
-        sizes=sizes,
-        hardware=hardware,
-        cached=cache is not None and cache.hits > 0,
-    )
-
-
-def _tree(
-    model: nn.Module, sample: Sample, choices: _Choices, *, measured: bool, device: str, why: TraceError
-) -> CostReport:
-    """Return the costs of a model that no graph can follow: its modules, for the whole batch."""
-    if choices.rows is not None or choices.chunks > 1:
-        raise InputError(
-            "--rows and --chunks are for models that a graph can follow; give an --input of a microbatch's rows "
-            f"instead, because: {why}"
-        )
-    costs = module_costs(model, sample, measure=measured, device=device, threads=1)
-    place = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    return tree_report(
-        model,
-        costs,
-        torch=str(torch.__version__),
-        rows=batch_rows(flatten(model, sample)),
-        device=str(place) if costs.measured else device,
-        hardware=device_text(place) if costs.measured else "",
-        reason=str(why),
-    )
-
-
-def _torch_device(device: str | None) -> torch.device | None:
-    """Return the device to measure on; None where the model is, or where a cost model is asked."""
-    if device is None or re.fullmatch(r"(cpu|cuda)(:[0-9]+)?", device) is None:
-        return None
-    return resolve_devices([device])[0]
-
-
-def _measures(choices: _Choices, *, on_meta: bool) -> bool:
-    """Tell whether times are measured; raise InputError where that was asked for and cannot be."""
-    modelled = choices.device is not None and _torch_device(choices.device) is None
-    if choices.measure and modelled:
-        raise InputError(
-            f"--device {choices.device} asks a cost model, --measure a device of this machine; "
-            "leave one of them out, or write --device cpu or --device cuda:0"
-        )
-    if choices.measure and on_meta:
-        raise InputError("the model is on the meta device and has no values to run on; leave --measure out")
-    return choices.measure is not False and not modelled and not on_meta
-
-
-def _cost_model(choices: _Choices, where: torch.device | None) -> str:
-    """Return the name or the file of the cost model that answers for what is not measured."""
-    if choices.device is not None and where is None:
-        return choices.device
-    if where is not None and where.type == "cuda":
-        known = cost_models.identify(torch.cuda.get_device_name(where))
-        if known is not None:
-            return known.name
-        if choices.measure is False:
-            raise InputError(
-                f"{torch.cuda.get_device_name(where)} is not among the known devices (autosplit devices); "
-                "give --device a name of these or a file, or leave --no-measure out"
-            )
-    return CPU_LANE
-
-
-def _sizes(found: Trace, choices: _Choices) -> tuple[int, ...]:
-    """Return the rows of each microbatch, the largest first."""
-    least = found.graph.min_rows
-    if choices.rows is None:
-        return sizes_of(batch_rows(found.inputs), choices.chunks, least)
-    if choices.rows < least:
-        raise InputError(f"--rows {choices.rows}: this model needs at least {least} rows in a microbatch")
-    return (choices.rows,) * choices.chunks
-
-
-def _rows_of(found: Trace, rows: int) -> list[torch.Tensor]:
-    """Return the input tensors at a number of rows: rows that the sample lacks are made from the others."""
-    leaves = []
-    for position in found.inputs.tensors():
-        leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
-        leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(rows)))
-    return leaves
-
-
-def _moved(sample: Sample, device: torch.device) -> Sample:
-    def move(value: object) -> object:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    args, kwargs = torch.utils._pytree.tree_map(move, (sample.args, sample.kwargs))
-    return Sample(*args, **kwargs)
-
-
-def _calibrate(model: str | None, *, device: str | None, quick: bool, save: Path | None) -> None:
-    """Measure this machine's kernels and write what was fitted to them."""
-    if model is not None:
-        raise InputError(f"--calibrate measures this machine, no model; leave {model!r} out, and use the file after it")
-    name = CPU_LANE if device is None else device
-    path = default_path(name) if save is None else save
-
-    def show(what: str, done: float) -> None:
-        typer.echo(f"{done:4.0%}  {what}", err=True)
-
-    try:
-        with beside_stdout():
-            found = calibrate(name, quick=quick, progress=show)
-        found.save(path)
-    except ValueError as error:
-        raise DeviceError(str(error)) from error
-    except OSError as error:
-        raise InputError(f"--save {str(path)!r}: {error.strerror}") from error
-    typer.echo(f"wrote {path}; use it by --device {path}")

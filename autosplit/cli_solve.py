@@ -6,19 +6,18 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tabulate import tabulate
 
 from autosplit.cli_common import DONE, Debug, beside_stdout, exit_code
 from autosplit.errors import InfeasibleError, InputError
-from autosplit.partition.infeasible import require_separable
-from autosplit.partition.solve import Objective, Partition, solve
-from autosplit.partition.workload import FORMAT, Workload, load_workload
-from autosplit.units import format_bytes, parse_bytes
+from autosplit.units import parse_bytes
 
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+if TYPE_CHECKING:
+    from autosplit.partition.solve import Objective
+
+OBJECTIVES: tuple[Objective, ...] = ("bottleneck", "step_time")
 SCHEDULES = ("gpipe", "1f1b")
 EXAMPLES = """Examples:
 
@@ -39,12 +38,12 @@ terminal gets a table, everything else JSON.
 
 Exit codes: 0 done; 1 no partition fits; 2 bad usage or input.
 """
-_MS_PER_S = 1e3
-_NAME_WIDTH = 32
 
 
 def solve_command(
-    workload: Annotated[Path, typer.Argument(metavar="WORKLOAD.json", help=f"A file in the format {FORMAT}.")],
+    workload: Annotated[
+        Path, typer.Argument(metavar="WORKLOAD.json", help="A file in the format autosplit-workload/1.")
+    ],
     stages: Annotated[int, typer.Option(min=1, help="Number of stages, one per device.")],
     objective: Annotated[
         str, typer.Option(help="What is made least: bottleneck, or step_time (simulated).")
@@ -65,6 +64,11 @@ def solve_command(
     """Cut a workload file into stages: the best partition, and the proof or how far from the best it may be."""
 
     def answer() -> int:
+        from autosplit.partition.infeasible import require_separable
+        from autosplit.partition.solve import solve
+        from autosplit.partition.workload import load_workload
+        from autosplit.report.workload import answer_json, answer_table, refusal_json
+
         _check_choice("--objective", objective, OBJECTIVES)
         _check_choice("--schedule", schedule, SCHEDULES)
         if time_limit is not None and not time_limit > 0:
@@ -85,13 +89,13 @@ def solve_command(
                 )
         except InfeasibleError as error:
             if prints_json:
-                typer.echo(json.dumps(_refusal(error, objective=objective, seconds=time.perf_counter() - started)))
+                typer.echo(json.dumps(refusal_json(error, objective=objective, seconds=time.perf_counter() - started)))
             raise
         seconds = time.perf_counter() - started
         if prints_json:
-            typer.echo(json.dumps(_answer(partition, stages=used, seconds=seconds)))
+            typer.echo(json.dumps(answer_json(partition, stages=used, seconds=seconds)))
         else:
-            typer.echo(_table(found, partition, stages=stages, seconds=seconds))
+            typer.echo(answer_table(found, partition, stages=stages, seconds=seconds))
         return DONE
 
     raise typer.Exit(exit_code(answer, debug=debug))
@@ -111,74 +115,3 @@ def _capacity(text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
     except (InputError, OverflowError) as error:
         raise InputError(f"--memory-cap {text!r} is no size in bytes; write a number, or such as 16GiB") from error
-
-
-def _ms(seconds: float) -> float:
-    """Return the file's unit, without the digits that the way to seconds and back has left."""
-    return float(f"{seconds * _MS_PER_S:.12g}")
-
-
-def _answer(partition: Partition, *, stages: int, seconds: float) -> dict[str, Any]:
-    empty = stages - partition.stages
-    value, bound = _ms(partition.value_s), _ms(partition.lower_bound_s)
-    found = {
-        "assignment": partition.assignment,
-        "bottleneck": _ms(partition.bottleneck_s),
-        "lower_bound": bound,
-        "status": partition.status,
-        "seconds": round(seconds, 6),
-        "unit": "ms",
-        "objective": partition.objective,
-        "gap": value / bound - 1 if bound else None if value else 0.0,
-        "loads": [*map(_ms, partition.loads_s), *[0.0] * empty],
-        "bytes": [*partition.stage_bytes, *[0] * empty],
-    }
-    return found | ({"step_time": value} if partition.objective == "step_time" else {})
-
-
-def _refusal(error: InfeasibleError, *, objective: str, seconds: float) -> dict[str, Any]:
-    return {
-        "assignment": None,
-        "bottleneck": None,
-        "lower_bound": None,
-        "status": "infeasible",
-        "seconds": round(seconds, 6),
-        "unit": "ms",
-        "objective": objective,
-        "smallest_memory_cap": error.smallest_bytes,
-    }
-
-
-def _table(workload: Workload, partition: Partition, *, stages: int, seconds: float) -> str:
-    members: list[list[int]] = [[] for _ in range(partition.stages)]
-    for node, stage in enumerate(partition.assignment):
-        members[stage].append(node)
-    has_bytes = any(partition.stage_bytes)
-    header = ["stage", "nodes", "first", "last", "load"] + ["memory"] * has_bytes
-    rows = []
-    for stage, own in enumerate(members):
-        ends = [f"{node} {_short(workload.works[node].name)}" for node in (own[0], own[-1])] if own else ["-", "-"]
-        load = f"{_ms(partition.loads_s[stage]):.6g} ms"
-        rows.append([stage, len(own), *ends, load] + [format_bytes(partition.stage_bytes[stage])] * has_bytes)
-    align = ("right", "right", "left", "left", "right", "right")[: len(header)]
-    table = tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True, colalign=align)
-    unused = f"; {stages - partition.stages} more stay empty" if stages > partition.stages else ""
-    title = f"{_short(workload.name)}: {len(workload.works)} nodes, {partition.stages} stages{unused}"
-    return f"{title}\n\n{table}\n\n{_verdict(partition, seconds=seconds)}"
-
-
-def _verdict(partition: Partition, *, seconds: float) -> str:
-    proof = "optimal: no partition has less"
-    if partition.status != "optimal":
-        proof = f"none is below {_ms(partition.lower_bound_s):.7g} ms: at most {partition.gap:.2%} above the best"
-    rows = [["bottleneck", f"{_ms(partition.bottleneck_s):.7g} ms"], ["solved in", f"{seconds:.2f} s"]]
-    if partition.objective == "step_time":
-        rows.insert(0, ["step time", f"{_ms(partition.value_s):.7g} ms"])
-    rows[0][1] += f", {proof}"
-    return tabulate(rows, tablefmt="plain", disable_numparse=True)
-
-
-def _short(name: str) -> str:
-    """Return a name in few characters, none of which a terminal obeys."""
-    text = repr(name)[1:-1]
-    return text if len(text) <= _NAME_WIDTH else f"{text[: _NAME_WIDTH - 3]}..."

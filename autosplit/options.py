@@ -8,18 +8,9 @@ from typing import Any
 
 import torch
 
+from autosplit.choices import LANES, OPTIMIZER_COPIES, RECOMPUTE, RNG
 from autosplit.errors import DeviceError, InputError
 from autosplit.units import parse_bytes
-
-OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
-SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward")
-LANES = ("auto", "inline", "threads")
-BATCH_NORM = ("micro", "full")
-"""What a training norm with running statistics normalises at once: a microbatch, or the whole batch."""
-RNG = ("auto", "plain", "counter")
-RECOMPUTE = ("never", "always", "except_last", "block")
-"""What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
 
 
 class Sample:

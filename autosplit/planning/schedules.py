@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autosplit.choices import SCHEDULES
 from autosplit.errors import InputError, ScheduleError
-from autosplit.options import SCHEDULES, Options
+from autosplit.options import Options
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build, least_per_device, stages_per_device
 from autosplit.schedule.files import from_rows, read_actions

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autosplit.cli_common import DTYPES, InputSpec, build_sample
+from autosplit.cli_inputs import DTYPES, InputSpec
+from autosplit.cli_models import build_sample, random_tensor
 from autosplit.errors import InputError
 
 INTEGERS = ["int64", "int32", "int16", "int8", "uint8"]
@@ -43,7 +44,7 @@ def test_the_text_form_round_trips(spec: InputSpec) -> None:
 
 @given(spec=specs())
 def test_values_have_the_shape_and_dtype_and_stay_below_the_limit(spec: InputSpec) -> None:
-    value = spec.tensor(torch.Generator().manual_seed(0))
+    value = random_tensor(spec, generator=torch.Generator().manual_seed(0))
     assert value.shape == spec.shape
     assert value.dtype == getattr(torch, spec.dtype)
     if spec.dtype in INTEGERS and value.numel():
@@ -53,13 +54,13 @@ def test_values_have_the_shape_and_dtype_and_stay_below_the_limit(spec: InputSpe
 
 def test_integers_reach_their_range() -> None:
     generator = torch.Generator().manual_seed(0)
-    assert set(InputSpec.parse("i=int64[200]<4").tensor(generator).tolist()) == {0, 1, 2, 3}
-    assert set(InputSpec.parse("i=int64[200]").tensor(generator).tolist()) == {0, 1}
-    assert set(InputSpec.parse("i=bool[200]").tensor(generator).tolist()) == {False, True}
+    assert set(random_tensor(InputSpec.parse("i=int64[200]<4"), generator=generator).tolist()) == {0, 1, 2, 3}
+    assert set(random_tensor(InputSpec.parse("i=int64[200]"), generator=generator).tolist()) == {0, 1}
+    assert set(random_tensor(InputSpec.parse("i=bool[200]"), generator=generator).tolist()) == {False, True}
 
 
 def test_a_limit_may_use_the_whole_range() -> None:
-    value = InputSpec.parse("i=uint8[5000]<256").tensor(torch.Generator().manual_seed(0))
+    value = random_tensor(InputSpec.parse("i=uint8[5000]<256"), generator=torch.Generator().manual_seed(0))
     assert value.max() == 255
 
 

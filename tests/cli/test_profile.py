@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autosplit import cli, cli_profile
+from autosplit import cli, cli_costs
 from autosplit.profile import measured
 from autosplit.report.costs import CostReport
 from cost_models import DeviceSpec, OpWork, device
@@ -200,7 +200,7 @@ def test_calibrating_writes_a_file_that_a_profile_takes(
         progress("a kernel", 0.5)
         return calibration()
 
-    monkeypatch.setattr(cli_profile, "calibrate", fake)
+    monkeypatch.setattr(cli_costs, "calibrate", fake)
     path = tmp_path / "here.json"
     result = run("--calibrate", "--quick", "--save", str(path))
     assert result.exit_code == 0, result.output

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli
+from autosplit import api, cli
 from autosplit.errors import InfeasibleError
 from autosplit.planning.plan import Plan
 
@@ -115,7 +115,7 @@ def test_devices_are_a_number_or_a_list(run: Run, text: str, devices: Any, monke
         seen.append(choices["devices"])
         raise InfeasibleError("looked")
 
-    monkeypatch.setattr(cli, "autosplit", look)
+    monkeypatch.setattr(api, "autosplit", look)
     assert run(f"{NETS}:Mlp", "--devices", text, "--chunks", "2", *X).exit_code == 1
     assert seen == [devices]
 
@@ -141,7 +141,7 @@ def test_the_mode_of_the_model(run: Run, mode: str | None, training: bool, monke
         seen.append(model.training)
         raise InfeasibleError("looked")
 
-    monkeypatch.setattr(cli, "autosplit", look)
+    monkeypatch.setattr(api, "autosplit", look)
     run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, *([mode] if mode else []))
     assert seen == [training]
 
@@ -153,7 +153,7 @@ def test_the_seed_reaches_the_factory_and_the_inputs(run: Run, monkeypatch: pyte
         seen.append((model.layers[0].weight.sum().item(), sample.kwargs["x"].sum().item()))
         raise InfeasibleError("looked")
 
-    monkeypatch.setattr(cli, "autosplit", look)
+    monkeypatch.setattr(api, "autosplit", look)
     for seed in ("1", "1", "2"):
         run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--seed", seed)
     assert seen[0] == seen[1]
@@ -167,7 +167,7 @@ def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(
     path = tmp_path / "plan.json"
     run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--save", str(path))
     too_large = Plan.load(path).model_copy(update={"fits": False, "verdict": "no"})
-    monkeypatch.setattr(cli, "autosplit", lambda model, **_: SimpleNamespace(plan=too_large))
+    monkeypatch.setattr(api, "autosplit", lambda model, **_: SimpleNamespace(plan=too_large))
     result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--json")
     assert result.exit_code == 1
     assert Plan.model_validate_json(result.stdout) == too_large
@@ -177,7 +177,7 @@ def test_no_partition_within_the_limits_is_an_answer_too(run: Run, monkeypatch: 
     def refuse(model: Any, **_: Any) -> None:
         raise InfeasibleError("stage 0 needs 2 KiB, cpu has 1 KiB")
 
-    monkeypatch.setattr(cli, "autosplit", refuse)
+    monkeypatch.setattr(api, "autosplit", refuse)
     result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X)
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -208,7 +208,7 @@ def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (NETS, "names no factory; write package.module:factory or file.py:factory"),
+        (NETS, "names no factory; write package.module:factory, file.py:factory or hf:"),
         (f"{NETS}:", "names no factory"),
         ("absent.py:make", "there is no file 'absent.py'"),
         ("no_such_package.nets:make", "importing 'no_such_package.nets' failed: ModuleNotFoundError"),
@@ -245,7 +245,10 @@ def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
         ((*TWO_BY_FOUR, *X, "--recompute", "never,block,always"), "has 3 entries for 2 stages"),
         ((*TWO_BY_FOUR, *X, "--memory-limit", "much"), "'much' is no size in bytes"),
         ((*TWO_BY_FOUR, *X, "--plan", "absent.json"), "cannot read the plan 'absent.json'"),
-        ((*TWO_BY_FOUR, *X, "--save", "no_such_folder/plan.json"), "--save 'no_such_folder/plan.json': No such file"),
+        (
+            (*TWO_BY_FOUR, *X, "--save", "no_such_folder/plan.json"),
+            "--save 'no_such_folder/plan.json': there is no folder",
+        ),
         (("--chunks", "4"), "Missing option '--devices'"),
         (("--devices", "2", "--chunks", "four"), "Invalid value for '--chunks'"),
         ((*TWO_BY_FOUR, "--color"), "No such option: --color"),
@@ -284,7 +287,7 @@ def test_an_error_that_is_not_ours_says_its_type_and_how_to_see_more(run: Run, m
     def crash(model: Any, **_: Any) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(cli, "autosplit", crash)
+    monkeypatch.setattr(api, "autosplit", crash)
     stderr = error_of(run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X))
     assert stderr == "error: division by zero (ZeroDivisionError; --debug shows the traceback)\n"
 

@@ -202,11 +202,12 @@ def test_ctrl_c_ends_it_without_a_word() -> None:
     started = "import sys, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     # The solver tells by its first call that it has been reached, and is interrupted there.
     started += (
-        "from autosplit import cli, cli_solve\n"
+        "from autosplit import cli\n"
+        "from autosplit.partition import solve as module\n"
         "def solve(*_, **__):\n"
         "    print('reached', file=sys.__stderr__, flush=True)\n"
         "    while True: pass\n"
-        "cli_solve.solve = solve\n"
+        "module.solve = solve\n"
         "cli.main()\n"
     )
     command = [sys.executable, "-c", started, "solve", str(GNMT), "--stages", "2"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli
+from autosplit import cli, verification
 from autosplit.verification import Item, Verification
 
 NETS = str(Path(__file__).parent / "nets.py")
@@ -64,7 +64,7 @@ def test_json_is_the_comparison_and_nothing_else(run: Run) -> None:
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_a_pipe_that_is_not_equal_ends_with_one(run: Run, monkeypatch: pytest.MonkeyPatch, form: tuple[str]) -> None:
     items = (Item("train", "output", "0", 0.5, 1e-5), Item("train", "buffer", "n", math.inf, 0.0, "missing"))
-    monkeypatch.setattr(cli, "verify", lambda *args: Verification(items))
+    monkeypatch.setattr(verification, "verify", lambda *args: Verification(items))
     result = run(f"{NETS}:make_mlp", *X, *form)
     assert result.exit_code == 1, result.output
     if form:

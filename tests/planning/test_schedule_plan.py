@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import InputError, autosplit
+from autosplit.choices import SCHEDULES
 from autosplit.errors import InfeasibleError, PlanError, ScheduleError
-from autosplit.options import SCHEDULES, Options
+from autosplit.options import Options
 from autosplit.planning.plan import Plan
 from autosplit.planning.schedules import ask, settle
 from autosplit.planning.timeline import predicted

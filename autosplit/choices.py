@@ -1,0 +1,15 @@
+"""The names that options take; here, and not beside their checks, so that ``--help`` need not import torch."""
+
+from __future__ import annotations
+
+OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
+SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward")
+LANES = ("auto", "inline", "threads")
+BATCH_NORM = ("micro", "full")
+"""What a training norm with running statistics normalises at once: a microbatch, or the whole batch."""
+RNG = ("auto", "plain", "counter")
+RECOMPUTE = ("never", "always", "except_last", "block")
+"""What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
+PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master")
+"""How training computes and what it keeps, for what it costs: it sets no dtype of what runs."""
