@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autosplit.api import autosplit
+    from autosplit.api import autosplit, plan
     from autosplit.errors import (
         AutosplitError,
         DeviceError,
@@ -36,6 +36,7 @@ __all__ = [
     "TraceError",
     "Verification",
     "autosplit",
+    "plan",
     "verify",
 ]
 
@@ -45,6 +46,7 @@ _PLACES = {
     "Sample": "options",
     "Verification": "verification",
     "autosplit": "api",
+    "plan": "api",
     "verify": "verification",
 }
 """Where the names are that are no errors; they are imported when first asked for, so that the command line is quick."""

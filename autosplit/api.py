@@ -1,4 +1,4 @@
-"""The one line: ``pipe = autosplit(model, devices=4, chunks=8)``."""
+"""The one line, ``pipe = autosplit(model, devices=4, chunks=8)``, and the plan for devices that nobody has to have."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from autosplit.options import (
     check_memory_limit,
     check_optimizer,
     check_recompute,
+    check_reserve,
     choose,
     resolve_devices,
     resolve_lanes,
     resolve_rng,
 )
 from autosplit.pipelined import PipelinedModule
+from autosplit.planning.choose import choose_plan
+from autosplit.planning.paper import check_precision, prepare, resolve_machine, search_space, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.schedules import Asked, ask
+from autosplit.runtime.ambient import without_saved_tensor_hooks
+from autosplit.trace.inputs import batch_rows
+from autosplit.trace.state import random_state
 
 
 def autosplit(
@@ -126,12 +132,92 @@ def autosplit(
     return pipe
 
 
-def _check_model(model: Any) -> None:
-    """Raise InputError for what cannot be split: no module, a pipeline, or one without values."""
+def plan(
+    model: nn.Module,
+    devices: Any = "8xH100-SXM5-80GB",
+    chunks: int | str = "auto",
+    *,
+    sample: Any,
+    batch_dims: Any = None,
+    loss_fn: Any = None,
+    optimizer: str | int = "adamw",
+    precision: str | None = None,
+    schedule: str | Path = "auto",
+    virtual_stages: int = 1,
+    recompute: Any = "auto",
+    memory_limit: int | float | str | None = None,
+    reserve: int | float | str | None = None,
+) -> Plan:
+    """Plan the training of a model on devices that do not have to be there; nothing is allocated.
+
+    Args:
+        model: any module, also one on the meta device; it is left exactly as it was.
+        devices: ``"<n>x<name>"`` such as "8xH100-SXM5-80GB" or "2xA100-SXM4-80GB+2xL4-24GB", a machine file, or a list
+            of names from `cost_models`, in pipeline order.
+        chunks: how many microbatches to cut the batch into; "auto": what makes the step shortest and fits.
+        sample: a batch of the size of a step: a tensor, a tuple, a dict or a `Sample`, also of meta tensors. None: the
+            model's ``example_input_array`` or ``dummy_inputs``.
+        batch_dims: as in `autosplit`.
+        optimizer: what keeps state: "adamw", "adam", "momentum", "sgd", "none", or state bytes per parameter element.
+        precision: what the training runs in: "fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master" (bf16 weights
+            and gradients; fp32 weights count as state of the optimizer), or None: as the model is.
+        schedule, virtual_stages, recompute: as in `autosplit`; "auto" searches.
+        memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
+        reserve: bytes per device to keep free of that.
+
+    Returns:
+        The plan, also where it does not fit: `Plan.verdict` is then "no".
+
+    Raises:
+        InputError, DeviceError: an argument cannot be used. TraceError: no graph can follow the model without values.
+    """
+    _check_module(model)
+    own = resolve_machine(devices)
+    count = 8 if chunks == "auto" else check_chunks(chunks)
+    asked = ask(schedule, virtual_stages=virtual_stages, devices=len(own), chunks=count)
+    options = Options(
+        devices=stand_ins(own),
+        chunks=asked.chunks,
+        schedule=asked.schedule,
+        virtual_stages=asked.virtual_stages,
+        actions=asked.actions,
+        recompute=check_recompute(recompute, stages=asked.stages),
+        memory_limit=check_memory_limit(memory_limit),
+        reserve_bytes=check_reserve(reserve),
+        optimizer=check_optimizer(optimizer),
+        precision=check_precision(precision),
+        batch_dims=batch_dims,
+        measure=False,
+        machine=own,
+    )
+    with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
+        paper = prepare(model, _given(model, sample), options)
+        space = search_space(options, rows=batch_rows(paper.found.inputs), free_chunks=chunks == "auto")
+        return choose_plan(paper.model, paper.found, options, space)
+
+
+def _given(model: nn.Module, sample: Any) -> Sample:
+    """Return the sample that was given, or that the model carries; raise InputError where there is none."""
+    given = own_sample(model) if sample is None else sample
+    if given is None:
+        raise InputError(
+            f"no inputs are known for {type(model).__name__}; give sample=, a batch of the size of a step (meta "
+            "tensors will do), or give the model an example_input_array or dummy_inputs"
+        )
+    return Sample.of(given)
+
+
+def _check_module(model: Any) -> None:
+    """Raise InputError for what is no model: no module, or a pipeline."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if isinstance(model, PipelinedModule):
         raise InputError("the model is a pipeline already; split pipe.unsplit() instead")
+
+
+def _check_model(model: Any) -> None:
+    """Raise InputError for what cannot be split: no module, a pipeline, or one without values."""
+    _check_module(model)
     on_meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
     if on_meta is not None:
         raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ import torch
 from autosplit.choices import LANES, OPTIMIZER_COPIES, RECOMPUTE, RNG
 from autosplit.errors import DeviceError, InputError
 from autosplit.units import parse_bytes
+from cost_models.machines import MachineSpec
+from cost_models.specs import DeviceSpec
+
+_MASTER_BYTES = 4
 
 
 class Sample:
@@ -38,6 +43,18 @@ class Sample:
                 "sample is a list; give a tuple of positional inputs, a dict of keyword inputs, or a Sample"
             )
         return cls(value)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a transfer between two devices takes."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+    def transfer_s(self, count: int) -> float:
+        """Return the seconds that ``count`` bytes take, alone on the link."""
+        return self.latency_s + count / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -69,19 +86,48 @@ class Options:
     """What running statistics of norms count as one update: a "step", or each "microbatch" of it."""
     compile: bool = False
     """Whether stages run as ``torch.compile`` makes them."""
+    machine: MachineSpec | None = None
+    """The machine on paper that is planned for, one device per lane; ``devices`` only stand for them then."""
+    reserve_bytes: int = 0
+    """What every device keeps free, of the limit or of what it has."""
+    precision: str | None = None
+    """What training runs in, on paper; None: as the model is. The model that is planned has that dtype already."""
 
     def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
-        """Return the bytes of optimizer state of one parameter."""
+        """Return the bytes of optimizer state of one parameter, an fp32 master weight among them."""
+        master = _MASTER_BYTES * elements if self.precision == "bf16_fp32_master" else 0
         if isinstance(self.optimizer, int):
-            return self.optimizer * elements
-        return OPTIMIZER_COPIES[self.optimizer] * parameter_bytes
+            return master + self.optimizer * elements
+        return master + OPTIMIZER_COPIES[self.optimizer] * (master or parameter_bytes)
 
     def capacity_bytes(self, lane: int) -> int | None:
-        """Return the bytes that one of the devices may use: the limit that was given, else what its CUDA device has."""
-        device = self.devices[lane]
-        if self.memory_limit is None and device.type == "cuda":
-            return int(torch.cuda.get_device_properties(device).total_memory)
-        return self.memory_limit
+        """Return the bytes that one of the devices may use; None where that is not known.
+
+        That is the limit that was given, else what the device has for tensors, less the reserve.
+        """
+        device, limit = self.devices[lane], self.memory_limit
+        if limit is None and self.machine is not None:
+            limit = self.machine.devices[lane].usable_bytes
+        elif limit is None and device.type == "cuda":
+            limit = int(torch.cuda.get_device_properties(device).total_memory)
+        return None if limit is None else max(0, limit - self.reserve_bytes)
+
+    def device_name(self, lane: int) -> str:
+        """Return what a plan calls one of the devices."""
+        return str(self.devices[lane] if self.machine is None else self.machine.devices[lane].name)
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """The links between neighbours on paper; empty where the devices are there."""
+        if self.machine is None:
+            return ()
+        found = (self.machine.link(place, place + 1) for place in range(len(self.machine) - 1))
+        return tuple(Link(spec.bandwidth_bytes_per_s, spec.latency_s) for spec in found)
+
+    @property
+    def model_device(self) -> DeviceSpec | str:
+        """The device whose cost model gives the times that are not measured: the first one on paper, or a CPU lane."""
+        return "cpu-lane" if self.machine is None else self.machine.devices[0]
 
 
 def choose(name: str, value: Any, valid: Iterable[Any]) -> Any:
@@ -114,6 +160,14 @@ def check_memory_limit(limit: int | float | str | None) -> int | None:
     if limit_bytes <= 0:
         raise InputError(f"memory_limit={limit!r}: give a positive number of bytes, or text such as '70GiB'")
     return limit_bytes
+
+
+def check_reserve(reserve: int | float | str | None) -> int:
+    """Return the bytes that every device keeps free, from a number or a text such as "2GiB"; None is none."""
+    reserve_bytes = 0 if reserve is None else parse_bytes(reserve)
+    if reserve_bytes < 0:
+        raise InputError(f"reserve={reserve!r}: give a number of bytes that is not negative, or text such as '2GiB'")
+    return reserve_bytes
 
 
 def check_recompute(recompute: Any, *, stages: int) -> tuple[str, ...] | None:

@@ -29,6 +29,7 @@ from cost_models.specs import DeviceSpec, LinkSpec
 EPILOGUE = "epilogue"
 _UNKNOWN = "A100-PCIe-80GB"
 """What a GPU that no data sheet names is taken for: its link is PCIe 4.0."""
+_TYPICAL_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,27 @@ def tied_states(traced: TracedGraph, profile: Profile) -> list[StateProfile]:
 
 
 def link_seconds(options: Options, count: int) -> float:
-    """Return how long ``count`` bytes take between two of the devices; lanes of one device pass them by reference."""
+    """Return how long ``count`` bytes take between two neighbours, the slowest pair of them.
+
+    Lanes of one device pass them by reference.
+    """
     if len(set(options.devices)) == 1:
         return 0.0
+    if options.machine is not None:
+        return max(link.transfer_s(count) for link in options.links)
     pairs = {(_name(first), _name(second)) for first, second in pairwise(options.devices) if first != second}
     return max(_link(*pair).transfer_s(count) for pair in pairs)
+
+
+def link_factors(options: Options) -> tuple[float, ...] | None:
+    """Return how many times as long as by `link_seconds` a transfer takes between each two neighbours on paper.
+
+    None where it is the same for all of them. Latencies are taken as they are for values of 32 MiB.
+    """
+    if len(set(options.links)) < 2 or len(set(options.devices)) == 1:
+        return None
+    slowest_s = link_seconds(options, _TYPICAL_BYTES)
+    return tuple(link.transfer_s(_TYPICAL_BYTES) / slowest_s for link in options.links)
 
 
 def _name(device: torch.device) -> str:
@@ -174,6 +191,7 @@ class _Formulator:
             self._ties(),
             microbatches=self.microbatches,
             devices=devices_of(limits),
+            links=link_factors(self.options),
         )
         return Formulation(problem, tuple(names))
 

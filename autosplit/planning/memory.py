@@ -10,7 +10,7 @@ import torch
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
 from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
-from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
+from autosplit.memory.state import Optimizer, Precision, optimizer_steps, parameter_bytes
 from autosplit.options import Options
 from autosplit.planning.formulate import held_copies, state_bytes
 from autosplit.profile.blocks import block_trace
@@ -169,9 +169,13 @@ def _finish(cut: Cut, lane: int) -> tuple[Step, ...]:
     """Return what the optimizer allocates in its step on a device, as torch does by default there."""
     on_cpu = cut.options.devices[lane].type == "cpu"
     optimizer = Optimizer(cut.options.optimizer, "forloop" if on_cpu else "foreach")
+    masters: Precision | None = "bf16_fp32_master" if cut.options.precision == "bf16_fp32_master" else None
     own = {stage for stage, place in enumerate(cut.schedule.stage_lane) if place == lane}
     states = [s for s in cut.profile.state.values() if s.trainable and s.elements and cut.home(s) in own]
-    sizes = [parameter_bytes(s.elements, element_bytes=s.bytes // s.elements, optimizer=optimizer) for s in states]
+    sizes = [
+        parameter_bytes(s.elements, element_bytes=s.bytes // s.elements, optimizer=optimizer, precision=masters)
+        for s in states
+    ]
     return optimizer_steps(sizes, optimizer=optimizer, first=False, on_cpu=on_cpu)
 
 

@@ -76,6 +76,8 @@ class Plan(Record):
     """The precision that costs were predicted for; None: the model's own."""
     issue_threads: int = Field(default=1, ge=1)
     """How many host threads issue the devices' kernels, each an equal part of them."""
+    machine: str | None = None
+    """The machine on paper that was planned for; None: devices that are there."""
     transfers: tuple[Transfer, ...] = ()
     """What travels between stages per microbatch, and how long."""
     units: tuple[Unit, ...] = ()

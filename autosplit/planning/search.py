@@ -138,5 +138,11 @@ def profiled(model: nn.Module, found: Trace, options: Options, sizes: tuple[int,
         leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
     with attributes(model), buffer_contents(model):
         return profile(
-            found.graph, rows=sizes[0], batch_rows=sum(sizes), inputs=leaves, measure=options.measure, device="cpu-lane"
+            found.graph,
+            rows=sizes[0],
+            batch_rows=sum(sizes),
+            inputs=leaves,
+            measure=options.measure,
+            device=options.model_device,
+            kernels="cuda" if options.machine is not None and options.devices[0].type == "cuda" else "cpu",
         )

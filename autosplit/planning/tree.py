@@ -154,7 +154,7 @@ class _Writer:
         whole = self.why is not None
         return Plan(
             fingerprint=fingerprint_of(self.model, self._names(self.stage_of)),
-            devices=tuple(str(device) for device in self.options.devices[: len(stages)]),
+            devices=tuple(map(self.options.device_name, range(len(stages)))),
             stages=stages,
             boundaries=tuple(self._boundaries()),
             chunks=self.options.chunks,
@@ -188,7 +188,7 @@ class _Writer:
         memory, names = self.partition.costs.stages[index], self._names(units)
         return StagePlan(
             index=index,
-            device=str(self.options.devices[index]),
+            device=self.options.device_name(index),
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),
             parameters=sum(s.elements for s in states if s.is_parameter),

@@ -96,7 +96,7 @@ class Writer:
         fits = fit_of(stages)
         return Plan(
             fingerprint=fingerprint(self.model, self.traced),
-            devices=tuple(str(device) for device in self.options.devices[: len(self.schedule.lanes)]),
+            devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
             stages=stages,
             boundaries=boundaries,
             transfers=tuple(Transfer(**asdict(time)) for time in transfers),
@@ -106,6 +106,8 @@ class Writer:
             virtual_stages=self.formulation.problem.virtual_stages,
             actions=self.options.actions,
             optimizer=str(self.options.optimizer),
+            machine=None if self.options.machine is None else self.options.machine.name,
+            precision=self.options.precision,
             step_s=self.partition.value_s + self._shared_s() + self._sent_s(boundaries),
             bubble=timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
@@ -129,7 +131,7 @@ class Writer:
         again = again_share(self.recompute[index], microbatches=len(self.sizes))
         return StagePlan(
             index=index,
-            device=str(self.options.devices[self.lane[index]]),
+            device=self.options.device_name(self.lane[index]),
             lane=self.lane[index],
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -99,17 +99,29 @@ def shorten_graph(graph: fx.Graph, root: nn.Module, *, outputs: Iterable[fx.Node
 
 
 def block_costs(
-    traced: TracedGraph, *, rows: int, batch_rows: int, input_grads: Sequence[bool] | None = None
+    traced: TracedGraph,
+    *,
+    rows: int,
+    batch_rows: int,
+    input_grads: Sequence[bool] | None = None,
+    kernels: Literal["cpu", "cuda"] = "cpu",
 ) -> FakeCosts:
     """Return what :func:`fake_costs` returns, from a run without most of the repeated blocks."""
     short = shorten_graph(traced.graph, traced.root)
     if short.runs:
         own = replace(traced, graph=short.graph)
-        found = fake_costs(own, rows=rows, batch_rows=batch_rows, input_grads=input_grads, without=short.without)
+        found = fake_costs(
+            own,
+            rows=rows,
+            batch_rows=batch_rows,
+            input_grads=input_grads,
+            without=short.without,
+            kernels=kernels,
+        )
         with contextlib.suppress(Uneven):
             costs = short.costs(found.nodes)
             return FakeCosts({info.name: costs[info.name] for _, info in traced.compute_nodes()})
-    return fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads)
+    return fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels)
 
 
 def block_trace(stage: StageGraph, how: How) -> StageTrace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,7 @@ from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.profile.work import work_of
 from autosplit.trace.graph import TracedGraph
 from cost_models.protocol import CostModel
+from cost_models.specs import DeviceSpec
 
 
 def profile(
@@ -28,9 +30,10 @@ def profile(
     batch_rows: int,
     inputs: Sequence[torch.Tensor] | None = None,
     measure: bool = True,
-    device: str = "cpu-lane",
+    device: str | DeviceSpec = "cpu-lane",
     cache: ProfileCache | None = None,
     count_bytes: bool = False,
+    kernels: Literal["cpu", "cuda"] = "cpu",
 ) -> Profile:
     """Return what every node, parameter and buffer costs in training, for a microbatch of ``rows`` batch rows.
 
@@ -39,12 +42,14 @@ def profile(
     model is not on "meta"; else they are those of ``device`` by its cost model, see `cost_model_of`. ``full`` nodes are
     not measured: the cost model gives their times, scaled as the measured nodes came out against it. So it does for
     nodes that memory runs out for, with a warning. A ``cache`` keeps measured times on disk;
-    ``count_bytes`` also counts what a CPU's allocator gives out, see `measure`.
+    ``count_bytes`` also counts what a CPU's allocator gives out, see `measure`. ``kernels``: whose kernels' results and
+    scratch are counted.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
-    costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads)
+    costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels)
     times = modelled_times(costs, model=cost_model_of(device))
-    found = MeasuredTimes({}, device)
+    name = device.name if isinstance(device, DeviceSpec) else device
+    found = MeasuredTimes({}, name)
     if measure and inputs is not None and not _on_meta(traced, inputs):
         found = _measured(traced, inputs, rows, cache, count_bytes=count_bytes)
         _warn_of_memory(found)
@@ -56,7 +61,7 @@ def profile(
         state=_state(traced),
         input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
         input_grads={info.name: grad for info, grad in zip(placeholders, grads or (), strict=False)},
-        device=found.device if found.nodes else device,
+        device=found.device if found.nodes else name,
         measured=bool(found.nodes),
         estimated=costs.estimated,
         out_of_memory=found.out_of_memory,

@@ -10,10 +10,11 @@ without a GPU, and "meta" tensors take other kernels.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -23,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autosplit.profile.assumptions import parameters_met, why_estimated
 from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes, tensors_of
 from autosplit.profile.ledger import Ledger, Operation, Storage
+from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.run import quiet_log
@@ -73,16 +75,18 @@ def fake_costs(
     batch_rows: int,
     input_grads: Sequence[bool] | None = None,
     without: Iterable[str] = (),
+    kernels: Literal["cpu", "cuda"] = "cpu",
 ) -> FakeCosts:
     """Return the costs of every node: micro and shared nodes at ``rows`` batch rows, full nodes at ``batch_rows``.
 
     ``input_grads`` says which inputs require a gradient (None: none of them). The costs are those of training, also
     when gradients are switched off around the call. ``without``: paths of modules that the graph does not use.
+    ``kernels``: whose kernels run: what they save, allocate and compute.
     """
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
-    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels="cpu")
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=kernels)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
         with quiet_log(), mode, ledger:
@@ -112,6 +116,7 @@ class _FakePass(BorderInterpreter):
         self.costs: dict[str, NodeCosts] = {}
         self.output_ids: dict[str, list[int]] = {}
         self._ledger = ledger
+        self._lowering = CudaKernels() if ledger.kernels == "cuda" else contextlib.nullcontext()
         self._profiled = profiled
         self._known_ids = known_ids
         self._saved: dict[int, int] = {}
@@ -141,7 +146,8 @@ class _FakePass(BorderInterpreter):
         before = self._ledger.live_bytes
         call = self.prepare(n)
         try:
-            result = call.run()
+            with self._lowering:
+                result = call.run()
         except Exception as error:
             return self._estimate(n, call, error)
         settled = call.settle(result)

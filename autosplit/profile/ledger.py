@@ -48,7 +48,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, *, kernels: Literal["cpu", "cuda"] | None = None) -> None:
         """Count; on fake tensors add what the ``kernels`` of a device would hold beside their results."""
         super().__init__()
-        self._kernels = kernels
+        self.kernels = kernels
         self.guessed: dict[str, int] = {}
         """Most bytes of scratch, by operation, that nobody measured."""
         self.live_bytes = 0
@@ -109,19 +109,19 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and enter its work and its results."""
-        if self._kernels is not None and (total := summed_in_place(func, args, kwargs or {})) is not None:
+        if self.kernels is not None and (total := summed_in_place(func, args, kwargs or {})) is not None:
             self._enter(func, args, [total])
             return total
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim" or func.is_view:
             return out
-        if self._kernels is not None:
-            out = true_results(func, args, kwargs or {}, out, target=self._kernels)
+        if self.kernels is not None:
+            out = true_results(func, args, kwargs or {}, out, target=self.kernels)
         results = list(_tensors(out))
         for tensor in results:
             self.storage(tensor)
-        if self._kernels is not None:
-            self._scratch(func._opname, workspace(func, args, kwargs or {}, out, target=self._kernels))
+        if self.kernels is not None:
+            self._scratch(func._opname, workspace(func, args, kwargs or {}, out, target=self.kernels))
         self._enter(func, args, results, kwargs=kwargs, out=out)
         return out
 

@@ -1,0 +1,163 @@
+"""A model on paper: its twin without values, recorded there, for devices that nobody has to have.
+
+    model (real or on meta) ─► twin on meta, in the dtype of the precision ─► recording ─► plan
+                                     no value is made, none is read
+
+What a forward decides by values cannot be followed there; a model that has values is then recorded with them, as
+`autosplit` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import cost_models
+from autosplit.choices import PRECISIONS
+from autosplit.errors import DeviceError, InputError, TraceError
+from autosplit.options import Options, Sample, choose
+from autosplit.planning.choose import Space
+from autosplit.profile.shadow import shadow
+from autosplit.trace.ladder import Trace, trace
+from cost_models.machines import MachineSpec
+from cost_models.specs import DeviceSpec
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """What is planned: the model or its twin, the recording of it, and what was asked for.
+
+    ``by_values``: the forward hangs on values, so that the model's own were used.
+    """
+
+    model: nn.Module
+    found: Trace
+    options: Options
+    by_values: bool = False
+
+
+def resolve_machine(devices: Any) -> MachineSpec:
+    """Return the machine that is planned for: a text, a machine file, or a list of names of devices, files or specs.
+
+    Raises DeviceError for a name that is not known, with the nearest ones.
+    """
+    if isinstance(devices, MachineSpec):
+        return devices
+    if not isinstance(devices, (str, Path, list, tuple)) or not all(_names_device(entry) for entry in _listed(devices)):
+        raise DeviceError(
+            f"devices={devices!r} names no devices to plan for; give a text such as '8xH100-SXM5-80GB', or a list of "
+            "names, for example ['A100-SXM4-80GB', 'L4-24GB'] (autosplit devices lists them)"
+        )
+    try:
+        return cost_models.machine(devices)
+    except ValueError as error:
+        raise DeviceError(str(error)) from error
+
+
+def _listed(devices: Any) -> list[Any]:
+    return list(devices) if isinstance(devices, (list, tuple)) else [devices]
+
+
+def _names_device(entry: Any) -> bool:
+    return isinstance(entry, (str, Path, DeviceSpec))
+
+
+def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
+    """Return a torch device for each device on paper, none of which has to be there.
+
+    What issues its own work is a CPU lane; everything else counts as a CUDA device of its own.
+    """
+    return tuple(
+        torch.device("cuda", n) if spec.issue_s else torch.device("cpu") for n, spec in enumerate(machine.devices)
+    )
+
+
+def prepare(model: nn.Module, sample: Sample, options: Options) -> OnPaper:
+    """Record a model on paper, in the precision that is asked for; the model stays as it is.
+
+    Raises TraceError where no graph can follow it, InputError for a sample whose batch cannot be told.
+    """
+    dtype = _DTYPES.get(options.precision or "")
+    twin, blank = _twin(model, dtype), _blank(sample, dtype)
+    whole_norms = options.batch_norm == "full"
+    try:
+        found = trace(twin, blank, batch_dims=options.batch_dims, whole_norms=whole_norms)
+    except TraceError as refusal:
+        if _has_meta(model) or twin is model:
+            raise
+        if dtype is not None and any(t.is_floating_point() and t.dtype != dtype for t in model.parameters()):
+            raise TraceError(
+                f"{refusal} (planned in precision={options.precision!r} without values; with them only precision=None "
+                "can be planned)"
+            ) from refusal
+        found = trace(model, sample, batch_dims=options.batch_dims, whole_norms=whole_norms)
+        return OnPaper(model, found, options, by_values=True)
+    return OnPaper(twin, found, options)
+
+
+def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
+    """Return what is searched: what was asked for, and all that is worth a look where that was left open.
+
+    Microbatches of 1, 2, 4, ... rows, as far as each device has one at a time.
+    """
+    lanes = len(options.devices)
+    halvings = [-(-rows // 2**power) for power in range(rows.bit_length())]
+    chunks = tuple(count for count in halvings if count >= min(lanes, rows)) if free_chunks else (options.chunks,)
+    name = "1f1b" if options.schedule == "auto" else options.schedule
+    return Space(chunks=chunks, schedules=((name, options.virtual_stages),), recompute=options.recompute)
+
+
+def check_precision(precision: Any) -> str | None:
+    """Return the precision; None is the model's own."""
+    found: str | None = choose("precision", precision, (None, *PRECISIONS))
+    return found
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _has_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in _tensors(model))
+
+
+def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return a model of the same structure on meta; the model itself where it has no tensors, or is that already."""
+    if all(tensor.is_meta and _kind(tensor, dtype) == tensor.dtype for tensor in _tensors(model)):
+        return model
+    lazy = next(
+        (name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)), None
+    )
+    if lazy is not None:
+        raise InputError(f"parameter {lazy!r} has no shape yet; call the model once on its inputs, then plan it")
+
+    def blank(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=_kind(tensor, dtype), device="meta")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+    return shadow(model, replace=blank).module
+
+
+def _kind(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _blank(sample: Sample, dtype: torch.dtype | None) -> Sample:
+    """Return the sample's tensors without values, floating ones in the dtype."""
+
+    def blank(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty(leaf.shape, dtype=_kind(leaf, dtype), device="meta").requires_grad_(leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(blank, (sample.args, sample.kwargs))
+    return Sample(*args, **kwargs)
