@@ -90,8 +90,11 @@ def buffer_contents(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore tensors at the end; what did not change is not written, so that graphs stay valid for their backward."""
-    saved = [(t, t.detach().clone()) for t in tensors]
+    """Restore tensors at the end; what did not change is not written, so that graphs stay valid for their backward.
+
+    Those on meta have nothing to restore.
+    """
+    saved = [(t, t.detach().clone()) for t in tensors if not t.is_meta]
     try:
         yield
     finally:

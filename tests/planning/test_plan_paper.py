@@ -1,0 +1,133 @@
+"""Plans for devices that nobody has to have: nothing is allocated, and the model is as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import DeviceError, InputError, Sample, plan
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = value + self.down(torch.relu(self.up(self.norm(value))))
+        return result
+
+
+def blocks(count: int = 6, width: int = 64) -> nn.Sequential:
+    return nn.Sequential(*[Block(width) for _ in range(count)])
+
+
+def test_the_same_model_with_and_without_values_has_the_same_plan() -> None:
+    with torch.device("meta"):
+        blank = blocks()
+    real = blocks()
+    asked = {"devices": "2xL4-24GB", "chunks": 4}
+    with_values = plan(real, sample=torch.randn(8, 64), **asked)
+    assert with_values == plan(blank, sample=torch.empty(8, 64, device="meta"), **asked)
+    assert with_values.machine == "2xL4-24GB"
+    assert with_values.devices == ("L4-24GB", "L4-24GB")
+    assert with_values.verdict == "fits"
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).eval()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    model[1].train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    objects = {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    plan(model, "2xA10G-24GB", 2, sample=torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    assert {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())} == objects
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
+
+
+@pytest.mark.parametrize(
+    ("precision", "parameter", "gradient", "optimizer"),
+    [(None, 8, 8, 16), ("fp32", 4, 4, 8), ("bf16", 2, 2, 4), ("bf16_fp32_master", 2, 2, 12)],
+)
+def test_a_precision_says_what_a_parameter_takes(
+    precision: str | None, parameter: int, gradient: int, optimizer: int
+) -> None:
+    found = plan(blocks(4).double(), "2xH100-SXM5-80GB", 2, sample=torch.randn(4, 64).double(), precision=precision)
+    elements = sum(stage.parameters for stage in found.stages)
+    held = [stage.memory for stage in found.stages]
+    assert sum(own.parameter_bytes for own in held) == parameter * elements
+    assert sum(own.optimizer_bytes for own in held) == optimizer * elements
+    assert sum(own.gradient_bytes for own in held) <= gradient * elements
+    assert found.precision == precision
+
+
+def test_capacities_are_those_of_the_devices_less_the_reserve() -> None:
+    def capacities(**asked: object) -> list[int | None]:
+        made = plan(blocks(4), ["A100-SXM4-80GB", "L4-24GB"], 2, sample=torch.randn(4, 64), **asked)
+        return [stage.memory.capacity_bytes for stage in made.stages]
+
+    whole = capacities()
+    assert whole[0] > 3 * whole[1] > 60 * 2**30
+    assert capacities(reserve="2GiB") == [count - 2 * 2**30 for count in whole]
+    assert capacities(memory_limit="1GiB") == [2**30, 2**30]
+    assert capacities(memory_limit="1GiB", reserve="24MiB") == [1000 * 2**20] * 2
+
+
+def test_links_are_those_between_neighbours() -> None:
+    near, far = (plan(blocks(4), text, 4, sample=torch.randn(64, 64)) for text in ("2xH100-SXM5-80GB", "2x1xL4-24GB"))
+    assert 0 < near.transfers[0].forward_s < far.transfers[0].forward_s
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ("8xH100-SXM5-90GB", "H100-SXM5-80GB"),
+        (["A100-SXM4-80GB", "T5-16GB"], "T4-16GB"),
+        (4, "names no devices to plan for"),
+        ([torch.device("cpu")], "names no devices to plan for"),
+        ([], "a machine has at least one device"),
+    ],
+)
+def test_devices_that_are_not_known_are_told(devices: object, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        plan(blocks(2), devices, sample=torch.randn(4, 64))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"sample": None}, "no inputs are known for Sequential"),
+        ({"chunks": "many"}, "chunks='many'"),
+        ({"chunks": 0}, "chunks=0"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"reserve": "-1GiB"}, "is no size in bytes"),
+        ({"reserve": -1}, "reserve=-1"),
+        ({"optimizer": "lion"}, "optimizer='lion'"),
+        ({"recompute": "some"}, "recompute='some'"),
+        ({"sample": Sample(torch.randn(0, 64))}, "the batch is empty"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_told(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan(blocks(2), "2xL4-24GB", **{"sample": torch.randn(4, 64), **asked})
+
+
+def test_a_forward_that_hangs_on_values_is_planned_with_them() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = blocks(4)
+            self.gate = nn.Parameter(torch.ones(1))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return self.layers(value) if self.gate.item() > 0 else value
+
+    found = plan(Gated(), "2xL4-24GB", 2, sample=torch.randn(4, 64))
+    assert len(found.stages) == 2
