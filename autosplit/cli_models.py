@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,8 +32,15 @@ def random_tensor(spec: InputSpec, *, generator: torch.Generator) -> torch.Tenso
     return torch.randint(2 if spec.limit is None else spec.limit, spec.shape, generator=generator).to(dtype)
 
 
+def _blank(spec: InputSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+
 def build_sample(specs: Sequence[InputSpec], *, model: nn.Module, seed: int) -> Sample | None:
-    """Return seeded random inputs that ``model.forward`` accepts, or None when ``specs`` is empty."""
+    """Return seeded random inputs that ``model.forward`` accepts, or None when ``specs`` is empty.
+
+    They are on the meta device where the model is.
+    """
     if not specs:
         return None
     names = [spec.name for spec in specs]
@@ -39,7 +48,8 @@ def build_sample(specs: Sequence[InputSpec], *, model: nn.Module, seed: int) -> 
     if repeated:
         raise InputError(f"--input {repeated[0]} is given {names.count(repeated[0])} times; give every input once")
     generator = torch.Generator().manual_seed(seed)
-    values = {spec.name: random_tensor(spec, generator=generator) for spec in specs}
+    blank = any(parameter.is_meta for parameter in model.parameters())
+    values = {spec.name: _blank(spec) if blank else random_tensor(spec, generator=generator) for spec in specs}
     positions = sorted(int(name) for name in names if name.isdecimal())
     if positions != list(range(len(positions))):
         raise InputError(f"--input positions are {positions}; number them from 0 without gaps")
@@ -67,8 +77,11 @@ def _check_call(model: nn.Module, *, args: Sequence[Any], kwargs: dict[str, Any]
         ) from error
 
 
-def load_model(target: str) -> nn.Module:
-    """Import ``package.module:factory`` or ``file.py:factory`` and return the module that it makes."""
+def load_model(target: str, *, blank: bool = False) -> nn.Module:
+    """Import ``package.module:factory`` or ``file.py:factory`` and return the module that it makes.
+
+    ``blank``: on the meta device, where the factory works there.
+    """
     source, _, name = target.rpartition(":")
     if not source or not name:
         raise InputError(f"MODEL {target!r} names no factory; write {MODEL_FORM}")
@@ -78,7 +91,7 @@ def load_model(target: str) -> nn.Module:
     made = getattr(module, name)
     if callable(made) and not isinstance(made, nn.Module):
         try:
-            made = made()
+            made = _made(made, blank=blank)
         except Exception as error:
             raise InputError(
                 f"{target} failed when called without arguments: {type(error).__name__}: {error}; "
@@ -87,6 +100,14 @@ def load_model(target: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise InputError(f"{target} gives a {type(made).__name__}, no nn.Module; name a factory that returns the model")
     return made
+
+
+def _made(factory: Callable[[], Any], *, blank: bool) -> Any:
+    if blank:
+        with contextlib.suppress(Exception), warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # of values that are loaded into nothing
+            return factory()
+    return factory()
 
 
 def _import(source: str) -> ModuleType:

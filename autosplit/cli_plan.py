@@ -1,0 +1,142 @@
+"""``autosplit plan MODEL``: plan the training of a model on devices that do not have to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autosplit.cli_common import (
+    AsJson,
+    Debug,
+    Inputs,
+    MemoryLimit,
+    Mode,
+    Optimizer,
+    Precision,
+    Recompute,
+    Reserve,
+    ScheduleName,
+    Seed,
+    Target,
+    VirtualStages,
+    beside_stdout,
+    exit_code,
+    optimizer_of,
+    recompute_of,
+)
+from autosplit.cli_inputs import InputSpec
+from autosplit.cli_outputs import Save, check_outputs, print_plan, write_outputs
+from autosplit.errors import InputError, TraceError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autosplit.planning.plan import Plan
+
+EXAMPLES = """Examples:
+
+\b
+  autosplit plan my.gpt:GPT --input "input_ids=int64[256,1024]<50257"
+  autosplit plan my.gpt:GPT --devices 4xL4-24GB --precision amp_bf16 --input "input_ids=int64[64,1024]<50257"
+  autosplit plan nets.py:make --devices 2xA100-SXM4-80GB+2xL4-24GB --input "x=float32[64,3,224,224]" --json
+  autosplit plan nets.py:make --devices 2x8xH100-SXM5-80GB --chunks 64 --schedule 1f1b --recompute block \\
+                              --optimizer 12 --reserve 2GiB --input "x=float32[512,3,224,224]" --save plan.json
+
+Nothing is allocated: the model is made on the meta device and the inputs have no values, only where the forward
+decides something by values are both made. The inputs have the batch of a step. Devices are those of "autosplit
+devices", a machine file, or a list of names or device files with commas between, in pipeline order.
+
+Exit codes: 0 done; 1 done, and the plan does not fit; 2 bad usage or input.
+"""
+_SMALL_BYTES = 4 * 2**30
+"""A model of at most so many bytes is made with values where it cannot be planned without."""
+
+PaperDevices = Annotated[
+    str, typer.Option(help="A machine such as 8xH100-SXM5-80GB, a machine file, or names with commas between.")
+]
+PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
+
+
+def plan_command(
+    model: Target,
+    devices: PaperDevices = "8xH100-SXM5-80GB",
+    chunks: PlanChunks = "auto",
+    inputs: Inputs = None,
+    schedule: ScheduleName = "auto",
+    virtual_stages: VirtualStages = 1,
+    recompute: Recompute = "auto",
+    optimizer: Optimizer = "adamw",
+    precision: Precision = None,
+    memory_limit: MemoryLimit = None,
+    reserve: Reserve = None,
+    train: Mode = None,
+    seed: Seed = 0,
+    save: Save = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
+
+    def answer() -> int:
+        check_outputs(save=save)
+        specs = [InputSpec.parse(text) for text in inputs or ()]
+        choices = {
+            "devices": _devices(devices),
+            "chunks": _chunks(chunks),
+            "schedule": schedule,
+            "virtual_stages": virtual_stages,
+            "recompute": recompute_of(recompute),
+            "optimizer": optimizer_of(optimizer),
+            "precision": precision,
+            "memory_limit": memory_limit,
+            "reserve": reserve,
+        }
+        with beside_stdout():
+            found = _planned(model, specs, seed=seed, train=train, **choices)
+        write_outputs(found, save=save)
+        return print_plan(found, as_json=as_json)
+
+    raise typer.Exit(exit_code(answer, debug=debug))
+
+
+def _devices(text: str) -> str | list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _chunks(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise InputError(f"--chunks {text!r} is no number of microbatches; write one, or auto")
+    return text if text == "auto" else int(text)
+
+
+def _planned(target: str, specs: Sequence[InputSpec], *, seed: int, train: bool | None, **choices: Any) -> Plan:
+    """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
+    import torch
+
+    from autosplit.cli_models import load_model
+
+    torch.manual_seed(seed)
+    made = load_model(target, blank=True)
+    try:
+        return _plan_of(made, specs, seed=seed, train=train, **choices)
+    except TraceError:
+        sizes = [parameter.numel() * parameter.element_size() for parameter in made.parameters() if parameter.is_meta]
+        if not 0 < sum(sizes) <= _SMALL_BYTES:
+            raise
+    torch.manual_seed(seed)
+    return _plan_of(load_model(target), specs, seed=seed, train=train, **choices)
+
+
+def _plan_of(model: nn.Module, specs: Sequence[InputSpec], *, seed: int, train: bool | None, **choices: Any) -> Plan:
+    from autosplit.api import own_sample, plan
+    from autosplit.cli_models import build_sample, no_inputs
+
+    if train is not None:
+        model.train(train)
+    sample = build_sample(specs, model=model, seed=seed)
+    if sample is None and own_sample(model) is None:
+        raise no_inputs(model)
+    return plan(model, sample=sample, **choices)

@@ -1,0 +1,72 @@
+"""``autosplit plan``: a plan for devices that do not have to be there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autosplit import cli
+from autosplit.planning.plan import Plan
+
+NETS = str(Path(__file__).parent / "nets.py")
+X = ("--input", "x=float32[8,16]")
+TWO = ("--devices", "2xL4-24GB", "--chunks", "4")
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(target: str, *arguments: str) -> Any:
+        return CliRunner().invoke(cli.app, ["plan", target, *arguments])
+
+    return call
+
+
+def test_the_table_is_that_of_the_devices_on_paper(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *TWO, *X)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("Partition of Mlp\n  devices    2: 2 x L4-24GB\n  chunks     4: 4 x 2 rows")
+
+
+def test_what_is_asked_for_is_in_the_plan(run: Run, tmp_path: Path) -> None:
+    asked = ("--precision", "bf16", "--optimizer", "12", "--reserve", "1GiB", "--recompute", "block", "--json")
+    devices = ("--devices", "A100-SXM4-80GB,L4-24GB", "--chunks", "4")
+    result = run(f"{NETS}:make_mlp", *devices, *X, *asked, "--save", str(tmp_path / "plan.json"))
+    assert result.exit_code == 0, result.output
+    plan = Plan.model_validate_json(result.stdout)
+    assert plan == Plan.load(tmp_path / "plan.json")
+    assert plan.devices == ("A100-SXM4-80GB", "L4-24GB")
+    assert (plan.precision, plan.optimizer, plan.chunks) == ("bf16", "12", 4)
+    assert {stage.recompute for stage in plan.stages} == {"block"}
+
+
+def test_what_does_not_fit_is_planned_and_the_answer_is_no(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *TWO, *X, "--memory-limit", "2KiB", "--json")
+    assert result.exit_code == 1, result.output
+    assert Plan.model_validate_json(result.stdout).verdict == "no"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--devices", "8xH100-SXM5-90GB", *X), "the nearest: H100-SXM5-80GB"),
+        (("--devices", "cuda:0", *X), "there is no device 'cuda:0'"),
+        (("--chunks", "several", *X), "--chunks 'several' is no number of microbatches"),
+        (("--precision", "bf8", *X), "precision='bf8'"),
+        ((), "no inputs are known for Mlp"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_line(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run(f"{NETS}:make_mlp", *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
