@@ -26,6 +26,7 @@ from autosplit.options import (
 )
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.choose import choose_plan
+from autosplit.planning.explain import explained
 from autosplit.planning.paper import check_precision, prepare, resolve_machine, search_space, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.schedules import Asked, ask
@@ -193,7 +194,7 @@ def plan(
     with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
         paper = prepare(model, _given(model, sample), options)
         space = search_space(options, rows=batch_rows(paper.found.inputs), free_chunks=chunks == "auto")
-        return choose_plan(paper.model, paper.found, options, space)
+        return explained(choose_plan(paper.model, paper.found, options, space), paper, space)
 
 
 def _given(model: nn.Module, sample: Any) -> Sample:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from autosplit.options import Options
 from autosplit.planning.plan import Plan
 from autosplit.schedule.action import Kind
 from autosplit.schedule.simulate import TransferTime, simulate
+from cost_models import registry
 
 _WORTH = 1.05
 """The host binds where waiting for it makes a step so many times as long."""
@@ -65,3 +69,19 @@ def host_step(plan: Plan) -> HostStep | None:
     assert waiting.host is not None
     beside_s = plan.step_s - alone.step_s
     return HostStep(waiting.host.busy_s, plan.step_s, waiting.step_s + beside_s)
+
+
+def kernel_issue_s(options: Options, lane: int) -> float:
+    """Return how long a host thread takes to issue one kernel to a device; 0 where that is not known, as for lanes."""
+    device = options.devices[lane]
+    if options.machine is not None:
+        return options.machine.devices[lane].issue_s
+    known = registry.identify(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known.issue_s if known is not None else 0.0
+
+
+def issue_threads(options: Options) -> int:
+    """Return how many host threads issue kernels: one on this machine, on paper those of every host."""
+    if options.machine is None:
+        return 1
+    return len(options.machine.host_devices) * options.machine.host.issue_threads

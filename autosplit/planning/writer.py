@@ -16,9 +16,11 @@ from autosplit.planning.advice import advice
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import Formulation, link_seconds, state_bytes
+from autosplit.planning.host import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Boundary, StageMemory, StagePlan, Transfer
+from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.trace.draw_rules import with_plain_numbers
@@ -108,6 +110,7 @@ class Writer:
             optimizer=str(self.options.optimizer),
             machine=None if self.options.machine is None else self.options.machine.name,
             precision=self.options.precision,
+            issue_threads=issue_threads(self.options),
             step_s=self.partition.value_s + self._shared_s() + self._sent_s(boundaries),
             bubble=timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
@@ -129,6 +132,7 @@ class Writer:
         own = self._works(index)
         parameters = [s for s in self._states(index) if s.is_parameter]
         again = again_share(self.recompute[index], microbatches=len(self.sizes))
+        issue = self._issue(index, names)
         return StagePlan(
             index=index,
             device=self.options.device_name(self.lane[index]),
@@ -140,7 +144,20 @@ class Writer:
             backward_s=sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own),
             recompute=self.recompute[index],
             weight_s=sum(work.weight_s for work in own),
+            forward_issue_s=issue.forward_s,
+            backward_issue_s=issue.backward_s + again * issue.forward_s,
             memory=self._memory(index),
+        )
+
+    def _issue(self, index: int, names: Sequence[str]) -> NodeTimes:
+        """Return how long a host thread issues a stage's kernels, per microbatch."""
+        each_s = kernel_issue_s(self.options, self.lane[index])
+        classes = {info.name: info.node_class for _, info in self.traced.compute_nodes()} if each_s else {}
+        share = {NodeClass.MICRO: 1.0, NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
+        own = [(self.costs.nodes[name], each_s * share[classes[name]]) for name in names] if each_s else []
+        return NodeTimes(
+            sum(node.forward_kernels * part for node, part in own),
+            sum(node.backward_kernels * part for node, part in own),
         )
 
     def _memory(self, index: int) -> StageMemory:

@@ -1,0 +1,54 @@
+"""A chosen plan with its explanation: why it is as it is, and what would make it fit where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autosplit.planning.changes import Arguments, changes
+from autosplit.planning.choose import Space, choose_plan
+from autosplit.planning.paper import OnPaper, resolve_machine, stand_ins
+from autosplit.planning.plan import Plan
+from autosplit.planning.reasons import reasons
+
+_PLANNED_NODES = 1000
+"""Of models with more nodes changes are estimated; of smaller ones the first are planned."""
+
+
+def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:
+    """Return the plan with its reasons, and with changes where it does not surely fit."""
+    options = paper.options
+
+    def replan(arguments: Arguments) -> Plan | None:
+        return replanned(plan, paper, space, arguments)
+
+    small = sum(len(stage.nodes) for stage in plan.stages) <= _PLANNED_NODES
+    found = changes(plan, options, space, replan=replan if small else None)
+    return plan.model_copy(update={"reasons": reasons(plan), "changes": found})
+
+
+def replanned(plan: Plan, paper: OnPaper, space: Space, arguments: Arguments) -> Plan | None:
+    """Plan again with other arguments and the plan's own chunks and schedule; None where that takes a new recording.
+
+    ``batch`` are the rows of another batch.
+    """
+    options, rows = paper.options, sum(plan.microbatch_rows)
+    own = replace(space, chunks=(plan.chunks,), schedules=((plan.schedule, plan.virtual_stages),))
+    for name, value in arguments.items():
+        if name == "devices":
+            if space.recompute is not None and len(space.recompute) > 1:
+                return None
+            machine = resolve_machine(value)
+            options = replace(options, machine=machine, devices=stand_ins(machine))
+        elif name == "optimizer":
+            options = replace(options, optimizer=value)
+        elif name == "recompute":
+            own = replace(own, recompute=(str(value),))
+        elif name == "chunks":
+            own = replace(own, chunks=(int(value),))
+        elif name == "schedule":
+            own = replace(own, schedules=((str(value), 1),))
+        elif name == "batch":
+            rows = int(value)
+        else:
+            return None
+    return choose_plan(paper.model, paper.found, options, own, rows=rows)

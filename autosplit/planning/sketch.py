@@ -1,0 +1,318 @@
+"""What a plan's model would come to in another setting, from its units alone: quick, and near enough to rank changes.
+
+Units in model order are cut into one run per device: the fastest such cut that fits, else the one that needs the
+least. A device holds its units' state, what every microbatch in flight keeps, and the worst of what lives inside one
+unit. Both figures are scaled by how the plan's own came out beside the same sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autosplit.partition.problem import again_share
+from autosplit.planning.plan import Plan
+from autosplit.planning.records import Unit
+from autosplit.planning.timeline import predicted
+from autosplit.planning.verdicts import Verdict, device_verdicts, judged
+from autosplit.schedule.catalog import build, in_flight
+from autosplit.schedule.simulate import TransferTime, simulate
+
+_HALVINGS = 40
+_RATIOS = (0.5, 2.0)
+"""How far a plan's own figures may scale an estimate."""
+_RANGE = (0.97, 1.03)
+"""The range of an estimated peak where the plan's own peaks have none."""
+_ROOTS = ("adam", "adamw")
+"""Optimizers whose step makes a list as large as what they update, where they update many parameters at once."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an estimate is of.
+
+    Attributes:
+        rows: of one microbatch.
+        capacity_bytes: of every device; None where it is not known.
+        recompute: of every stage.
+        static, kept, seconds: shares of the plan's own bytes of state, of activations, and of its times.
+    """
+
+    devices: int
+    microbatches: int
+    rows: int
+    schedule: str
+    virtual_stages: int
+    recompute: Literal["never", "always", "except_last", "block"]
+    capacity_bytes: int | None
+    static: float = 1.0
+    kept: float = 1.0
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a setting would come to: its step, its largest peak, and whether that fits."""
+
+    setting: Setting
+    step_s: float
+    peak_bytes: int
+    verdict: Verdict | None
+
+
+class Sketch:
+    """A plan's model in units, and how the plan's own figures came out beside their sums."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Raise ValueError where the plan does not hold its model in units."""
+        if not plan.units:
+            raise ValueError("the plan does not hold its model in units; plan again")
+        self.plan, self.units = plan, plan.units
+        self.rows = max(plan.microbatch_rows)
+        self.update = _update_share(plan)
+        verdicts = device_verdicts(plan)
+        fullest = max(verdicts, key=lambda device: device.peak_bytes)
+        ranged = fullest.low_bytes != fullest.high_bytes and fullest.peak_bytes
+        self.low = fullest.low_bytes / fullest.peak_bytes if ranged else _RANGE[0]
+        self.high = fullest.high_bytes / fullest.peak_bytes if ranged else _RANGE[1]
+        self.peak_ratio = self._own_peak_ratio(fullest.stages, fullest.peak_bytes)
+        timeline_s = predicted(plan).step_s
+        self.beside_s = max(0.0, plan.step_s - timeline_s)
+        hops = [t for t in plan.transfers if t.consumer == t.producer + 1]
+        self.hop_s = max((t.forward_s for t in hops), default=0.0), max((t.backward_s for t in hops), default=0.0)
+
+    def setting(self) -> Setting:
+        """Return the plan's own setting, with the recompute of most of its stages and its least capacity."""
+        plan = self.plan
+        kinds = [stage.recompute for stage in plan.stages]
+        known = [one.capacity_bytes for one in device_verdicts(plan) if one.capacity_bytes is not None]
+        return Setting(
+            devices=len(plan.devices),
+            microbatches=len(plan.microbatch_rows),
+            rows=self.rows,
+            schedule="1f1b" if plan.actions else plan.schedule,
+            virtual_stages=1 if plan.actions else plan.virtual_stages,
+            recompute=max(kinds, key=kinds.count),
+            capacity_bytes=min(known, default=None),
+        )
+
+    def estimate(self, setting: Setting) -> Estimate | None:
+        """Return what a setting would come to; None where the schedule or the units are too few for the devices."""
+        if setting.devices * setting.virtual_stages > len(self.units):
+            return None
+        weights = _Weights(self, setting)
+        cut = weights.fastest() or weights.leanest()
+        peak = max(map(weights.peak, range(setting.devices), cut))
+        verdict = judged(peak, setting.capacity_bytes, low=round(self.low * peak), high=round(self.high * peak))
+        return Estimate(setting, self._step_s(setting, cut), peak, verdict)
+
+    def best(self, settings: Sequence[Setting]) -> Estimate | None:
+        """Return the best of several: one that fits before one that may, the fastest of those, else the leanest."""
+        found = [own for own in map(self.estimate, settings) if own is not None]
+        return min(found, key=_rank, default=None)
+
+    def _step_s(self, setting: Setting, cut: Sequence[Run]) -> float:
+        each, share = setting.virtual_stages, setting.seconds * setting.rows / self.rows
+        schedule = build(
+            setting.schedule,
+            stages=setting.devices * each,
+            microbatches=setting.microbatches,
+            virtual_stages=each,
+        )
+        again = again_share(setting.recompute, microbatches=setting.microbatches)
+        sums = [_times(self.units[run.start : run.stop]) for run in cut]
+        per_stage = [sums[lane] for lane in schedule.stage_lane]
+        forward = [share * own.forward_s / each for own in per_stage]
+        weight = [share * own.weight_s / each for own in per_stage]
+        backward = [share * (own.backward_s + again * own.forward_s) / each for own in per_stage]
+        hop = [setting.rows / self.rows * setting.kept * own_s for own_s in self.hop_s]
+        found = simulate(
+            schedule,
+            forward_s=forward,
+            backward_s=backward,
+            input_gradient_s=[whole - own for whole, own in zip(backward, weight, strict=True)],
+            weight_gradient_s=weight,
+            transfers=tuple(TransferTime(stage, stage + 1, *hop) for stage in range(schedule.stages - 1)),
+        )
+        return found.step_s + self.beside_s
+
+    def _own_peak_ratio(self, stages: Sequence[int], peak: int) -> float:
+        """Return the plan's fullest peak beside the sums over its own units, without their state."""
+        plan = self.plan
+        if plan.actions:
+            return 1.0
+        size = {"stages": len(plan.stages), "microbatches": len(plan.microbatch_rows)}
+        static = kept = inside = 0.0
+        for stage in stages:
+            units = [unit for unit in self.units if unit.stage == stage]
+            held = in_flight(plan.schedule, stage=stage, virtual_stages=plan.virtual_stages, **size)
+            own = _held(units, plan.stages[stage].recompute, before=_sent_before(self.units, stage))
+            static += own.static
+            kept += held * own.kept
+            inside = max(inside, own.inside)
+        if kept + inside <= 0 or peak <= (1 + self.update) * static * 1.001:
+            return 1.0
+        return min(max((peak - static) / (kept + inside), _RATIOS[0]), _RATIOS[1])
+
+
+@dataclass(frozen=True)
+class Run:
+    """The units of one device, from ``start`` to before ``stop``."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Times:
+    forward_s: float
+    backward_s: float
+    weight_s: float
+
+
+class _Held:
+    """What a run of units holds, unit by unit: its state, what it keeps of each microbatch, the most inside it."""
+
+    def __init__(self, recompute: str, *, before: float) -> None:
+        """Start with no unit; ``before`` are the bytes that come in with a microbatch."""
+        self.recompute, self.before = recompute, before
+        self.static = self.everything = self.transient = self.largest = 0
+        self.entering, self.arriving = 0.0, before
+
+    def add(self, unit: Unit) -> None:
+        """Put a unit behind the others."""
+        self.static += unit.static_bytes
+        self.everything += unit.kept_bytes
+        self.transient = max(self.transient, unit.transient_bytes)
+        self.largest = max(self.largest, unit.kept_bytes + unit.transient_bytes)
+        self.entering += self.arriving
+        self.arriving = unit.sent_bytes
+
+    @property
+    def kept(self) -> float:
+        """Bytes of each microbatch in flight."""
+        if self.recompute == "never":
+            return self.everything
+        return min(self.everything, self.entering if self.recompute == "block" else self.before)
+
+    @property
+    def inside(self) -> float:
+        """Bytes that live inside it while it works."""
+        if self.recompute == "never":
+            return self.transient
+        return self.largest if self.recompute == "block" else self.everything + self.transient
+
+
+def _held(units: Sequence[Unit], recompute: str, *, before: float) -> _Held:
+    held = _Held(recompute, before=before)
+    for unit in units:
+        held.add(unit)
+    return held
+
+
+def _times(units: Sequence[Unit]) -> _Times:
+    return _Times(
+        sum(unit.forward_s for unit in units),
+        sum(unit.backward_s for unit in units),
+        sum(unit.weight_s for unit in units),
+    )
+
+
+def _sent_before(units: Sequence[Unit], stage: int) -> float:
+    first = next((place for place, unit in enumerate(units) if unit.stage == stage), 0)
+    return units[first - 1].sent_bytes if first else 0
+
+
+class _Weights:
+    """The bytes and seconds of runs of units in one setting."""
+
+    def __init__(self, sketch: Sketch, setting: Setting) -> None:
+        self.sketch, self.setting, self.units = sketch, setting, sketch.units
+        again = again_share(setting.recompute, microbatches=setting.microbatches)
+        self.loads = [(1 + again) * unit.forward_s + unit.backward_s for unit in self.units]
+        self.scale = setting.kept * setting.rows / sketch.rows * sketch.peak_ratio
+        self.held = _held_by_device(setting)
+
+    def peak(self, device: int, run: Run) -> int:
+        """Return what a device needs for a run."""
+        own = self._empty(run.start)
+        for unit in self.units[run.start : run.stop]:
+            own.add(unit)
+        return round(self._needed(device, own))
+
+    def _empty(self, start: int) -> _Held:
+        return _Held(self.setting.recompute, before=self.units[start - 1].sent_bytes if start else 0.0)
+
+    def _needed(self, device: int, own: _Held) -> float:
+        """Return the bytes while a device works, or in the optimizer's step where those are more."""
+        static = self.setting.static * own.static
+        working = static + self.scale * (self.held[device] * own.kept + own.inside)
+        return max(working, (1 + self.sketch.update) * static)
+
+    def fastest(self) -> list[Run] | None:
+        """Return the cut with the least load of any device among those that fit; None where none does."""
+        capacity = self.setting.capacity_bytes
+        limit = float("inf") if capacity is None else capacity / self.sketch.high
+        low, high = max(self.loads), sum(self.loads)
+        best = self._filled(high, limit)
+        for _ in range(_HALVINGS if best is not None else 0):
+            middle = (low + high) / 2
+            found = self._filled(middle, limit)
+            low, high, best = (low, middle, found) if found is not None else (middle, high, best)
+        return best
+
+    def leanest(self) -> list[Run]:
+        """Return the cut whose fullest device needs the least."""
+        everything = Run(0, len(self.units))
+        low, high = 0.0, float(max(self.peak(device, everything) for device in range(self.setting.devices)))
+        best = self._filled(float("inf"), high)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            found = self._filled(float("inf"), middle)
+            low, high, best = (low, middle, found) if found is not None else (middle, high, best)
+        assert best is not None
+        return best
+
+    def _filled(self, load_s: float, limit: float) -> list[Run] | None:
+        """Give each device in turn as many units as it may have, but leave every other one at least one."""
+        runs, start, count = [], 0, len(self.units)
+        for device in range(self.setting.devices):
+            last = count - (self.setting.devices - device - 1)
+            stop, load, own = start, 0.0, self._empty(start)
+            while stop < last:
+                own.add(self.units[stop])
+                load += self.loads[stop]
+                if load > load_s * (1 + 1e-9) or self._needed(device, own) > limit:
+                    break
+                stop += 1
+            if stop == start:
+                return None
+            runs.append(Run(start, stop))
+            start = stop
+        return runs if start == count else None
+
+
+def _held_by_device(setting: Setting) -> list[float]:
+    """Return how many microbatches' worth of all its units each device holds at most."""
+    stages = setting.devices * setting.virtual_stages
+    size = {"stages": stages, "microbatches": setting.microbatches, "virtual_stages": setting.virtual_stages}
+    lanes = build(setting.schedule, **size).stage_lane
+    held = [0.0] * setting.devices
+    for stage, lane in enumerate(lanes):
+        held[lane] += in_flight(setting.schedule, stage=stage, **size) / setting.virtual_stages
+    return held
+
+
+def _update_share(plan: Plan) -> float:
+    """Return what the optimizer's step makes, beside the state that it updates."""
+    parameters = sum(stage.memory.parameter_bytes for stage in plan.stages)
+    static = sum(unit.static_bytes for unit in plan.units)
+    if plan.optimizer not in _ROOTS or not static or all(stage.device.startswith("cpu") for stage in plan.stages):
+        return 0.0
+    return parameters * (2 if plan.precision == "bf16_fp32_master" else 1) / static
+
+
+def _rank(found: Estimate) -> tuple[int, float]:
+    order = {"fits": 0, None: 0, "borderline": 1, "no": 2}[found.verdict]
+    return order, float(found.peak_bytes) if order == 2 else found.step_s
