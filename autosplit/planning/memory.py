@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from autosplit.memory.events import StageTrace, Step
-from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
+from autosplit.memory.events import Step
+from autosplit.memory.pieces import MemoryKind, Recompute
 from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
 from autosplit.memory.state import Optimizer, Precision, optimizer_steps, parameter_bytes
 from autosplit.options import Options
 from autosplit.planning.formulate import held_copies, state_bytes
-from autosplit.profile.blocks import block_trace
 from autosplit.profile.stage_graph import StageGraph, stage_graph
 from autosplit.profile.stage_pieces import block_paths
 from autosplit.profile.stage_trace import How
+from autosplit.profile.trace_memo import Known, TraceMemo
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.action import Schedule
 from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
@@ -70,21 +70,33 @@ class Fullest:
         return sum(self.held[stage].get(kind, 0) for kind in kinds)
 
 
-def fullest_moments(cut: Cut) -> tuple[Fullest, ...]:
+def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest, ...]:
     """Return each device's fullest moment in one training step, the optimizer's among them.
 
-    Raises whatever a node raises on fake tensors.
+    ``memo`` holds what was traced for other cuts of the same recording, and takes what is traced now. Raises whatever a
+    node raises on fake tensors.
     """
     schedule = cut.schedule
+    memo = memo or TraceMemo()
     graphs = [_graph(cut, stage) for stage in range(schedule.stages)]
-    traces = {stage: _traces(cut, stage, graph) for stage, graph in enumerate(graphs)}
+    known = [_traces(cut, stage, graph, memo) for stage, graph in enumerate(graphs)]
+    traces = {stage: found.traces for stage, (found, _) in enumerate(known)}
     static = [_static(cut, stage, graph) for stage, graph in enumerate(graphs)]
     setting = Setting(finish={lane: _finish(cut, lane) for lane in range(len(schedule.lanes))})
     found = replay(schedule, traces, static, setting=setting)
     last, epilogue = schedule.stage_lane[-1], _epilogue_bytes(cut)
     return tuple(
-        Fullest(device.peak, device.held, epilogue if lane == last else 0) for lane, device in enumerate(found.devices)
+        Fullest(_called(device.peak, known), device.held, epilogue if lane == last else 0)
+        for lane, device in enumerate(found.devices)
     )
+
+
+def _called(moment: Moment, known: Sequence[tuple[Known, tuple[str, ...]]]) -> Moment:
+    """Return a moment with its node's name in the stage whose action runs."""
+    if moment.action is None:
+        return moment
+    traced, names = known[moment.action.stage]
+    return replace(moment, node=traced.node(moment.node, names))
 
 
 def _graph(cut: Cut, stage: int) -> StageGraph:
@@ -93,21 +105,22 @@ def _graph(cut: Cut, stage: int) -> StageGraph:
     return stage_graph(cut.traced, [info.name for info in infos if cut.stage_of[info.name] == stage])
 
 
-def _traces(cut: Cut, stage: int, graph: StageGraph) -> StageTraces:
-    """Return the trace of a stage's microbatches, or under "except_last" those of both kinds."""
+def _traces(cut: Cut, stage: int, graph: StageGraph, memo: TraceMemo) -> tuple[Known, tuple[str, ...]]:
+    """Return the traces of a stage's microbatches, under "except_last" those of both kinds, and its nodes' names."""
     option = cut.recompute[stage]
     own = [info.module for _, info in graph.computing()]
     units = block_paths(cut.traced.root, own) if option == "block" else ()
-    return StageTraces(
+    return memo.traces(
+        graph,
         option,
-        never=_trace(cut, stage, graph) if option in ("never", "except_last") else None,
-        recomputed=None if option == "never" else _trace(cut, stage, graph, units=units, whole=not units),
+        never=_how(cut, stage, graph) if option in ("never", "except_last") else None,
+        recomputed=None if option == "never" else _how(cut, stage, graph, units=units, whole=not units),
     )
 
 
-def _trace(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = (), whole: bool = False) -> StageTrace:
+def _how(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = (), whole: bool = False) -> How:
     flows = {name: node.requires_grad for name, node in cut.profile.nodes.items()}
-    how = How(
+    return How(
         cut.sizes[0],
         input_grads={**flows, **cut.profile.input_grads},
         roots=_roots(cut, graph),
@@ -117,7 +130,6 @@ def _trace(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = 
         whole=whole,
         kernels="cuda" if cut.devices[stage].type == "cuda" else "cpu",
     )
-    return block_trace(graph, how)
 
 
 def _roots(cut: Cut, graph: StageGraph) -> frozenset[str]:

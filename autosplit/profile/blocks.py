@@ -12,7 +12,7 @@ before and of the block behind. Expanding renames storages; it multiplies nothin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from autosplit.profile.expand import Costs, Run, Traces, Uneven
 from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_trace import How, trace_stage
-from autosplit.trace.graph import INFO, TracedGraph, TracedNode
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 _FEWEST = 4
 """A run of fewer blocks is profiled as it is."""
@@ -63,9 +63,12 @@ class ShortGraph:
         return Costs(self.runs, short).expanded()
 
 
-def shorten(stage: StageGraph) -> Short:
-    """Return a stage without the blocks that others stand for; the same one where there are none."""
-    found = shorten_graph(stage.graph, stage.root, outputs=stage.outputs)
+def shorten(stage: StageGraph, *, behind: int = 0) -> Short:
+    """Return a stage without the blocks that others stand for; the same one where there are none.
+
+    ``behind``: how many blocks at the end of each run stay as they are.
+    """
+    found = shorten_graph(stage.graph, stage.root, outputs=stage.outputs, behind=behind)
     if not found.runs:
         return Short(stage, ())
 
@@ -83,9 +86,10 @@ def shorten(stage: StageGraph) -> Short:
     return Short(short, found.runs)
 
 
-def shorten_graph(graph: fx.Graph, root: nn.Module, *, outputs: Iterable[fx.Node] = ()) -> ShortGraph:
+def shorten_graph(graph: fx.Graph, root: nn.Module, *, outputs: Iterable[fx.Node] = (), behind: int = 0) -> ShortGraph:
     """Return a graph without the blocks that others stand for; ``outputs`` are values that somebody else takes."""
-    runs = tuple(find_runs(graph, root, outputs=outputs))
+    found = find_runs(graph, root, outputs=outputs)
+    runs = tuple(run.without(behind) for run in found if len(run.paths) >= _FEWEST + behind)
     skipped: dict[fx.Node, fx.Node] = {}
     for run in runs:
         for block in run.nodes[2:-1]:
@@ -124,13 +128,24 @@ def block_costs(
     return fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels)
 
 
-def block_trace(stage: StageGraph, how: How) -> StageTrace:
-    """Return what :func:`trace_stage` returns, from a run without most of the repeated blocks where they allow it."""
-    short = shorten(stage)
-    if short.runs:
-        with contextlib.suppress(Uneven):
-            return short.trace(trace_stage(short.stage, how))
-    return trace_stage(stage, how)
+def block_trace(
+    stage: StageGraph, how: How, *, run: Callable[[StageGraph, How], StageTrace] | None = None
+) -> StageTrace:
+    """Return what :func:`trace_stage` returns, from a run without most of the repeated blocks where they allow it.
+
+    ``run`` traces a stage as it is; None: :func:`trace_stage`.
+
+    The last block's backward begins with what the rest of the stage gives it, and may make sums in other places than
+    those of the others: where it does not fit to them, it stays outside of its run. So it is where the whole stage runs
+    again, which ends before its last node.
+    """
+    run = run or trace_stage
+    for behind in (1, 0) if how.whole else (0, 1):
+        short = shorten(stage, behind=behind)
+        if short.runs:
+            with contextlib.suppress(Uneven):
+                return short.trace(run(short.stage, how))
+    return run(stage, how)
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------
@@ -186,6 +201,8 @@ class _Blocks:
         """Return all that what a block does may depend on."""
         places: dict[fx.Node, Hashable] = {node: ("before", number) for number, node in enumerate(before)}
         places |= {node: ("own", number) for number, node in enumerate(own)}
+        lent = dict.fromkeys(operand for node in own for operand in node.all_input_nodes if _is_lent(operand, own))
+        places |= {node: ("lent", number, _known(node, path)) for number, node in enumerate(lent)}
 
         def described(value: Any) -> Hashable:
             if isinstance(value, fx.Node):
@@ -230,6 +247,13 @@ def _block_path(module: str, depth: int) -> str:
     parts = module.split(".")
     numbered = [place for place, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbered[depth - 1] + 1]) if len(numbered) >= depth else ""
+
+
+def _is_lent(node: fx.Node, block: Sequence[fx.Node]) -> bool:
+    """Tell whether a value comes from outside for one block alone and is the same for all microbatches."""
+    info: TracedNode | None = node.meta.get(INFO)
+    shared = info is not None and node.op == "placeholder" and info.node_class is NodeClass.SHARED
+    return shared and set(node.users).issubset(block)
 
 
 def _known(node: fx.Node, path: str) -> Hashable:

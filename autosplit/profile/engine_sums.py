@@ -26,6 +26,8 @@ def summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return None
     if not all(isinstance(value, torch.Tensor) for value in args) or torch._C._current_autograd_node() is None:
         return None
+    if torch.is_grad_enabled():  # a sum of the model's own, which is run again in the backward
+        return None
     first: torch.Tensor = args[0]
     if not _is_alone(first) or first.shape != args[1].shape or first.dtype != torch.result_type(first, args[1]):
         return None

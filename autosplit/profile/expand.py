@@ -33,6 +33,11 @@ class Run:
         """How many blocks the template stands for."""
         return len(self.paths) - 2
 
+    def without(self, behind: int) -> Run:
+        """Return the run without its last blocks."""
+        count = len(self.paths) - behind
+        return Run(self.paths[:count], self.nodes[:count])
+
 
 @dataclass(frozen=True)
 class _Place:

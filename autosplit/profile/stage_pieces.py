@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,9 +19,6 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class Runner(Protocol):
     """Who runs the nodes."""
 
-    goes_back: bool
-    """The backward is under way."""
-
     @property
     def outputs(self) -> Collection[fx.Node]:
         """Values that somebody else takes."""
@@ -32,8 +30,8 @@ class Runner(Protocol):
     def execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         """Run one node and return its result."""
 
-    def end_autocast(self) -> None:
-        """Take note that an autocast context ends."""
+    def unit(self) -> AbstractContextManager[None]:
+        """Return the context in which a unit's nodes run, for the first time or again in the backward."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +55,11 @@ class Piece:
 
         def forward(*values: Any) -> tuple[Any, ...]:
             inside = dict(zip(taken, values, strict=True))
-            try:
+            with run.unit():
                 for node in self.nodes:
                     inside[node] = run.execute(node, inside)
                     for dead in run.ends.get(node, ()):
                         inside.pop(dead, None)
-            finally:
-                if run.goes_back:  # the context in which a unit runs again ends with it, also when it ends early
-                    run.end_autocast()
             return tuple(inside[node] for node in given)
 
         results = checkpoint(forward, *(env[node] for node in taken), use_reentrant=False)

@@ -107,6 +107,8 @@ class _Labels:
         self.starts: list[int] = []
         self.names: list[str] = []
         self.running: list[str] = []
+        self.repeating = False
+        """A unit runs again: what goes between its nodes belongs to the one before."""
         self.last = ""
 
     @contextlib.contextmanager
@@ -122,6 +124,8 @@ class _Labels:
     def current(self) -> str:
         if self.running:
             return self.running[-1]
+        if self.repeating:
+            return self.last
         node = torch._C._current_autograd_node()
         number = _LEAF if node is None else node._sequence_nr()
         if number < _LEAF:
@@ -192,7 +196,7 @@ class _Run:
         sent = {node: [t for t in tensors_of(env[node]) if t.requires_grad] for node in self.stage.outputs}
         env.clear()
         self.labels.last = ""
-        self.end_autocast()
+        self._end_autocast()
         forward = self._taken()
         wanted = self.how.roots
         named = [(n.meta[INFO].name, t) for n, own in sent.items() for t in own]
@@ -232,7 +236,18 @@ class _Run:
         """Return the new sum of a large leaf; the old one goes."""
         return self.totals.pop(id(leaf)) + gradient
 
-    def end_autocast(self) -> None:
+    @contextlib.contextmanager
+    def unit(self) -> Iterator[None]:
+        """Note that a unit's nodes run; the autocast context in which they run again ends with it, also when early."""
+        self.labels.repeating = self.goes_back
+        try:
+            yield
+        finally:
+            self.labels.repeating = False
+            if self.goes_back:
+                self._end_autocast()
+
+    def _end_autocast(self) -> None:
         """Forget what autocast cast, where its context ends here."""
         if self.how.autocast_ends:
             torch.clear_autocast_cache()

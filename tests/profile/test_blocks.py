@@ -19,7 +19,7 @@ from autosplit.profile.blocks import block_costs, block_trace, shorten
 from autosplit.profile.fake import FakeCosts, fake_costs
 from autosplit.profile.stage_graph import stage_graph
 from autosplit.profile.stage_trace import How, trace_stage
-from autosplit.trace.graph import TracedGraph
+from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
 
 ROWS, LENGTH, WIDTH = 3, 5, 8
@@ -173,6 +173,34 @@ def test_costs_of_few_blocks_are_those_of_all(name: str) -> None:
     assert described(block_costs(graph, rows=2, batch_rows=ROWS)) == described(
         fake_costs(graph, rows=2, batch_rows=ROWS)
     )
+
+
+class Turning(nn.Module):
+    """Scales by a value of its own that does not depend on the batch: a gradient may flow back to it."""
+
+    def __init__(self, *, learned: bool) -> None:
+        super().__init__()
+        self.block, self.angle = Block(), nn.Parameter(torch.ones(WIDTH), requires_grad=learned)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x * torch.cos(self.angle).unsqueeze(0))
+
+
+@pytest.mark.parametrize("recompute", ["never", "block"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_values_of_the_whole_step_that_each_block_takes_for_itself(learned: bool, recompute: str) -> None:
+    """As a transformer's layers take sines and cosines: they come from outside of the stage."""
+    model = Stack([Turning(learned=learned) for _ in range(6)], plain).train()
+    graph = trace(model, Sample(torch.zeros(ROWS, LENGTH, dtype=torch.long))).graph
+    infos = [info for _, info in graph.compute_nodes()]
+    stage = stage_graph(graph, [info.name for info in infos if info.node_class is NodeClass.MICRO])
+    units = {f"blocks.{number}" for number in range(6)} if recompute == "block" else ()
+    grads = {info.name: learned for info in infos if info.node_class is NodeClass.SHARED}
+    how = How(ROWS, input_grads=grads, units=units, apart=True)
+    short = shorten(stage, behind=1)
+    assert len(short.stage.computing()) < len(stage.computing())
+    expanded = block_trace(stage, how) if learned else short.trace(trace_stage(short.stage, how))
+    assert shape(expanded)[0][:2] == shape(trace_stage(stage, how))[0][:2]
 
 
 @pytest.mark.parametrize("apart", [False, True])

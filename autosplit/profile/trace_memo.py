@@ -1,0 +1,102 @@
+"""Stages of one recording traced once per kind: equal ones, and equal ones without their repeated blocks.
+
+    stage ──key──► known? ─── yes ──────────────────────────────► its trace, on other names
+                     │ no
+                   short stage ──key──► known? ── yes ──► renamed ──► expanded
+                                          │ no
+                                        run on fake tensors
+
+A search replays many cuts of one recording, whose stages are much the same: ten blocks here, eleven there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from autosplit.memory.events import StageTrace, Step
+from autosplit.memory.pieces import Recompute, StageTraces
+from autosplit.profile.blocks import block_trace
+from autosplit.profile.stage_graph import StageGraph
+from autosplit.profile.stage_key import Kinds, StageKey
+from autosplit.profile.stage_trace import How, trace_stage
+
+
+@dataclass(frozen=True)
+class Known:
+    """Traces of a stage, and what its nodes are called in the stage on which they were made."""
+
+    traces: StageTraces
+    names: tuple[str, ...]
+
+    def node(self, name: str, names: tuple[str, ...]) -> str:
+        """Return what a node that the traces name is called in a stage of these ``names``."""
+        return name if self.names == names or not name else names[self.names.index(name)]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    trace: StageTrace
+    names: tuple[str, ...]
+
+
+class TraceMemo:
+    """What was traced of one recording; valid for any cut of it, while the caller's autocast stays as it is."""
+
+    def __init__(self) -> None:
+        self._kinds = Kinds()
+        self._whole: dict[Hashable, _Traced] = {}
+        self._short: dict[Hashable, _Traced] = {}
+        self._known: dict[Hashable, Known] = {}
+
+    def traces(
+        self, stage: StageGraph, recompute: Recompute, *, never: How | None = None, recomputed: How | None = None
+    ) -> tuple[Known, tuple[str, ...]]:
+        """Return the traces of a stage's microbatches of both kinds, and the names in the stage's own words."""
+        keys = [None if how is None else self._kinds.key(stage, how) for how in (never, recomputed)]
+        kind = recompute, *(None if key is None else key.kind for key in keys)
+        names = next(key.names for key in keys if key is not None)
+        if kind not in self._known:
+            one, other = map(partial(self._trace, stage), (never, recomputed), keys)
+            first = one or other
+            assert first is not None, "a stage's microbatches run one way or the other"
+            traces = StageTraces(recompute, never=_trace_of(one), recomputed=_trace_of(other))
+            self._known[kind] = Known(traces, first.names)
+        return self._known[kind], names
+
+    def _trace(self, stage: StageGraph, how: How | None, key: StageKey | None) -> _Traced | None:
+        if how is None or key is None:
+            return None
+        if key.kind not in self._whole:
+            self._whole[key.kind] = _Traced(block_trace(stage, how, run=self._run), key.names)
+        return self._whole[key.kind]
+
+    def _run(self, stage: StageGraph, how: How) -> StageTrace:
+        """Return the trace of a stage as it is, made or renamed."""
+        key = self._kinds.key(stage, how)
+        known = self._short.get(key.kind)
+        if known is None:
+            known = self._short[key.kind] = _Traced(trace_stage(stage, how), key.names)
+        return known.trace if known.names == key.names else _renamed(known, key.names)
+
+
+def _trace_of(traced: _Traced | None) -> StageTrace | None:
+    return None if traced is None else traced.trace
+
+
+def _renamed(known: _Traced, names: tuple[str, ...]) -> StageTrace:
+    words = dict(zip(known.names, names, strict=True)) | {"": ""}
+    trace = known.trace
+    return StageTrace(
+        _steps(trace.forward, words),
+        _steps(trace.backward, words),
+        _steps(trace.backward_later, words),
+        {storage: words[name] for storage, name in trace.gradients.items()},
+        trace.kept,
+        {words[name]: held for name, held in trace.split.items()},
+    )
+
+
+def _steps(steps: tuple[Step, ...], words: Mapping[str, str]) -> tuple[Step, ...]:
+    return tuple(Step(words[step.node], step.changes) for step in steps)

@@ -1,0 +1,123 @@
+"""Stages traced once per kind: every cut's moments are those of stages that were all traced as they are."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.memory.events import StageTrace
+from autosplit.memory.pieces import Recompute, StageTraces
+from autosplit.options import Options, Sample
+from autosplit.planning.memory import Cut, fullest_moments
+from autosplit.profile import trace_memo
+from autosplit.profile.combine import profile
+from autosplit.profile.stage_graph import StageGraph
+from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.profile.trace_memo import Known, TraceMemo
+from autosplit.schedule.catalog import build
+from autosplit.trace.ladder import Trace, trace
+
+WIDTH, LAYERS, CHUNKS = 8, 5, 3
+
+
+class Plain(TraceMemo):
+    """Knows nothing: every stage is traced as it is."""
+
+    def traces(
+        self, stage: StageGraph, recompute: Recompute, *, never: How | None = None, recomputed: How | None = None
+    ) -> tuple[Known, tuple[str, ...]]:
+        one, other = (None if how is None else trace_stage(stage, how) for how in (never, recomputed))
+        return Known(StageTraces(recompute, never=one, recomputed=other), ()), ()
+
+
+class Block(nn.Module):
+    """A residual feed-forward net that turns its input by a value of its own."""
+
+    def __init__(self, tied: nn.Linear | None = None) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        if tied is not None:
+            self.up = tied
+        self.angle = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x) * torch.cos(self.angle))))
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head that may be tied to it."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        blocks = [Block() for _ in range(LAYERS)]
+        self.words, self.blocks = nn.Embedding(2200, WIDTH), nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, 2200, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+            self.blocks.append(Block(blocks[0].up))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@cache
+def found(tied: bool) -> tuple[Trace, Any]:
+    with torch.device("meta"):
+        model, words = Net(tied=tied), torch.zeros(CHUNKS, 4, dtype=torch.long)
+    traced = trace(model, Sample(words))
+    return traced, profile(traced.graph, rows=1, batch_rows=CHUNKS, inputs=[words[:1]], measure=False)
+
+
+def cut(tied: bool, stages: int, recompute: Recompute, seed: int) -> Cut:
+    """Return a cut at places drawn by a seed, inside blocks too."""
+    traced, costs = found(tied)
+    names = [info.name for _, info in traced.graph.compute_nodes()]
+    places = sorted(random.Random(seed).sample(range(1, len(names)), stages - 1))
+    stage_of = {name: sum(number >= place for place in places) for number, name in enumerate(names)}
+    options = Options(devices=(torch.device("cpu"),) * stages, chunks=CHUNKS, measure=False)
+    schedule = build("1f1b", stages=stages, microbatches=CHUNKS)
+    return Cut(traced.graph, costs, options, stage_of, (1,) * CHUNKS, schedule, (recompute,) * stages)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", ["never", "block", "except_last"])
+def test_every_cut_is_as_if_traced_alone(tied: bool, recompute: Recompute) -> None:
+    memo = TraceMemo()
+    for seed in range(2):
+        own = cut(tied, 3, recompute, seed)
+        assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain())
+
+
+def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[StageGraph] = []
+
+    def run(stage: StageGraph, how: How) -> StageTrace:
+        runs.append(stage)
+        return trace_stage(stage, how)
+
+    monkeypatch.setattr(trace_memo, "trace_stage", run)
+    memo = TraceMemo()
+    own = cut(False, 2, "never", 0)
+    names = [*own.stage_of]
+    by_block = {name: (int(name.split(".")[1][0]) + 1 if name.startswith("blocks") else 0) for name in names}
+    by_block |= {name: LAYERS for name in names if name.startswith("head")}
+    stages = LAYERS + 1
+    schedule = build("1f1b", stages=stages, microbatches=CHUNKS)
+    options = Options(devices=(torch.device("cpu"),) * stages, chunks=CHUNKS, measure=False)
+    never: tuple[Recompute, ...] = tuple("never" for _ in range(stages))
+    alone = Cut(own.traced, own.profile, options, by_block, own.sizes, schedule, never)
+    first = fullest_moments(alone, memo=memo)
+    assert len(runs) == 3  # the embedding, a block, the last block with the head
+    assert [moment.moment.node.split("#")[0] for moment in first[1:-1]] == [
+        f"blocks.{number}{first[1].moment.node.split('#')[0].removeprefix('blocks.0')}" for number in range(LAYERS - 1)
+    ]
+    assert fullest_moments(alone, memo=memo) == first
+    assert len(runs) == 3
