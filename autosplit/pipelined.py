@@ -7,23 +7,27 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from autosplit.errors import DeviceError
+from autosplit.errors import DeviceError, PlanError
 from autosplit.lower.locate import add_location
 from autosplit.lower.program import STATE, emit
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan import Plan
 from autosplit.planning.sizes import sizes_of
-from autosplit.recorded import PreparedStep, PreparedTree, Recorded, free_names
+from autosplit.planning.timeline import StepTimeline
+from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, free_names
 from autosplit.recordings import Recordings
 from autosplit.report.table import render
+from autosplit.report.trace_file import write_trace
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
+from autosplit.runtime.clock import StepClock, Whole
 from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.proof import Proofs
@@ -32,22 +36,6 @@ from autosplit.runtime.tree import TreeRun
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.signature import key_of, rows_of
 from autosplit.trace.state import random_state
-
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 @dataclass
@@ -79,7 +67,7 @@ class PipelinedModule(fx.GraphModule):
         graph = fx.Graph()
         graph.output(None)
         super().__init__(nn.Module(), graph, "PipelinedModule")
-        for name in (*_TABLES, *_HOOKS):
+        for name in SHARED:
             if name in model.__dict__:
                 self.__dict__[name] = model.__dict__[name]
         self.__dict__["training"] = model.training
@@ -164,6 +152,26 @@ class PipelinedModule(fx.GraphModule):
         with random_state_on_refusal():
             return self._train_step(args, kwargs, target, loss_fn, loss_reduction)
 
+    def profile_step(
+        self, *args: Any, target: Any = None, loss_fn: Any = None, loss_reduction: str = "auto", **kwargs: Any
+    ) -> StepTimeline:
+        """Run a training step as :meth:`train_step` does, to every bit, and return when each action and transfer ran.
+
+        The host waits for all devices before the first action and behind the last. What a kind of step needs the first
+        time (recording it, a proof of its loss) is not in the times; :meth:`save_trace` puts them beside the plan's.
+        """
+        clock = StepClock()
+        with random_state_on_refusal():
+            self._train_step(args, kwargs, target, loss_fn, loss_reduction, clock)
+        assert self.plan is not None
+        return clock.timeline([stage.lane for stage in self.plan.stages])
+
+    def save_trace(self, path: str | Path, measured: StepTimeline | None = None) -> None:
+        """Write the plan's step as a file for Perfetto (Chrome's trace format), with what `profile_step` returned."""
+        if self.plan is None:
+            raise PlanError("there is no plan yet: call the pipe first, or give autosplit a sample=")
+        write_trace(path, self.plan, measured)
+
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward in eval mode without gradients, and return the model's output for the whole batch.
 
@@ -201,7 +209,9 @@ class PipelinedModule(fx.GraphModule):
         kind.__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return code
 
-    def _train_step(self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str) -> torch.Tensor:
+    def _train_step(
+        self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, clock: StepClock | None = None
+    ) -> torch.Tensor:
         self._core.recordings.check_backward()
         if self._forward_hooks or self._forward_pre_hooks:
             caller = _caller(pytree.tree_leaves((args, kwargs)))
@@ -210,10 +220,22 @@ class PipelinedModule(fx.GraphModule):
                 target=target,
                 loss_fn=loss_fn,
                 lanes=lambda: (*self._core.recordings.lanes, caller),
+                timed=None
+                if clock is None
+                else Whole(clock, "the pipe has forward hooks, which want its whole output"),
             )
         step = self._prepare(args, kwargs)
         if isinstance(step, PreparedTree):
-            return engine.whole_step(lambda: self._run(step), target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
+            return engine.whole_step(
+                lambda: self._run(step),
+                target=target,
+                loss_fn=loss_fn,
+                lanes=lambda: step.lanes,
+                timed=None
+                if clock is None
+                else Whole(clock, "the model runs by its own Python, whose backward is one"),
+            )
+        step.clock = clock
         return engine.train_step(
             step,
             target=target,

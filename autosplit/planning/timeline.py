@@ -19,6 +19,8 @@ class Bar:
     microbatch: int
     start_s: float
     end_s: float
+    held_bytes: int | None = None
+    """Bytes that tensors had on its device when it was issued; None where that was predicted or is not counted."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,21 @@ class Sent:
 class StepTimeline:
     """What every lane does over a step.
 
-    ``step_s`` is the length of the step that the bars are of: predicted, without what runs once per step beside them.
+    ``step_s`` is the length of the step that the bars are of, without what runs once per step beside them.
+
+    Attributes:
+        once_s: measured: how long the step took beside its bars, before the first and behind the last.
+        loss: measured: the loss of the step.
+        whole: measured: why the step ran as one piece, so that it has no bars or forwards and then backwards.
     """
 
     bars: tuple[Bar, ...]
     sent: tuple[Sent, ...]
     step_s: float
     measured: bool
+    once_s: float = 0.0
+    loss: float | None = None
+    whole: str | None = None
 
 
 def predicted(plan: Plan) -> StepTimeline:

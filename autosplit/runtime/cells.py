@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from autosplit.profile.stage_trace import LARGE_BYTES
 from autosplit.runtime.ambient import any_autocast
+from autosplit.runtime.clock import StepClock
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.handed import handed
 from autosplit.runtime.lanes import Lane
@@ -55,6 +57,8 @@ class Step:
     """Gives the plan's schedule for a number of microbatches."""
     orders: dict[Any, Any]
     """Schedules made ready to run, kept from call to call."""
+    clock: StepClock | None = field(default=None, kw_only=True)
+    """Takes the time of what runs, where somebody asked for that."""
 
     @property
     def schedule(self) -> Schedule:
@@ -188,9 +192,14 @@ class Cells:
 
     def act(self, action: Action) -> None:
         """Perform an action; an exception gets a note that says where it happened."""
+        clock = self.step.clock
         try:
+            if clock is not None:
+                clock.begins(action)
             perform = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradients}
             perform[action.kind](action.stage, action.microbatch)
+            if clock is not None:
+                clock.ends(action)
         except BaseException as error:
             self.step.locate(error, action=action)
             raise
@@ -207,6 +216,8 @@ class Cells:
                 given["inputs"] = self._passed(self._inputs(border, stage, microbatch))
             for source in layout.received:
                 given[f"from{source}"] = self._passed(self.received(border, source, stage, microbatch))
+            if self.step.clock is not None:  # on the lane itself it begins when that is there
+                self.step.clock.begins(Action(stage, "F", microbatch))
             run = self.lowered.cell(stage, last=microbatch == len(self.step.sizes) - 1)
             border.sent = run(*[given[name] for name in self.lowered.takes[stage]])
         border.done = lane.record()
@@ -236,7 +247,9 @@ class Cells:
         if not self.detached:
             return take(cell.sent.pop(key), lanes[source], cell.done, lanes[stage])
         bundle = cell.sent[key]
-        moved = take(tuple(tensor.detach() for tensor in bundle), lanes[source], cell.done, lanes[stage])
+        move = partial(take, tuple(t.detach() for t in bundle), lanes[source], cell.done, lanes[stage])
+        clock, way = self.step.clock, (source, stage, microbatch)
+        moved = move() if clock is None else clock.copied(move, *way, backward=False, ready=cell.done)
         leaves = [m.requires_grad_(b.requires_grad) for m, b in zip(moved, bundle, strict=True)]
         border.leaves[f"{name or ''}{source}"] = leaves
         return leaves
@@ -350,7 +363,11 @@ class Cells:
         target = OUT if name.startswith(OUT) else str(stage)
         source = int(name.removeprefix(OUT))
         lanes = self.step.lanes
-        (moved,) = transfer((gradient,), lanes[stage], lanes[source])
+        move, clock, way = partial(transfer, (gradient,), lanes[stage], lanes[source]), self.step.clock, (stage, source)
+        if clock is None:
+            (moved,) = move()
+        else:
+            (moved,) = clock.copied(move, *way, microbatch, backward=True, ready=lanes[stage].record())
         border = self.cells[source, microbatch]
         border.gradients.setdefault(target, [None] * len(border.sent[target]))[position] = moved
 

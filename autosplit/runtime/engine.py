@@ -13,6 +13,7 @@ from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
 from autosplit.runtime import own_loss, train_cells
 from autosplit.runtime.cells import Step
+from autosplit.runtime.clock import Whole
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.loss_calls import Counted
 from autosplit.runtime.loss_outputs import Outputs
@@ -48,7 +49,7 @@ def train_step(
         own = own_loss.in_schedule(step) if len(step.sizes) > 1 else None
         if own is not None:
             return train_cells.run(step, own, None, threads)
-        return whole_step(whole, target=None, loss_fn=None, lanes=lambda: step.lanes)
+        return whole_step(whole, target=None, loss_fn=None, lanes=lambda: step.lanes, timed=_timed(step))
     outputs = Outputs(step)
     target = _with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
@@ -56,7 +57,7 @@ def train_step(
         found = _Loss(step, outputs, loss_fn, target, targets).find(reduction, proofs, whole)
         if found is not None:
             return train_cells.run(step, found.parts, found.check, threads)
-    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes)
+    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, timed=_timed(step))
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,12 @@ def _has_graph(target: Any) -> bool:
 
 
 def whole_step(
-    whole: Callable[[], Any], *, target: Any, loss_fn: Any, lanes: Callable[[], Sequence[Lane]]
+    whole: Callable[[], Any],
+    *,
+    target: Any,
+    loss_fn: Any,
+    lanes: Callable[[], Sequence[Lane]],
+    timed: Whole | None = None,
 ) -> torch.Tensor:
     """Run the loss on the output of the whole batch, and its backward; ``loss_fn`` None: the model's own loss.
 
@@ -149,6 +155,8 @@ def whole_step(
     """
     if loss_fn is None:
         _check_no_loss(target, "auto")
+    if timed is not None:
+        timed.clock.start_whole(lanes(), timed.why)
     with torch.inference_mode(False), torch.enable_grad():
         output = _gathered(whole(), lanes())
         if loss_fn is None:
@@ -156,7 +164,14 @@ def whole_step(
         else:
             value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
         value.backward()
+    if timed is not None:
+        timed.clock.finish(value.detach())
     return value.detach()
+
+
+def _timed(step: Step) -> Whole | None:
+    why = "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
+    return Whole.of(step.clock, why)
 
 
 def _check_no_loss(target: Any, reduction: str) -> None:

@@ -14,6 +14,7 @@ memory which another stream allocated. The backward mirrors this: gradients are 
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +52,18 @@ class Lane(Protocol):
     def keep(self, tensor: torch.Tensor) -> None:
         """Have the memory of a tensor that another lane made outlive the work that this lane is given on it."""
 
+    def stamp(self, *, copies: bool = False) -> Any:
+        """Return the time when the lane is through with what it was given so far, or an event that takes it then.
+
+        With ``copies`` it is that of the copies that end here, and of what they wait for.
+        """
+
+    def seconds(self, first: Any, then: Any) -> float:
+        """Return how long after the first of two stamps of this lane the other was; the host waits for both."""
+
+    def held_bytes(self) -> int | None:
+        """Return the bytes of the lane's device that tensors have now; None where nobody counts them."""
+
     def now(self) -> Lane:
         """Return this lane as it is now, for another thread: a caller's lane with its stream of this moment."""
 
@@ -87,6 +100,17 @@ class CpuLane:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Do nothing: the CPU is through with a tensor when the call returns."""
+
+    def stamp(self, *, copies: bool = False) -> float:
+        """Return the time: everything issued is done."""
+        return time.perf_counter()
+
+    def seconds(self, first: float, then: float) -> float:
+        """Return the time between two stamps."""
+        return then - first
+
+    def held_bytes(self) -> None:
+        """Return None: nobody counts the host's tensors."""
 
     def now(self) -> CpuLane:
         """Return the lane itself."""
@@ -187,6 +211,18 @@ class CudaLane:
         """Tell the allocator that the compute stream uses a tensor of this device."""
         if self.streams.device(tensor) == self.device:
             self.streams.keep(tensor, self.own.compute)
+
+    def stamp(self, *, copies: bool = False) -> Any:
+        """Record an event that takes the time, on the compute stream or on that of incoming copies."""
+        return self.streams.timed(self.own.inbound if copies else self.own.compute)
+
+    def seconds(self, first: Any, then: Any) -> float:
+        """Wait for two stamps and return the time between them."""
+        return self.streams.seconds(first, then)
+
+    def held_bytes(self) -> int | None:
+        """Return what the device's allocator has given out."""
+        return self.streams.held_bytes(self.device)
 
     def now(self) -> CudaLane:
         """Return the lane itself: its streams are the same everywhere."""

@@ -30,6 +30,15 @@ class Streams(Protocol):
     def wait(self, stream: Any, event: Any) -> None:
         """Make later work of a stream wait for an event; the host goes on."""
 
+    def timed(self, stream: Any) -> Any:
+        """Return an event as `event` does, that takes the time when it is reached."""
+
+    def seconds(self, first: Any, then: Any) -> float:
+        """Wait for two timed events of one device and return how long after the first the other was reached."""
+
+    def held_bytes(self, device: torch.device) -> int | None:
+        """Return the bytes of a device that tensors have now, by the host's clock; None where nobody counts them."""
+
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return the device that a tensor lies on."""
 
@@ -70,6 +79,21 @@ class CudaStreams:
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Make a stream wait for an event, which may be another device's."""
         stream.wait_event(event)
+
+    def timed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Record a new event with a time on a stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def seconds(self, first: torch.cuda.Event, then: torch.cuda.Event) -> float:
+        """Return the time between two events of one device; CUDA's clock counts half microseconds."""
+        then.synchronize()
+        return first.elapsed_time(then) / 1e3
+
+    def held_bytes(self, device: torch.device) -> int:
+        """Return what the caching allocator has given out."""
+        return torch.cuda.memory_allocated(device)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return the tensor's device."""

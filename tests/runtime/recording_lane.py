@@ -99,6 +99,18 @@ class RecordingStreams:
     def wait(self, stream: Stream, event: Event) -> None:
         self._ask(Wait(stream.name, event.number))
 
+    def timed(self, stream: Stream) -> Event:
+        return self.event(stream)
+
+    def seconds(self, first: Event, then: Event) -> float:
+        """Return a time in which one entry of a log takes a microsecond."""
+        then.synchronize()
+        return (then.number - first.number) * 1e-6
+
+    def held_bytes(self, device: torch.device) -> int:
+        self.collect()
+        return sum(held.device == device for held in self._memories.values())
+
     def device(self, tensor: torch.Tensor) -> torch.device:
         held = self._memories.get(tensor.untyped_storage()._cdata)
         return CPU if held is None else held.device
