@@ -30,6 +30,7 @@ from autosplit.trace import state
 from autosplit.trace.borrow import stand_ins
 from autosplit.trace.digest import Digest, digest, distance
 from autosplit.trace.graph import INFO
+from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.probe import probe_rows, slow_attention
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.structure import flatten_output
@@ -172,7 +173,8 @@ class _Checker:
         seed_all(seed)
         before = torch.get_rng_state(), _python_state()
         seen: Seen = {}
-        with stand_ins(self.model, self.recording.root, written=self.written) as leaves:
+        kernels = MetaKernels() if self.meta else contextlib.nullcontext()
+        with kernels, stand_ins(self.model, self.recording.root, written=self.written) as leaves:
             for step in _STEPS[:1] if self.meta else _STEPS:
                 found = self._step(run, leaves, step)
                 seen |= {(f"step {step}", name): value for name, value in found.items()}

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autosplit.trace.meta_kernels import MetaKernels
+
 
 class Like(NamedTuple):
     """A tensor that an operation takes or gives; sizes are numbers, or in a merged recording expressions."""
@@ -36,10 +38,12 @@ class RandomWatch(TorchDispatchMode):
         drawn: them, since :meth:`begin`.
         own_generator: whether others drew from another generator than torch's default one.
         runs_twice: whether one of them runs again in the backward, inside what was watched.
+        kernels: runs what draws nothing, where all is on the meta device; None: torch does.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.kernels: MetaKernels | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -61,7 +65,7 @@ class RandomWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws_numbers(func, args, kwargs):
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if self.kernels is None else self.kernels.call(func, args, kwargs)
         if is_composite(func):
             with self:
                 return run_composite(func, args, kwargs)

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 
 from autosplit.trace import python_state, state
 from autosplit.trace.kept import Place, kept_for_next_call
+from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.reads import Recall, Unanswered
 from autosplit.trace.record import Recorder
@@ -130,6 +131,7 @@ def record(
             hooks=hooks,
         )
         sizes.watch(recorder.random)
+        recorder.random.kernels = MetaKernels() if isinstance(mode, _AsItIs) else None
         for index in inputs.tensors():
             recorder.add_input(inputs.names[index], leaves[index])
         args, kwargs = inputs.rebuild(leaves)
