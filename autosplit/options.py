@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -123,6 +123,11 @@ class Options:
             return ()
         found = (self.machine.link(place, place + 1) for place in range(len(self.machine) - 1))
         return tuple(Link(spec.bandwidth_bytes_per_s, spec.latency_s) for spec in found)
+
+    @property
+    def kernels(self) -> Literal["cpu", "cuda"]:
+        """Whose kernels' results and scratch are counted where nothing runs."""
+        return "cuda" if self.machine is not None and self.devices[0].type == "cuda" else "cpu"
 
     @property
     def model_device(self) -> DeviceSpec | str:

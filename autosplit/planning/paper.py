@@ -22,12 +22,14 @@ from autosplit.choices import PRECISIONS
 from autosplit.errors import DeviceError, InputError, TraceError
 from autosplit.options import Options, Sample, choose
 from autosplit.planning.choose import Space
+from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.shadow import shadow
 from autosplit.trace.ladder import Trace, trace
 from cost_models.machines import MachineSpec
 from cost_models.specs import DeviceSpec
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "amp_bf16": torch.float32, "amp_fp16": torch.float32}
+_DTYPES |= {"bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,11 @@ def prepare(model: nn.Module, sample: Sample, options: Options) -> OnPaper:
                 "can be planned)"
             ) from refusal
         found = trace(model, sample, batch_dims=options.batch_dims, whole_norms=whole_norms)
-        return OnPaper(model, found, options, by_values=True)
-    return OnPaper(twin, found, options)
+        twin = model
+    if options.precision in AUTOCASTS:
+        with autocast_of(options.precision, kernels=options.kernels):
+            set_dtypes(found.graph, kernels=options.kernels)
+    return OnPaper(twin, found, options, by_values=twin is model and not _has_meta(model))
 
 
 def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:

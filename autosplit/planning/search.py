@@ -22,6 +22,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.recompute import first_that_fits, solve_listed
 from autosplit.planning.schedules import settle
 from autosplit.planning.writer import Writer
+from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.combine import profile
 from autosplit.profile.types import Profile
 from autosplit.trace.ladder import Trace
@@ -136,7 +137,8 @@ def profiled(model: nn.Module, found: Trace, options: Options, sizes: tuple[int,
     for position in found.inputs.tensors():
         leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
         leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
-    with attributes(model), buffer_contents(model):
+    autocast = autocast_of(options.precision, kernels=options.kernels)
+    with attributes(model), buffer_contents(model), autocast:
         return profile(
             found.graph,
             rows=sizes[0],
@@ -144,5 +146,5 @@ def profiled(model: nn.Module, found: Trace, options: Options, sizes: tuple[int,
             inputs=leaves,
             measure=options.measure,
             device=options.model_device,
-            kernels="cuda" if options.machine is not None and options.devices[0].type == "cuda" else "cpu",
+            kernels=options.kernels,
         )

@@ -20,6 +20,7 @@ from autosplit.planning.host import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Boundary, StageMemory, StagePlan, Transfer
+from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.simulate import TransferTime, simulate
@@ -65,7 +66,8 @@ class Writer:
             self.recompute,
         )
         try:
-            return fullest_moments(cut), None
+            with autocast_of(self.options.precision, kernels=self.options.kernels):
+                return fullest_moments(cut), None
         except Exception as error:  # a node may do on fake tensors whatever its author wrote: the formula stays
             return (), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 

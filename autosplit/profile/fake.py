@@ -229,7 +229,8 @@ class _FakePass(BorderInterpreter):
         return as_recorded(node, values, self._rows)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._saved |= self._storages([tensor])
+        if not _is_cast_of_parameter(tensor):
+            self._saved |= self._storages([tensor])
         return tensor
 
     def _storages(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -245,6 +246,17 @@ class _FakePass(BorderInterpreter):
             if storage is not None and number >= 0:
                 storage.id = number
         self.output_ids[info.name] = [-1 if storage is None else storage.id for storage in storages]
+
+
+def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Tell whether autocast made a tensor of a parameter: that is kept once per step, whatever is in flight."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return False
+    node, casts = tensor.grad_fn, False
+    while node is not None and len(node.next_functions) == 1:
+        casts |= node.name() == "ToCopyBackward0"
+        node = node.next_functions[0][0]
+    return casts and isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
