@@ -159,6 +159,8 @@ def plan(
         sample: a batch of the size of a step: a tensor, a tuple, a dict or a `Sample`, also of meta tensors. None: the
             model's ``example_input_array`` or ``dummy_inputs``.
         batch_dims: as in `autosplit`.
+        loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, counted on the last stage; the target is taken to
+            be class indices where these fit, else like the output. None: the mean of the first floating output.
         optimizer: what keeps state: "adamw", "adam", "momentum", "sgd", "none", or state bytes per parameter element.
         precision: what the training runs in: "fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master" (bf16 weights
             and gradients; fp32 weights count as state of the optimizer), or None: as the model is.
@@ -192,9 +194,9 @@ def plan(
         machine=own,
     )
     with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
-        paper = prepare(model, _given(model, sample), options)
+        paper = prepare(model, _given(model, sample), options, loss_fn=loss_fn)
         space = search_space(options, rows=batch_rows(paper.found.inputs), free_chunks=chunks == "auto")
-        return explained(choose_plan(paper.model, paper.found, options, space), paper, space)
+        return explained(choose_plan(paper.model, paper.found, paper.options, space), paper, space)
 
 
 def _given(model: nn.Module, sample: Any) -> Sample:

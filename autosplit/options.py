@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -92,6 +92,8 @@ class Options:
     """What every device keeps free, of the limit or of what it has."""
     precision: str | None = None
     """What training runs in, on paper; None: as the model is. The model that is planned has that dtype already."""
+    loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    """The loss of a microbatch on paper, from the first output and the number of rows; None: the mean of that."""
 
     def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return the bytes of optimizer state of one parameter, an fp32 master weight among them."""

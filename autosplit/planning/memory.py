@@ -125,6 +125,7 @@ def _how(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = ()
         input_grads={**flows, **cut.profile.input_grads},
         roots=_roots(cut, graph),
         averaged=_averaged(cut),
+        loss=cut.options.loss,
         apart=True,
         units=units,
         whole=whole,

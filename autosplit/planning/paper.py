@@ -9,7 +9,7 @@ What a forward decides by values cannot be followed there; a model that has valu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from autosplit.choices import PRECISIONS
 from autosplit.errors import DeviceError, InputError, TraceError
 from autosplit.options import Options, Sample, choose
 from autosplit.planning.choose import Space
+from autosplit.planning.paper_loss import paper_loss
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.shadow import shadow
 from autosplit.trace.ladder import Trace, trace
@@ -81,10 +82,11 @@ def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
     )
 
 
-def prepare(model: nn.Module, sample: Sample, options: Options) -> OnPaper:
+def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any = None) -> OnPaper:
     """Record a model on paper, in the precision that is asked for; the model stays as it is.
 
-    Raises TraceError where no graph can follow it, InputError for a sample whose batch cannot be told.
+    Raises TraceError where no graph can follow it, InputError for a sample whose batch cannot be told, or a loss that
+    cannot be called on the output.
     """
     dtype = _DTYPES.get(options.precision or "")
     twin, blank = _twin(model, dtype), _blank(sample, dtype)
@@ -101,9 +103,11 @@ def prepare(model: nn.Module, sample: Sample, options: Options) -> OnPaper:
             ) from refusal
         found = trace(model, sample, batch_dims=options.batch_dims, whole_norms=whole_norms)
         twin = model
-    if options.precision in AUTOCASTS:
-        with autocast_of(options.precision, kernels=options.kernels):
+    with autocast_of(options.precision, kernels=options.kernels):
+        if options.precision in AUTOCASTS:
             set_dtypes(found.graph, kernels=options.kernels)
+        if loss_fn is not None:
+            options = replace(options, loss=paper_loss(loss_fn, found.graph))
     return OnPaper(twin, found, options, by_values=twin is model and not _has_meta(model))
 
 

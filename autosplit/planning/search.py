@@ -18,6 +18,7 @@ from autosplit.partition.problem import Problem, devices_of
 from autosplit.partition.solve import Partition, solve, solve_evenly
 from autosplit.planning.formulate import Formulation, formulate, scheduled
 from autosplit.planning.given import given
+from autosplit.planning.paper_loss import PaperLoss, with_loss
 from autosplit.planning.plan import Plan
 from autosplit.planning.recompute import first_that_fits, solve_listed
 from autosplit.planning.schedules import settle
@@ -139,7 +140,7 @@ def profiled(model: nn.Module, found: Trace, options: Options, sizes: tuple[int,
         leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
     autocast = autocast_of(options.precision, kernels=options.kernels)
     with attributes(model), buffer_contents(model), autocast:
-        return profile(
+        costs = profile(
             found.graph,
             rows=sizes[0],
             batch_rows=sum(sizes),
@@ -147,4 +148,9 @@ def profiled(model: nn.Module, found: Trace, options: Options, sizes: tuple[int,
             measure=options.measure,
             device=options.model_device,
             kernels=options.kernels,
+        )
+        if not isinstance(options.loss, PaperLoss):
+            return costs
+        return with_loss(
+            costs, options.loss, batch_rows=sum(sizes), device=options.model_device, kernels=options.kernels
         )

@@ -1,7 +1,7 @@
 """A recording as it is under autocast: a model on paper is recorded without it, and its nodes' dtypes follow here.
 
-    recorded      float32 ─► linear float32 ─► layer_norm float32
-    under amp     float32 ─► linear bfloat16 ─► layer_norm float32      by CUDA's lists of operations, or the CPU's
+recorded      float32 ─► linear float32 ─► layer_norm float32
+under amp     float32 ─► linear bfloat16 ─► layer_norm float32      by CUDA's lists of operations, or the CPU's
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def autocast_of(precision: str | None, *, kernels: Literal["cpu", "cuda"]) -> Iterator[None]:
-    """Switch autocast on for a block where the precision is one of autocast, for kernels of that kind on fake tensors."""
+    """Switch autocast on for a block where the precision is one of autocast, as it is for such kernels."""
     dtype = AUTOCASTS.get(precision or "")
     if dtype is None:
         yield

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,6 +57,7 @@ class How:
         input_grads: whether gradients flow back through the inputs, by stable name; those that are missing want none.
         roots: stable names of the outputs that gradients arrive for; None: all through which gradients flow.
         averaged: the output whose mean is the loss: its gradient is made in the backward, and goes when it is used.
+        loss: what the loss is instead of that mean, from that output and the number of rows.
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
         apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made,
@@ -70,6 +71,7 @@ class How:
     input_grads: Mapping[str, bool] = field(default_factory=dict)
     roots: Collection[str] | None = None
     averaged: str | None = None
+    loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     units: Collection[str] = ()
     whole: bool = False
     apart: bool = False
@@ -201,13 +203,19 @@ class _Run:
         wanted = self.how.roots
         named = [(n.meta[INFO].name, t) for n, own in sent.items() for t in own]
         averaged = self.how.averaged
-        outputs = [t.mean() if n == averaged else t for n, t in named if wanted is None or n in wanted]
+        outputs = [self._loss(t) if n == averaged else t for n, t in named if wanted is None or n in wanted]
         self.goes_back = True
         self.late = {self.parameters[leaf] for leaf in late(outputs, self.parameters)}
         self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
         self.labels.last = ""
         del outputs, named, sent, given
         return forward, self._taken()
+
+    def _loss(self, value: torch.Tensor) -> torch.Tensor:
+        if self.how.loss is None:
+            return value.mean()
+        with self.lowering:
+            return self.how.loss(value, self.how.rows)
 
     def _backward(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         if not outputs:

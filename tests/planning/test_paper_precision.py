@@ -1,0 +1,98 @@
+"""Precisions and losses on paper: what they cost and keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autosplit import InputError, plan
+from autosplit.options import Sample
+from autosplit.profile.autocasting import autocast_of, set_dtypes
+from autosplit.trace.ladder import trace
+
+ROWS, WIDTH, WORDS = 8, 32, 4096
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = value + torch.relu(self.linear(self.norm(value)))
+        return result
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_dtypes_under_autocast_are_those_of_a_run_under_it(blocks: int) -> None:
+    model = nn.Sequential(*[Block(8) for _ in range(blocks)])
+    traced = trace(model.to("meta"), Sample(torch.empty(4, 8, device="meta"))).graph
+    with autocast_of("amp_bf16", kernels="cuda"):
+        set_dtypes(traced, kernels="cuda")
+    found = [info.tensors[0].dtype for _, info in traced.compute_nodes()]
+    assert found == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32] * blocks
+
+
+def wide(layers: int = 4) -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(layers)])
+
+
+def planned(precision: str, **asked: Any) -> Any:
+    return plan(wide(), "2xH100-SXM5-80GB", 4, sample=torch.empty(4096, 2048), precision=precision, **asked)
+
+
+def test_autocast_keeps_fp32_weights_and_computes_in_the_lower_type() -> None:
+    full, mixed, half = (planned(precision) for precision in ("fp32", "amp_bf16", "bf16"))
+    states = [sum(s.memory.parameter_bytes + s.memory.optimizer_bytes for s in each.stages) for each in (full, mixed)]
+    assert states[0] == states[1]
+    assert full.bottleneck_s > 2 * mixed.bottleneck_s
+    crossing = [next(b.bytes for b in each.boundaries if b.producer == 0) for each in (full, mixed, half)]
+    assert crossing == [4 * 1024 * 2048, 2 * 1024 * 2048, 2 * 1024 * 2048]
+
+
+def head() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(
+            nn.Embedding(WORDS, WIDTH), *[nn.Linear(WIDTH, WIDTH) for _ in range(4)], nn.Linear(WIDTH, WORDS)
+        )
+
+
+def with_loss(loss_fn: Any) -> Any:
+    return plan(head(), "2xL4-24GB", 4, sample=torch.zeros(ROWS, 16, dtype=torch.int64), loss_fn=loss_fn)
+
+
+def test_a_loss_is_counted_on_the_last_stage() -> None:
+    bare, same, softmax = with_loss(None), with_loss(lambda output: output.mean()), with_loss(nn.CrossEntropyLoss())
+    logits = ROWS // 4 * 16 * WORDS * 4
+    mean, logarithms = same.stages[-1], softmax.stages[-1]
+    assert mean.memory.peak_bytes == bare.stages[-1].memory.peak_bytes
+    assert mean.backward_s > bare.stages[-1].backward_s
+    # The logarithms stay for the backward, and the gradient of the logits is made beside them.
+    assert logarithms.memory.transient_bytes == pytest.approx(mean.memory.transient_bytes + logits, rel=0.02)
+    assert logarithms.forward_s > mean.forward_s
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        lambda output, target: F.mse_loss(output, target),
+        lambda output: output.float().logsumexp(-1).mean(),
+    ],
+)
+def test_the_target_is_found_that_a_loss_wants(loss_fn: Any) -> None:
+    assert with_loss(loss_fn).step_s > with_loss(None).step_s
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [(7, "loss_fn is a int"), (lambda output, target: output, "no scalar that gradients flow through")],
+)
+def test_a_loss_that_cannot_be_called_is_told(loss_fn: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        with_loss(loss_fn)
