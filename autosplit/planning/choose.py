@@ -1,38 +1,52 @@
 """The search over microbatches, schedules and recompute: for each of them the best cut, of all of these the best plan.
 
-A plan that fits is better than a borderline one, that better than one that does not fit; among those that fit the
-fastest is best, among those that do not the one that comes closest.
+A plan that fits is better than one that does not; among those that fit the fastest is best, among those that do not the
+one that comes closest. All configurations are weighed in units by the additive formula (`sweep`). Then the fastest is
+replayed; what its devices hold above the formula is taken off their room, its next cut waits its turn among the others:
+
+    weighed, the fastest first ─► replay ─► fits: done
+             ▲                       └────► less room ─► next cut of the same configuration ─┐
+             └────────────────────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import heapq
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
-from autosplit.errors import InfeasibleError, InputError, ScheduleError
+from autosplit.errors import InputError
 from autosplit.options import Options
+from autosplit.partition.line_search import LineCut
+from autosplit.planning.finish import Finished, finish
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
-from autosplit.planning.search import best_effort, make_plan
-from autosplit.planning.sizes import sizes_of
+from autosplit.planning.sweep import Entry, Space, Sweep
+from autosplit.planning.units import units_of
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.ladder import Trace
 
-_RANK = {"fits": 0, "borderline": 1, "no": 2}
+__all__ = ["Space", "choose_plan", "weigh"]
+
+_REPLAYS = 12
+"""How many cuts are replayed at most before the leanest is taken."""
+_LEANEST = 4
+"""How many of the leanest cuts are replayed where nothing fits."""
+_NEAR = 1.05
+"""A peak by the formula is borderline up to so much above the capacity."""
 
 
 @dataclass(frozen=True)
-class Space:
-    """What may be chosen: how many microbatches, which schedule with how many stages per device, what is recomputed.
+class Weighed:
+    """A cut of one configuration and what it costs by the formula; ``room`` is what it was found for."""
 
-    ``recompute`` is as in `Options`: one entry for all stages, one per stage, or None for what the memory asks for.
-    """
-
-    chunks: tuple[int, ...]
-    schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
-    recompute: tuple[str, ...] | None = None
+    entry: Entry
+    way: Sequence[str]
+    cut: LineCut
+    room: tuple[float, ...] | None
 
 
 def choose_plan(
@@ -47,55 +61,147 @@ def choose_plan(
     """Return the best plan of a space, with the others that are worth a look as its ``frontier``.
 
     ``options`` say everything that the space does not; ``rows`` is the size of the batch, by default the sample's.
-    ``progress`` is told how much of how much is done. Where nothing
-    fits, the plan that comes closest comes back with verdict "no". Raises InputError where no entry of the space can be
-    built for the devices.
+    ``progress`` is told how much of how much is done. Where nothing fits, the plan that comes closest comes back, its
+    verdict "no". Raises InputError where no entry of the space can be built for the devices.
     """
-    cases = list(_cases(found, options, space, rows=rows or batch_rows(found.inputs)))
-    plans = []
-    for done, (own, sizes) in enumerate(cases):
-        try:
-            plans.append(_planned(model, found, own, sizes))
-        except ScheduleError:
-            continue
-        finally:
-            if progress is not None:
-                progress(done + 1, len(cases))
-    if not plans:
-        raise InputError(f"none of {len(cases)} combinations of chunks and schedules can be built; give others")
-    best = min(plans, key=_order)
-    return best.model_copy(update={"frontier": frontier([alternative(plan) for plan in plans])})
+    sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs))
+    search = _Search(sweep, progress)
+    finished = search.run()
+    case = finished.writer.case
+    if case.warning is not None:
+        warnings.warn(case.warning, UserWarning, stacklevel=2)
+    plan = finished.writer.plan()
+    others = [each for each in search.alternatives() if _key(each) != _key(alternative(plan))]
+    unit_of = finished.entry.sized.coarse.unit_of
+    units = units_of(case.formulation, case.costs, unit_of, finished.writer.partition.assignment)
+    return plan.model_copy(update={"frontier": frontier(alternative(plan), others), "units": units})
 
 
-def _cases(found: Trace, options: Options, space: Space, *, rows: int) -> Iterator[tuple[Options, tuple[int, ...]]]:
-    """Yield the options of each case, and its microbatches; a batch may be too small for what was asked for."""
-    seen = set()
-    for chunks in space.chunks:
-        sizes = sizes_of(rows, chunks, found.graph.min_rows, like=options.microbatches)
-        for schedule, virtual_stages in space.schedules:
-            case = (sizes, schedule, virtual_stages)
-            if case not in seen:
-                seen.add(case)
-                own = replace(
-                    options,
-                    chunks=len(sizes) if len(sizes) < chunks else chunks,
-                    schedule=schedule,
-                    virtual_stages=virtual_stages,
-                    recompute=space.recompute,
+def weigh(
+    model: nn.Module, found: Trace, options: Options, space: Space, *, rows: int | None = None
+) -> tuple[Alternative, ...]:
+    """Return the best cut of every configuration by the additive formula, nothing of it replayed, the fastest first."""
+    search = _Search(Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs)), None)
+    search.weigh()
+    return tuple(sorted(search.alternatives(), key=lambda each: (each.step_s, each.peak_bytes)))
+
+
+class _Search:
+    """What was weighed, and what of it was replayed."""
+
+    def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None) -> None:
+        self.sweep, self.progress = sweep, progress
+        self.weighed: list[Weighed] = []
+        self.entries: list[Entry] = []
+        self.finished: list[Finished] = []
+
+    def weigh(self) -> None:
+        """Find the best cut of every configuration, and where none fits its leanest."""
+        for entry in self.sweep.entries(progress=self.progress):
+            self.entries.append(entry)
+            limits = self.sweep.room(entry.search.problem)
+            for way in self.sweep.ways(entry.settled.stages):
+                free = entry.best(way, None)
+                assert free is not None, "without limits every line of enough units can be cut"
+                self.weighed.append(Weighed(entry, way, free, None))
+                if limits is None or _within(free.device_bytes, limits):
+                    break
+                held = entry.best(way, limits)
+                if held is not None:
+                    self.weighed.append(Weighed(entry, way, held, tuple(limits)))
+                    break
+        if not self.entries:
+            raise InputError(
+                f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "
+                "schedules can be built; give others"
+            )
+
+    def run(self) -> Finished:
+        """Return the best that fits when it is replayed, or what comes closest."""
+        self.weigh()
+        heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.weighed) if self._fits(each)]
+        heapq.heapify(heap)
+        for turn in range(_REPLAYS):
+            if not heap:
+                break
+            _, _, best = heapq.heappop(heap)
+            finished = self._finish(best.entry, best.cut)
+            if not finished.over:
+                return finished
+            following = self._less_room(best, finished)
+            if following is not None:
+                heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + turn, following))
+        return self._leanest()
+
+    def _finish(self, entry: Entry, cut: LineCut) -> Finished:
+        self.finished.append(finish(self.sweep, entry, cut))
+        return self.finished[-1]
+
+    def _fits(self, weighed: Weighed) -> bool:
+        limits = self.sweep.room(weighed.entry.search.problem)
+        return limits is None or _within(weighed.cut.device_bytes, limits)
+
+    def _less_room(self, weighed: Weighed, finished: Finished) -> Weighed | None:
+        """Return the next cut of a configuration: with as much less room as the replay came out above the formula."""
+        limits = self.sweep.room(weighed.entry.search.problem)
+        assert limits is not None, "what is over a limit has one"
+        pairs = zip(finished.peaks, weighed.cut.device_bytes, limits, strict=False)
+        room = [max(1.0, limit - max(0, peak - held)) for peak, held, limit in pairs]
+        room += limits[len(room) :]
+        if weighed.room is not None:
+            room = [min(pair) for pair in zip(room, weighed.room, strict=True)]
+        for way in self.sweep.ways(weighed.entry.settled.stages):
+            cut = weighed.entry.best(way, room)
+            if cut is not None:
+                return Weighed(weighed.entry, way, cut, tuple(room))
+        return None
+
+    def _leanest(self) -> Finished:
+        """Return what comes closest to fitting: of the leanest cuts of all configurations a few are replayed."""
+        found = []
+        for place, entry in enumerate(self.entries):
+            limits = self.sweep.room(entry.search.problem)
+            assert limits is not None, "without limits everything fits"
+            for way in self.sweep.ways(entry.settled.stages):
+                cut = entry.search.leanest(way, limits)
+                self.weighed.append(Weighed(entry, way, cut, None))
+                over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
+                found.append((over, cut.step_s, place, cut))
+        for _, _, place, cut in sorted(found, key=lambda each: each[:3])[:_LEANEST]:
+            self._finish(self.entries[place], cut)
+        return min(self.finished, key=lambda each: each.worst)
+
+    def alternatives(self) -> list[Alternative]:
+        """Return what was weighed, as the plan's file has it."""
+        replayed = [alternative(each.writer.plan()) for each in self.finished]
+        known = set(map(_key, replayed))
+        found = []
+        for each in self.weighed:
+            limits = self.sweep.room(each.entry.search.problem)
+            fits = limits is not None and _within(each.cut.device_bytes, limits)
+            near = limits is None or _within(each.cut.device_bytes, [limit * _NEAR for limit in limits])
+            recompute = each.cut.recompute
+            found.append(
+                Alternative(
+                    chunks=each.entry.options.chunks,
+                    schedule=each.entry.settled.schedule,
+                    virtual_stages=each.entry.settled.virtual_stages,
+                    recompute=recompute if len(set(recompute)) > 1 else recompute[:1],
+                    step_s=each.cut.step_s + each.entry.sized.once_s,
+                    peak_bytes=max(each.cut.device_bytes),
+                    verdict="fits" if fits else "borderline" if near else "no",
+                    replayed=False,
                 )
-                yield own, sizes
+            )
+        return [*replayed, *(each for each in found if _key(each) not in known)]
 
 
-def _planned(model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...]) -> Plan:
-    try:
-        return make_plan(model, found, options, sizes=sizes)
-    except InfeasibleError:
-        return best_effort(model, found, options, sizes=sizes)
+def _within(held: Sequence[int], limits: Sequence[float]) -> bool:
+    return all(own <= limit for own, limit in zip(held, limits, strict=False))
 
 
-def _order(plan: Plan) -> tuple[float, ...]:
-    over = max((s.memory.peak_bytes / (s.memory.capacity_bytes or float("inf")) for s in plan.stages), default=0.0)
-    return (_RANK[plan.verdict], plan.step_s) if plan.verdict != "no" else (_RANK["no"], over)
+def _key(each: Alternative) -> tuple[object, ...]:
+    return each.chunks, each.schedule, each.virtual_stages, each.recompute
 
 
 def alternative(plan: Plan) -> Alternative:
@@ -113,10 +219,28 @@ def alternative(plan: Plan) -> Alternative:
     )
 
 
-def frontier(weighed: Sequence[Alternative]) -> tuple[Alternative, ...]:
-    """Return those that none beats in both step and peak, the fastest first."""
+def frontier(chosen: Alternative, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """Return what was chosen and of the others those that nothing beats in both step and peak, the fastest first.
+
+    The formula may find another better by a little that a replay would not: what was chosen stays.
+    """
     kept: list[Alternative] = []
-    for each in sorted(weighed, key=lambda own: (own.step_s, own.peak_bytes)):
-        if not kept or each.peak_bytes < kept[-1].peak_bytes:
+    for each in sorted((chosen, *others), key=lambda own: (own.step_s, own.peak_bytes)):
+        if each is chosen or not kept or each.peak_bytes < kept[-1].peak_bytes:
             kept.append(each)
-    return tuple(kept)
+    beaten = {
+        id(each)
+        for each in kept
+        if each is not chosen
+        and ((each.step_s >= chosen.step_s and each.peak_bytes >= chosen.peak_bytes) or _same(each, chosen))
+    }
+    return tuple(each for each in kept if id(each) not in beaten)
+
+
+def _same(each: Alternative, chosen: Alternative) -> bool:
+    """Tell whether another is no better than what was chosen by more than the formula is worth."""
+    return (
+        each.verdict == chosen.verdict
+        and each.step_s > 0.99 * chosen.step_s
+        and (each.peak_bytes > 0.99 * chosen.peak_bytes)
+    )

@@ -5,30 +5,22 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from torch import nn
 
 from autosplit.errors import InfeasibleError
 from autosplit.options import Options
-from autosplit.partition.graph import base_graph
 from autosplit.partition.infeasible import over_capacity
 from autosplit.partition.problem import Problem, devices_of
 from autosplit.partition.solve import Partition, solve, solve_evenly
-from autosplit.planning.formulate import Formulation, formulate, scheduled
+from autosplit.planning.case import prepare
 from autosplit.planning.given import given
-from autosplit.planning.paper_loss import PaperLoss, with_loss
 from autosplit.planning.plan import Plan
 from autosplit.planning.recompute import first_that_fits, solve_listed
-from autosplit.planning.schedules import settle
 from autosplit.planning.writer import Writer
-from autosplit.profile.autocasting import autocast_of
-from autosplit.profile.combine import profile
-from autosplit.profile.types import Profile
 from autosplit.trace.ladder import Trace
-from autosplit.trace.probe import probe_rows
-from autosplit.trace.state import attributes, buffer_contents
 
 _ROUNDS = 16
 """How often the solver is given less room before the most even use of memory is taken."""
@@ -41,57 +33,21 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     """
     case = prepare(model, found, options, sizes=sizes)
 
+    def written(partition: Partition) -> Writer:
+        return Writer(case, partition)
+
     def cut(recompute: tuple[str, ...]) -> Writer:
         if options.cut is not None:
             stages = len(options.devices)
-            return case.written(given(found.graph, case.formulation, options.cut, recompute, stages=stages))
+            return written(given(found.graph, case.formulation, options.cut, recompute, stages=stages))
         if len(set(recompute)) > 1 and options.recompute is not None:
-            return _listed(case.problem, case.written, recompute)
-        return _cut(replace(case.problem, recompute=recompute), case.written)
+            return _listed(case.problem, written, recompute)
+        return _cut(replace(case.problem, recompute=recompute), written)
 
     writer = first_that_fits(options.recompute, cut)
     if case.warning is not None and options.cut is None:
         warnings.warn(case.warning, UserWarning, stacklevel=2)
     return writer.plan()
-
-
-def best_effort(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
-    """Return the plan that comes closest to fitting: the most even use of memory, under what is recomputed."""
-    case = prepare(model, found, options, sizes=sizes)
-    allowed = (options.recompute,) if options.recompute is not None else (("always",), ("block",))
-    writers = [case.written(solve_evenly(replace(case.problem, recompute=own))) for own in allowed]
-    return min(writers, key=lambda writer: max(writer.peaks())).plan()
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model that was profiled for its microbatches, as the problem of one schedule."""
-
-    model: nn.Module
-    found: Trace
-    options: Options
-    sizes: tuple[int, ...]
-    costs: Profile
-    formulation: Formulation
-    warning: str | None
-
-    @property
-    def problem(self) -> Problem:
-        """What is to be cut."""
-        return self.formulation.problem
-
-    def written(self, partition: Partition) -> Writer:
-        """Return a partition as what a plan is written from."""
-        return Writer(self.model, self.found, self.costs, self.options, self.sizes, self.formulation, partition)
-
-
-def prepare(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Case:
-    """Profile a recording for microbatches of the given sizes and formulate its problem."""
-    costs = profiled(model, found, options, sizes)
-    formulation = formulate(found.graph, costs, options, microbatches=len(sizes))
-    settled = settle(options, parts=base_graph(formulation.problem).size, microbatches=len(sizes))
-    formulation = replace(formulation, problem=scheduled(formulation.problem, settled))
-    return Case(model, found, options, sizes, costs, formulation, settled.warning)
 
 
 def _cut(problem: Problem, written: Callable[[Partition], Writer]) -> Writer:
@@ -130,27 +86,3 @@ def _less(room: int | None, peak: int | None, limit: int | None) -> int | None:
     if room is None or limit is None or peak is None:
         return room
     return max(1, room - max(0, peak - limit))
-
-
-def profiled(model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...]) -> Profile:
-    """Return what the nodes of a recording cost for microbatches of the first size; the model stays as it is."""
-    leaves = []
-    for position in found.inputs.tensors():
-        leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
-        leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
-    autocast = autocast_of(options.precision, kernels=options.kernels)
-    with attributes(model), buffer_contents(model), autocast:
-        costs = profile(
-            found.graph,
-            rows=sizes[0],
-            batch_rows=sum(sizes),
-            inputs=leaves,
-            measure=options.measure,
-            device=options.model_device,
-            kernels=options.kernels,
-        )
-        if not isinstance(options.loss, PaperLoss):
-            return costs
-        return with_loss(
-            costs, options.loss, batch_rows=sum(sizes), device=options.model_device, kernels=options.kernels
-        )

@@ -9,13 +9,13 @@ from typing import cast
 from torch import nn
 
 from autosplit.memory.pieces import Recompute
-from autosplit.options import Options
 from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
 from autosplit.planning.advice import advice
 from autosplit.planning.apply import assign, sources
+from autosplit.planning.case import Case
 from autosplit.planning.fingerprint import fingerprint
-from autosplit.planning.formulate import Formulation, link_seconds, state_bytes
+from autosplit.planning.formulate import link_seconds, state_bytes
 from autosplit.planning.host import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Plan
@@ -25,8 +25,7 @@ from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.trace.draw_rules import with_plain_numbers
-from autosplit.trace.graph import INFO, NodeClass
-from autosplit.trace.ladder import Trace
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.norms import norm_notes
 from autosplit.trace.own_loss import note_on_loss
 
@@ -34,19 +33,11 @@ from autosplit.trace.own_loss import note_on_loss
 class Writer:
     """Writes the solver's answer down as a plan."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Trace,
-        costs: Profile,
-        options: Options,
-        sizes: tuple[int, ...],
-        formulation: Formulation,
-        partition: Partition,
-    ) -> None:
-        self.model, self.traced, self.costs, self.options = model, found.graph, costs, options
+    def __init__(self, case: Case, partition: Partition) -> None:
+        self.case, self.partition, self.formulation = case, partition, case.formulation
+        self.model, self.traced, self.costs, self.options = case.model, case.found.graph, case.costs, case.options
+        self.sizes, found, formulation = case.sizes, case.found, case.formulation
         self.rung, self.whole, self.proof = found.rung, found.whole, found.proof
-        self.sizes, self.formulation, self.partition = sizes, formulation, partition
         self.schedule = formulation.problem.schedule_of(partition.stages)
         self.lane = self.schedule.stage_lane
         pairs = zip(formulation.names, partition.assignment, strict=True)
@@ -67,7 +58,7 @@ class Writer:
         )
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
-                return fullest_moments(cut), None
+                return fullest_moments(cut, memo=self.case.memo), None
         except Exception as error:  # a node may do on fake tensors whatever its author wrote: the formula stays
             return (), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
@@ -113,10 +104,10 @@ class Writer:
             machine=None if self.options.machine is None else self.options.machine.name,
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
-            step_s=self.partition.value_s + self._shared_s() + self._sent_s(boundaries),
+            step_s=self.partition.value_s + shared_s(self.traced, self.costs) + self._sent_s(boundaries),
             bubble=timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
-            lower_bound_s=self.partition.lower_bound_s + self._shared_s(),
+            lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
             status=self.partition.status,
             objective="step_time",
             fits=fits,
@@ -238,11 +229,6 @@ class Writer:
                 seconds[producer, consumer] = forward_s + net.forward_s, backward_s + net.backward_s
         return tuple(TransferTime(*pair, *both) for pair, both in seconds.items())
 
-    def _shared_s(self) -> float:
-        """Return the time of the shared nodes: they run once per step, wherever the cut is."""
-        shared = (i.name for _, i in self.traced.compute_nodes() if i.node_class is NodeClass.SHARED)
-        return sum(self.costs.nodes[name].forward_s + self.costs.nodes[name].backward_s for name in shared)
-
     def _sent_s(self, boundaries: Sequence[Boundary]) -> float:
         """Return how long shared values travel, there and back; copies of parameters are in the partition's step."""
         return 2 * sum(
@@ -289,6 +275,12 @@ class Writer:
         if self.costs.out_of_memory:
             name, why = next(iter(self.costs.out_of_memory.items()))
             yield f"times of {len(self.costs.out_of_memory)} operations are modelled (first: {name}: {why})"
+
+
+def shared_s(traced: TracedGraph, costs: Profile) -> float:
+    """Return the time of the shared nodes: they run once per step, wherever the cut is."""
+    shared = (info.name for _, info in traced.compute_nodes() if info.node_class is NodeClass.SHARED)
+    return sum(costs.nodes[name].forward_s + costs.nodes[name].backward_s for name in shared)
 
 
 def fit_of(stages: Sequence[StagePlan]) -> bool | None:

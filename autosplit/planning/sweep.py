@@ -1,0 +1,153 @@
+"""Every configuration of a space on a coarse problem: microbatches x schedules x what is recomputed.
+
+    recording ─► profile and problem per microbatch size ─► units ─► per schedule: the best cut of the line of units
+
+Peaks are the additive formula's, steps are simulated. Nothing is replayed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from autosplit.errors import ScheduleError
+from autosplit.options import Options
+from autosplit.partition.coarse import Coarse, coarsened, runs
+from autosplit.partition.graph import Graph, base_graph
+from autosplit.partition.line import Line
+from autosplit.partition.line_search import LineCut, LineSearch
+from autosplit.partition.problem import RECOMPUTE, Problem
+from autosplit.planning.case import Case, profiled
+from autosplit.planning.formulate import Formulation, formulate, scheduled
+from autosplit.planning.schedules import Settled, settle
+from autosplit.planning.sizes import sizes_of
+from autosplit.planning.writer import shared_s
+from autosplit.profile.trace_memo import TraceMemo
+from autosplit.profile.types import Profile
+from autosplit.trace.ladder import Trace
+
+_UNITS = 320
+"""About as many units a model is cut into at most."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen: how many microbatches, which schedule with how many stages per device, what is recomputed.
+
+    ``recompute`` is as in `Options`: one entry for all stages, one per stage, or None for what the memory asks for.
+    """
+
+    chunks: tuple[int, ...]
+    schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
+    recompute: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model that was profiled for microbatches of one size, whole and in units."""
+
+    sizes: tuple[int, ...]
+    costs: Profile
+    formulation: Formulation
+    coarse: Coarse
+    line: Line
+    once_s: float
+    """What runs once per step beside the stages."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One configuration but for what is recomputed, and the search for its cuts."""
+
+    sized: Sized
+    options: Options
+    settled: Settled
+    search: LineSearch
+
+    def case(self, model: nn.Module, found: Trace, memo: TraceMemo) -> Case:
+        """Return the whole problem of the configuration."""
+        formulation = self.sized.formulation
+        own = replace(formulation, problem=scheduled(formulation.problem, self.settled))
+        sized, warning = self.sized, self.settled.warning
+        return Case(model, found, self.options, sized.sizes, sized.costs, own, warning, memo)
+
+    def best(self, way: Sequence[str], room: Sequence[float] | None) -> LineCut | None:
+        """Return the best cut where stages choose among the entries of a list, or recompute as a tuple lists."""
+        if isinstance(way, tuple):
+            return self.search.listed(way, room)
+        return self.search.fastest(way, room)
+
+
+class Sweep:
+    """The configurations of a space."""
+
+    def __init__(self, model: nn.Module, found: Trace, options: Options, space: Space, *, rows: int) -> None:
+        self.model, self.found, self.options, self.space, self.rows = model, found, options, space, rows
+        self.memo = TraceMemo()
+        self._units: tuple[int, ...] | None = None
+        self._parts = 0
+
+    def entries(self, *, progress: Callable[[int, int], None] | None = None) -> Iterator[Entry]:
+        """Yield every configuration that its schedule can be built for, each pair of sizes and schedule once."""
+        seen = set()
+        every = [(chunks, each) for chunks in self.space.chunks for each in self.space.schedules]
+        sized: Sized | None = None
+        for done, (chunks, (schedule, virtual_stages)) in enumerate(every):
+            sizes = sizes_of(self.rows, chunks, self.found.graph.min_rows, like=self.options.microbatches)
+            if (sizes, schedule, virtual_stages) not in seen:
+                seen.add((sizes, schedule, virtual_stages))
+                if sized is None or sized.sizes != sizes:
+                    sized = self._sized(sizes)
+                entry = self._entry(sized, schedule, virtual_stages)
+                if entry is not None:
+                    yield entry
+            if progress is not None:
+                progress(done + 1, len(every))
+
+    def _sized(self, sizes: tuple[int, ...]) -> Sized:
+        options = replace(self.options, chunks=len(sizes))
+        costs = profiled(self.model, self.found, options, sizes)
+        formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes))
+        if self._units is None:
+            graph = base_graph(formulation.problem)
+            self._parts, self._units = graph.size, runs(formulation.problem, graph, most=self._most(graph))
+        coarse = coarsened(formulation.problem, self._units)
+        return Sized(sizes, costs, formulation, coarse, Line(coarse.problem), shared_s(self.found.graph, costs))
+
+    def _most(self, graph: Graph) -> int:
+        stages = max(virtual_stages for _, virtual_stages in self.space.schedules) * len(self.options.devices)
+        return max(_UNITS, 4 * stages)
+
+    def _entry(self, sized: Sized, schedule: str, virtual_stages: int) -> Entry | None:
+        own = schedule == self.options.schedule
+        options = replace(
+            self.options,
+            chunks=len(sized.sizes),
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            actions=self.options.actions if own else (),
+            recompute=self.space.recompute,
+        )
+        try:
+            settled = settle(options, parts=self._parts, microbatches=len(sized.sizes))
+            problem = scheduled(sized.coarse.problem, settled)
+            return Entry(sized, options, settled, LineSearch(sized.line, problem, stages=settled.stages))
+        except ScheduleError:
+            return None
+
+    def room(self, problem: Problem) -> list[float] | None:
+        """Return the bytes of each device, None where none has a limit."""
+        if problem.capacity_bytes is None:
+            return None
+        return [float("inf") if own is None else float(own) for own in problem.capacity_bytes]
+
+    def ways(self, stages: int) -> list[Sequence[str]]:
+        """Return what stages may recompute, one way after the other: a list to choose from, or a tuple of theirs."""
+        asked = self.space.recompute
+        if asked is None:
+            return [["never"], list(RECOMPUTE)]
+        if len(asked) == 1:
+            return [list(asked)]
+        return [asked] if len(asked) == stages else []
