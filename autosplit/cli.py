@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typer
 
-from autosplit import cli_devices, cli_plan, cli_profile, cli_report, cli_solve, cli_verify
+from autosplit import cli_devices, cli_diff, cli_plan, cli_profile, cli_report, cli_solve, cli_verify
 
 app = typer.Typer(
     name="autosplit", add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -28,6 +28,7 @@ def _commands() -> None:
 
 
 app.command("devices", epilog=cli_devices.EXAMPLES)(cli_devices.devices_command)
+app.command("diff", epilog=cli_diff.EXAMPLES)(cli_diff.diff_command)
 app.command("plan", epilog=cli_plan.EXAMPLES)(cli_plan.plan_command)
 app.command("profile", epilog=cli_profile.EXAMPLES)(cli_profile.profile_command)
 app.command("solve", epilog=cli_solve.EXAMPLES)(cli_solve.solve_command)

@@ -15,6 +15,10 @@ from autosplit.errors import InputError
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
 
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the step as a trace (JSON) that Perfetto opens.")
+]
+Dot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write stages and boundaries as a graph for dot.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to this file.")]
 
 
@@ -50,10 +54,18 @@ def _why_not(path: Path) -> str | None:
         return getattr(error, "strerror", None) or str(error)
 
 
-def write_outputs(plan: Plan, *, save: Path | None = None) -> None:
+def write_outputs(plan: Plan, *, save: Path | None = None, trace: Path | None = None, dot: Path | None = None) -> None:
     """Write the files that were asked for, and name each on stderr; raise InputError where one cannot be written."""
     if save is not None:
         _write("save", save, text=plan.to_json() + "\n")
+    if trace is not None:
+        from autosplit.report.trace_file import trace_text
+
+        _write("trace", trace, text=trace_text(plan))
+    if dot is not None:
+        from autosplit.report.dot import dot_text
+
+        _write("dot", dot, text=dot_text(plan))
 
 
 def _write(option: str, path: Path, *, text: str) -> None:

@@ -27,7 +27,7 @@ from autosplit.cli_common import (
     recompute_of,
 )
 from autosplit.cli_inputs import InputSpec
-from autosplit.cli_outputs import Save, check_outputs, print_plan, write_outputs
+from autosplit.cli_outputs import Dot, Save, Trace, check_outputs, print_plan, write_outputs
 from autosplit.errors import InputError, TraceError
 
 if TYPE_CHECKING:
@@ -74,13 +74,15 @@ def plan_command(
     train: Mode = None,
     seed: Seed = 0,
     save: Save = None,
+    trace: Trace = None,
+    dot: Dot = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
 
     def answer() -> int:
-        check_outputs(save=save)
+        check_outputs(save=save, trace=trace, dot=dot)
         specs = [InputSpec.parse(text) for text in inputs or ()]
         choices = {
             "devices": _devices(devices),
@@ -95,7 +97,7 @@ def plan_command(
         }
         with beside_stdout():
             found = _planned(model, specs, seed=seed, train=train, **choices)
-        write_outputs(found, save=save)
+        write_outputs(found, save=save, trace=trace, dot=dot)
         return print_plan(found, as_json=as_json)
 
     raise typer.Exit(exit_code(answer, debug=debug))

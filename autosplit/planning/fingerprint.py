@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from autosplit.errors import PlanError
+from autosplit.planning.diff import entries_that_differ
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Fingerprint
 from autosplit.trace.graph import TracedGraph
+
+_NAMED = 4
+"""How many entries an error names."""
 
 
 def state_entries(model: nn.Module) -> list[str]:
@@ -26,26 +31,30 @@ def fingerprint(model: nn.Module, traced: TracedGraph) -> Fingerprint:
 
 def fingerprint_of(model: nn.Module, nodes: list[str]) -> Fingerprint:
     """Return the fingerprint of a model and of the nodes that were planned."""
+    entries = tuple(state_entries(model))
     return Fingerprint(
         model=type(model).__name__,
-        state=_hash(state_entries(model)),
+        state=_hash(entries),
         nodes=_hash(nodes),
         torch=str(torch.__version__),
+        entries=entries,
     )
 
 
 def check_plan(plan: Plan, model: nn.Module, *, devices: int) -> None:
     """Raise PlanError when a plan was made for another model or for more devices."""
-    if plan.fingerprint.state != _hash(state_entries(model)):
+    found, planned = state_entries(model), plan.fingerprint
+    if planned.state != _hash(found):
+        different = entries_that_differ(planned.entries, found) if planned.entries else []
+        more = f"; {len(different) - _NAMED} more differ" if len(different) > _NAMED else ""
+        which = f": {'; '.join(different[:_NAMED])}{more}" if different else f" ({len(found)} entries)"
         raise PlanError(
-            f"the plan was made for {plan.fingerprint.model} with other parameters or buffers than this "
-            f"{type(model).__name__} has ({len(state_entries(model))} entries, fingerprint "
-            f"{_hash(state_entries(model))}, the plan's is {plan.fingerprint.state}); plan again: "
-            "autosplit(model, ...) without plan="
+            f"the plan was made for {planned.model} with other parameters or buffers than this {type(model).__name__} "
+            f"has{which}; plan again: autosplit(model, ...) without plan="
         )
     if len(plan.devices) > devices:
         raise PlanError(f"the plan has {len(plan.devices)} lanes, devices names {devices}; give one device per lane")
 
 
-def _hash(entries: list[str]) -> str:
+def _hash(entries: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]

@@ -9,7 +9,9 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from autosplit.errors import InputError, PlanError, ScheduleError
+from autosplit.errors import PlanError, ScheduleError
+from autosplit.planning.diff import PlanDiff, diff
+from autosplit.planning.export import export
 from autosplit.planning.records import (
     Alternative,
     Boundary,
@@ -23,7 +25,6 @@ from autosplit.planning.records import (
 )
 from autosplit.planning.schedules import schedule_of
 from autosplit.schedule.action import Schedule
-from autosplit.schedule.files import dump_actions
 from autosplit.trace.proof import Proof
 
 VERSION = 1
@@ -115,10 +116,14 @@ class Plan(Record):
         """Return the plan as another tool's text.
 
         "torch-csv": the schedule as an action file that `torch.distributed.pipelining` reads, and ``schedule=`` too.
+        "torchtitan": module names per stage, for ``module_fqns_per_model_part``. "megatron": the layout of blocks, for
+        ``--pipeline-model-parallel-layout``. Warns of blocks that the plan cuts inside, which these two cannot.
         """
-        if form != "torch-csv":
-            raise InputError(f"export({form!r}) is not available; valid: 'torch-csv'")
-        return dump_actions(self.schedule_for(self.chunks))
+        return export(self, form)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """Return what differs from this plan in another: false where nothing does; ``print`` shows it."""
+        return diff(self, other)
 
     @property
     def gap(self) -> float:
@@ -176,10 +181,9 @@ def _contradiction(plan: Plan) -> str | None:
     if repeated is not None:
         stages = [stage.index for stage in plan.stages if repeated in stage.nodes]
         return f"node {repeated!r} is listed {uses[repeated]} times, in stages {stages}"
-    for boundary in plan.boundaries:
-        foreign = [index for index in (boundary.producer, *boundary.consumers) if not -1 <= index < count]
-        if foreign:
-            return f"boundary {boundary.value!r} names stage {foreign[0]}, there are {count} stages"
+    foreign = _foreign_stage(plan)
+    if foreign is not None:
+        return f"{foreign}, there are {count} stages"
     lanes = {stage.lane for stage in plan.stages}
     if lanes != set(range(len(plan.devices))):
         return f"its stages are on lanes {sorted(lanes)}, and there are {len(plan.devices)} devices"
@@ -193,4 +197,32 @@ def _contradiction(plan: Plan) -> str | None:
         return f"it has {len(plan.microbatch_rows)} microbatches for chunks={plan.chunks}"
     if plan.fits is not _FITS[plan.verdict]:
         return f"verdict is {plan.verdict!r} and fits is {plan.fits}"
+    return _wrong_curve(plan)
+
+
+def _foreign_stage(plan: Plan) -> str | None:
+    """Return what names a stage that a plan does not have, or sends backwards."""
+    stages = range(len(plan.stages))
+    for boundary in plan.boundaries:
+        for index in (boundary.producer, *boundary.consumers):
+            if index not in stages and not (index == -1 and index == boundary.producer):
+                return f"boundary {boundary.value!r} names stage {index}"
+    for transfer in plan.transfers:
+        if not 0 <= transfer.producer < transfer.consumer < len(stages):
+            return f"a transfer goes from stage {transfer.producer} to {transfer.consumer}"
+    unit = next((unit for unit in plan.units if unit.stage not in stages), None)
+    return None if unit is None else f"unit {unit.name!r} is in stage {unit.stage}"
+
+
+def _wrong_curve(plan: Plan) -> str | None:
+    """Return which device's bytes over the step are not of its actions."""
+    if not plan.curves:
+        return None
+    lanes = plan.schedule_for(len(plan.microbatch_rows)).lanes
+    if len(plan.curves) != len(lanes):
+        return f"it has {len(plan.curves)} curves for {len(lanes)} devices"
+    for lane, (curve, actions) in enumerate(zip(plan.curves, lanes, strict=True)):
+        for name in type(curve).model_fields:
+            if len(getattr(curve, name)) != len(actions) + 1:
+                return f"curves.{lane}.{name} has {len(getattr(curve, name))} entries for {len(actions)} actions"
     return None

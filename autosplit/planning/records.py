@@ -77,10 +77,12 @@ class Fingerprint(Record):
     model: str
     """Class name of the model."""
     state: str
-    """Hash over names, shapes and dtypes of parameters and buffers."""
+    """Hash over ``entries``."""
     nodes: str
     """Hash over the stable node names of the recording that was planned."""
     torch: str
+    entries: tuple[str, ...] = ()
+    """Name and shape of every parameter and buffer, ``layer.weight[4, 3]``, sorted; older files have none."""
 
 
 class Transfer(Record):

@@ -1,0 +1,283 @@
+"""What two plans differ in, and what other tools are told of one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from autosplit import InputError, PlanError
+from autosplit.options import Options
+from autosplit.pipelined import PipelinedModule
+from autosplit.planning.fingerprint import check_plan
+from autosplit.planning.plan import Plan
+from autosplit.planning.records import Unit
+from autosplit.planning.schedules import schedule_of
+from tests.planning.test_plan_file import a_plan, load, plans
+
+WIDTH, TOKENS, ROWS = 8, 16, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.down(torch.relu(self.up(self.norm(value))))
+
+
+class Language(nn.Module):
+    """Named as torchtitan's models are."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            value = layer(value)
+        return self.output(self.norm(value))
+
+
+class Inner(nn.Module):
+    """As transformers has it: the blocks in a model in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Language()
+        self.lm_head = nn.Linear(TOKENS, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.model(tokens) * 2)
+
+
+def planned(model: nn.Module, *, devices: int = 2, **options: Any) -> Plan:
+    torch.manual_seed(0)
+    own = Options((torch.device("cpu"),) * devices, 4, measure=False, **options)
+    pipe = PipelinedModule(model, own)
+    pipe(torch.randint(0, TOKENS, (ROWS, 5)))
+    assert pipe.plan is not None
+    return pipe.plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan of blocks that are whole."""
+    return planned(Language(), cut=stages_of([3, 3]))
+
+
+def stages_of(counts: list[int], prefix: str = "") -> dict[str, int]:
+    """Return the stage of every module where stages have so many blocks."""
+    blocks = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    cut = {f"{prefix}layers.{number}": stage for number, stage in enumerate(blocks)}
+    return {f"{prefix}tok_embeddings": 0, f"{prefix}norm": len(counts) - 1, f"{prefix}output": len(counts) - 1} | cut
+
+
+# -- differences -----------------------------------------------------------------------------------------------------
+@settings(max_examples=40)
+@given(before=plans(), after=plans())
+def test_plans_differ_exactly_where_they_are_not_equal(before: Plan, after: Plan) -> None:
+    assert not before.diff(before)
+    assert str(before.diff(copy.deepcopy(before))) == "the plans are equal"
+    assert bool(before.diff(after)) == (before != after)
+    json.dumps(before.diff(after).to_dict())
+    assert str(before.diff(after))
+
+
+def test_every_field_that_is_edited_is_told() -> None:
+    before = Plan.model_validate(a_plan())
+    edits = {
+        "chunks": 3,
+        "notes": ("x",),
+        "step_s": 2.0,
+        "optimizer": "sgd",
+        "rung": "captured",
+        "devices": ("cpu", "cuda:0"),
+        "class_flops": {"micro": 0.5},
+        "measured": False,
+        "objective": "step_time",
+        "lower_bound_s": 0.1,
+        "machine": "m",
+    }
+    for name, value in edits.items():
+        text = str(before.diff(before.model_copy(update={name: value})))
+        assert name in text, name
+
+
+def test_modules_that_moved_are_named_once(plan: Plan) -> None:
+    moved = plan.diff(planned(Language(), cut=stages_of([2, 4])))
+    assert [(m.name, m.nodes, m.before, m.after) for m in moved.moved] == [("layers.2", 5, 0, 1)]
+    changed = {change.name: change for change in moved.changed}
+    assert changed["stage 0 forward_s"].before > changed["stage 0 forward_s"].after
+    assert re.search(r"layers\.2 +5 +stage 0 +stage 1", str(moved))
+    assert re.search(r"stage 0 forward_s +\S+ \S+ +\S+ \S+ +-\d+\.\d%", str(moved))
+    assert not moved.model
+
+
+def test_nodes_that_one_plan_lacks_are_in_no_stage(plan: Plan) -> None:
+    other = plan.diff(planned(Language(7), cut=stages_of([3, 4])))
+    assert [(m.name, m.before, m.after) for m in other.moved] == [("layers.6", None, 1)]
+    assert "layers.6.down.weight[8, 16] is not in the plan" in other.model
+    assert "Another model" in str(other)
+
+
+# -- another model's plan --------------------------------------------------------------------------------------------
+def test_a_plan_of_another_model_is_refused_with_the_entries(plan: Plan) -> None:
+    check_plan(plan, Language(), devices=2)
+    check_plan(plan, Language().double(), devices=2)
+    other = Language()
+    other.output = nn.Linear(WIDTH, TOKENS + 1)
+    with pytest.raises(
+        PlanError,
+        match=r"made for Language with other parameters or buffers than this Language has: output\.bias is \[17\], in "
+        r"the plan \[16\]; output\.weight is \[17, 8\], in the plan \[16, 8\]; plan again",
+    ):
+        check_plan(plan, other, devices=2)
+    with pytest.raises(
+        PlanError, match=r"layers\.6\.down\.bias\[8\] is not in the plan; .*; 2 more differ; plan again"
+    ):
+        check_plan(plan, Language(7), devices=2)
+    old = plan.model_copy(update={"fingerprint": plan.fingerprint.model_copy(update={"entries": ()})})
+    with pytest.raises(PlanError, match=r"than this Language has \(47 entries\); plan again"):
+        check_plan(old, Language(7), devices=2)
+
+
+# -- torchtitan ------------------------------------------------------------------------------------------------------
+def test_torchtitan_gets_whole_modules_in_order(plan: Plan) -> None:
+    assert json.loads(plan.export("torchtitan")) == [
+        ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
+        ["layers.3", "layers.4", "layers.5", "norm", "output"],
+    ]
+
+
+def test_modules_in_a_module_are_named_in_full() -> None:
+    cut = stages_of([2, 4], "model.") | {"lm_head": 1}
+    assert json.loads(planned(Inner(), cut=cut).export("torchtitan")) == [
+        ["model.tok_embeddings", "model.layers.0", "model.layers.1"],
+        [
+            "model.layers.2",
+            "model.layers.3",
+            "model.layers.4",
+            "model.layers.5",
+            "model.norm",
+            "model.output",
+            "lm_head",
+        ],
+    ]
+
+
+def test_a_block_that_is_cut_goes_where_most_of_it_runs() -> None:
+    cut = stages_of([3, 3]) | {"layers.2.down": 1}
+    plan = planned(Language(), cut=cut)
+    assert {plan.stage_of()[f"layers.2.{part}#0"] for part in ("norm", "up", "down")} == {0, 1}
+    said = r"cuts inside 1 module, which other tools keep whole: layers\.2 \(stages 0, 1\) goes to stage 0\. .*--move"
+    with pytest.warns(UserWarning, match=said):
+        assert json.loads(plan.export("torchtitan"))[0][-1] == "layers.2"
+    costs = dict.fromkeys(("weight_s", "static_bytes", "kept_bytes", "transient_bytes", "sent_bytes"), 0)
+    units = (
+        Unit(name="layers.2.up", stage=0, forward_s=1e-3, backward_s=0, **costs),
+        Unit(name="layers.2.down", stage=1, forward_s=2e-3, backward_s=0, **costs),
+    )
+    with pytest.warns(UserWarning, match=r"goes to stage 1\. "):
+        assert plan.model_copy(update={"units": units}).export("megatron") == "Ett|t*4L\n"
+
+
+# -- Megatron --------------------------------------------------------------------------------------------------------
+def layout(text: str) -> list[str]:
+    """Parse a layout as Megatron's documentation says: commas mean nothing, groups and letters repeat."""
+    text = text.strip().replace(",", "")
+    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), text)
+    text = re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), text)
+    return text.split("|")
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ([3, 3], "Et*3|t*3L"),
+        ([1, 2, 2, 1], "Et|tt|tt|tL"),
+        ([2, 1, 1, 1, 1, 1, 2], "Ett|(t|)*5,ttL"),
+        ([3, 4, 4, 4, 1], "Et*3|(t*4|)*3,tL"),
+        ([0, 3, 3, 0], "E|t*3|t*3|L"),
+        ([6], "Et*6L"),
+    ],
+)
+def test_megatron_gets_its_layout(counts: list[int], text: str, plan: Plan) -> None:
+    blocks = iter(range(sum(counts)))
+    names = [[f"layers.{next(blocks)}.up#0" for _ in range(count)] for count in counts]
+    names[0].insert(0, "tok_embeddings#0")
+    names[-1].append("output#0")
+    stages = tuple(
+        plan.stages[0].model_copy(update={"index": index, "lane": index, "nodes": tuple(own)})
+        for index, own in enumerate(names)
+    )
+    made = plan.model_copy(update={"stages": stages, "devices": ("cpu",) * len(counts)})
+    assert made.export("megatron") == text + "\n"
+    parsed = layout(made.export("megatron"))
+    assert [stage.count("t") for stage in parsed] == counts
+    assert "".join(parsed) == "E" + "t" * sum(counts) + "L"
+
+
+def test_virtual_stages_go_round_the_devices() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        looped = planned(Language(), schedule="interleaved", virtual_stages=2)
+        assert len(layout(looped.export("megatron"))) == 4
+        v_shaped = planned(Language(), schedule="zb_v", virtual_stages=2)
+    with pytest.raises(InputError, match=r"stages on lanes \[0, 1, 1, 0\]; .* goes round the devices, \[0, 1, 0, 1\]"):
+        v_shaped.export("megatron")
+
+
+def test_a_model_without_one_list_of_blocks_has_no_layout() -> None:
+    plan = Plan.model_validate(a_plan())
+    with pytest.raises(
+        InputError, match=r"one list of blocks, and the model has 0 \(none\); use export\('torchtitan'\)"
+    ):
+        plan.export("megatron")
+
+
+def test_another_form_is_refused(plan: Plan) -> None:
+    with pytest.raises(InputError, match=r"valid: 'torch-csv', 'torchtitan', 'megatron'"):
+        plan.export("deepspeed")
+    assert schedule_of("1f1b", stages=2, microbatches=4).lanes[0][0].microbatch == 0
+
+
+# -- what a hand may break -------------------------------------------------------------------------------------------
+CURVE = dict.fromkeys(
+    ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "transient_bytes"), [0] * 5
+)
+UNIT = dict.fromkeys(("forward_s", "backward_s", "weight_s"), 0.1) | dict.fromkeys(
+    ("static_bytes", "kept_bytes", "transient_bytes", "sent_bytes"), 1
+)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"transfers": [{"producer": 1, "consumer": 0, "forward_s": 0, "backward_s": 0}]}, r"from stage 1 to 0"),
+        ({"transfers": [{"producer": 0, "consumer": 2, "forward_s": 0, "backward_s": 0}]}, r"from stage 0 to 2"),
+        ({"units": [UNIT | {"name": "a", "stage": 2}]}, r"unit 'a' is in stage 2, there are 2 stages"),
+        ({"curves": [CURVE]}, r"it has 1 curves for 2 devices"),
+        (
+            {"curves": [CURVE, CURVE | {"optimizer_bytes": [0]}]},
+            r"curves\.1\.optimizer_bytes has 1 entries for 4 actions",
+        ),
+    ],
+)
+def test_what_the_page_and_the_trace_could_not_read(tmp_path: Path, edit: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=rf"contradicts itself: .*{message}"):
+        load(tmp_path, a_plan() | edit)
+    load(tmp_path, a_plan() | {"curves": [CURVE, CURVE]})
