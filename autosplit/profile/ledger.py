@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.profile.engine_sums import summed_in_place
 from autosplit.profile.flops import flop_formulas, moved_bytes
 from autosplit.profile.opaque import true_results, workspace
+from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.workspaces import Workspace
 
 _FREE = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
@@ -45,10 +46,21 @@ class Ledger(TorchDispatchMode):
     not seen, but on fake tensors it is known for many: see :mod:`autosplit.profile.opaque`.
     """
 
-    def __init__(self, *, kernels: Literal["cpu", "cuda"] | None = None) -> None:
-        """Count; on fake tensors add what the ``kernels`` of a device would hold beside their results."""
+    def __init__(
+        self,
+        *,
+        kernels: Literal["cpu", "cuda"] | None = None,
+        quick: QuickFake | None = None,
+        listing: bool = True,
+    ) -> None:
+        """Count; on fake tensors add what the ``kernels`` of a device would hold beside their results.
+
+        ``quick`` runs operations on fake tensors; without ``listing`` no operations are listed.
+        """
         super().__init__()
         self.kernels = kernels
+        self._run: Callable[[Any, Any, Any], Any] = _plain if quick is None else quick.run
+        self._listing = listing
         self.guessed: dict[str, int] = {}
         """Most bytes of scratch, by operation, that nobody measured."""
         self.live_bytes = 0
@@ -59,6 +71,11 @@ class Ledger(TorchDispatchMode):
         self._count = 0
         self._storages: dict[int, Storage] = {}
         self._watches: dict[int, weakref.ref[Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that nobody compiles what runs under a ledger: every call would pay for a guard against it."""
+        return False
 
     def open(self) -> None:
         """Start a page: no operations yet, and the peak is what is alive now."""
@@ -109,11 +126,13 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and enter its work and its results."""
+        if func.namespace == "prim":
+            return self._run(func, args, kwargs or {})
         if self.kernels is not None and (total := summed_in_place(func, args, kwargs or {})) is not None:
             self._enter(func, args, [total])
             return total
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "prim" or func.is_view:
+        out = self._run(func, args, kwargs or {})
+        if func.is_view:
             return out
         if self.kernels is not None:
             out = true_results(func, args, kwargs or {}, out, target=self.kernels)
@@ -127,12 +146,18 @@ class Ledger(TorchDispatchMode):
 
     def _enter(self, func: Any, args: Any, results: list[torch.Tensor], *, kwargs: Any = None, out: Any = None) -> None:
         """List an operation that computes."""
+        if not self._listing:
+            return
         formula = self._formulas.get(func._overloadpacket)
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
         moved = results + list(_tensors(args))
         if moved and func._opname not in _FREE:
             size = moved_bytes(func, args, results)
             self.operations.append(Operation(func._opname, flops, size, moved[0].dtype))
+
+
+def _plain(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ runs belongs to the node in whose range of sequence numbers its autograd node's 
 
 Private torch API, used in this file only, tried on torch 2.13: ``torch._C._autograd._get_sequence_nr``,
 ``torch._C._current_autograd_node`` and ``torch.utils.checkpoint._StopRecomputationError``, which ends a recomputation
-early: torch has no public names for them.
+early: torch has no public names for them. Nor has it for a mode of fake tensors, or for its ``cache_enabled``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from autosplit.profile.fake import as_recorded, empty_value, fake
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.products import late
+from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_pieces import cut_in_pieces, last_uses
@@ -79,9 +80,14 @@ class How:
     kernels: Literal["cpu", "cuda"] = "cpu"
 
 
-def trace_stage(stage: StageGraph, how: How) -> StageTrace:
-    """Return what a stage allocates and frees in the forward and the backward of one microbatch."""
-    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=how.kernels)
+def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) -> StageTrace:
+    """Return what a stage allocates and frees in the forward and the backward of one microbatch.
+
+    ``quick`` knows operations from other traces.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # it forgets which results are one tensor, so that a second trace would differ
+    ledger = Ledger(kernels=how.kernels, quick=quick or QuickFake(), listing=False)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
         with quiet_log(), mode, ledger, _one_autocast():

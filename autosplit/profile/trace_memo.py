@@ -18,6 +18,7 @@ from functools import partial
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.profile.blocks import block_trace
+from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_key import Kinds, StageKey
 from autosplit.profile.stage_trace import How, trace_stage
@@ -46,6 +47,7 @@ class TraceMemo:
 
     def __init__(self) -> None:
         self._kinds = Kinds()
+        self._quick = QuickFake()
         self._whole: dict[Hashable, _Traced] = {}
         self._short: dict[Hashable, _Traced] = {}
         self._known: dict[Hashable, Known] = {}
@@ -77,7 +79,7 @@ class TraceMemo:
         key = self._kinds.key(stage, how)
         known = self._short.get(key.kind)
         if known is None:
-            known = self._short[key.kind] = _Traced(trace_stage(stage, how), key.names)
+            known = self._short[key.kind] = _Traced(trace_stage(stage, how, quick=self._quick), key.names)
         return known.trace if known.names == key.names else _renamed(known, key.names)
 
 

@@ -16,6 +16,7 @@ from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.profile import trace_memo
 from autosplit.profile.combine import profile
+from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.profile.trace_memo import Known, TraceMemo
@@ -99,9 +100,9 @@ def test_every_cut_is_as_if_traced_alone(tied: bool, recompute: Recompute) -> No
 def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[StageGraph] = []
 
-    def run(stage: StageGraph, how: How) -> StageTrace:
+    def run(stage: StageGraph, how: How, *, quick: QuickFake) -> StageTrace:
         runs.append(stage)
-        return trace_stage(stage, how)
+        return trace_stage(stage, how, quick=quick)
 
     monkeypatch.setattr(trace_memo, "trace_stage", run)
     memo = TraceMemo()
