@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.choices import BATCH_NORM
+from autosplit.choices import BATCH_NORM, FIND
 from autosplit.errors import InfeasibleError, InputError, PlanError
 from autosplit.options import (
     Options,
@@ -25,8 +25,7 @@ from autosplit.options import (
     resolve_rng,
 )
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.choose import choose_plan
-from autosplit.planning.explain import explained
+from autosplit.planning.explain import answered
 from autosplit.planning.paper import check_precision, prepare, resolve_machine, search_space, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.schedules import Asked, ask
@@ -148,6 +147,7 @@ def plan(
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
     reserve: int | float | str | None = None,
+    find: str = "best",
 ) -> Plan:
     """Plan the training of a model on devices that do not have to be there; nothing is allocated.
 
@@ -167,6 +167,9 @@ def plan(
         schedule, virtual_stages, recompute: as in `autosplit`; "auto" searches.
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
         reserve: bytes per device to keep free of that.
+        find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
+            that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
+            microbatches (auto: as many as are best for the sample).
 
     Returns:
         The plan, also where it does not fit: `Plan.verdict` is then "no".
@@ -175,6 +178,7 @@ def plan(
         InputError, DeviceError: an argument cannot be used. TraceError: no graph can follow the model without values.
     """
     _check_module(model)
+    choose("find", find, FIND)
     own = resolve_machine(devices)
     count = 8 if chunks == "auto" else check_chunks(chunks)
     asked = ask(schedule, virtual_stages=virtual_stages, devices=len(own), chunks=count)
@@ -195,8 +199,8 @@ def plan(
     )
     with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
         paper = prepare(model, _given(model, sample), options, loss_fn=loss_fn)
-        space = search_space(options, rows=batch_rows(paper.found.inputs), free_chunks=chunks == "auto")
-        return explained(choose_plan(paper.model, paper.found, paper.options, space), paper, space)
+        rows, free_chunks = batch_rows(paper.found.inputs), chunks == "auto"
+        return answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
 
 
 def _given(model: nn.Module, sample: Any) -> Sample:

@@ -21,6 +21,8 @@ Trace = Annotated[
 Dot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write stages and boundaries as a graph for dot.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to this file.")]
 
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print markdown instead of a table.")]
+
 
 def check_outputs(**paths: Path | None) -> None:
     """Raise InputError for a path that cannot be written, before the work is done that it is meant for.
@@ -76,9 +78,15 @@ def _write(option: str, path: Path, *, text: str) -> None:
     typer.echo(f"wrote {path}", err=True)
 
 
-def print_plan(plan: Plan, *, as_json: bool) -> int:
+def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False) -> int:
     """Print a plan on stdout and return the exit code: 1 when it does not fit."""
-    from autosplit.report import table
+    if as_json and as_markdown:
+        raise InputError("--json and --markdown are two forms of one answer; give one of them")
+    from autosplit.report.markdown import render_markdown
+    from autosplit.report.table import render
 
-    typer.echo(plan.to_json() if as_json else table.render(plan, width=page_width()))
+    if as_json or as_markdown:
+        typer.echo(plan.to_json() if as_json else render_markdown(plan))
+    else:
+        typer.echo(render(plan, width=page_width()))
     return ANSWER_IS_NO if plan.fits is False else DONE

@@ -27,7 +27,7 @@ from autosplit.cli_common import (
     recompute_of,
 )
 from autosplit.cli_inputs import InputSpec
-from autosplit.cli_outputs import Dot, Save, Trace, check_outputs, print_plan, write_outputs
+from autosplit.cli_outputs import AsMarkdown, Dot, Save, Trace, check_outputs, print_plan, write_outputs
 from autosplit.errors import InputError, TraceError
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ EXAMPLES = """Examples:
   autosplit plan nets.py:make --devices 2xA100-SXM4-80GB+2xL4-24GB --input "x=float32[64,3,224,224]" --json
   autosplit plan nets.py:make --devices 2x8xH100-SXM5-80GB --chunks 64 --schedule 1f1b --recompute block \\
                               --optimizer 12 --reserve 2GiB --input "x=float32[512,3,224,224]" --save plan.json
+  autosplit plan my.gpt:GPT --devices H100-SXM5-80GB --smallest --input "input_ids=int64[256,1024]<50257"
+  autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
 
 Nothing is allocated: the model is made on the meta device and the inputs have no values, only where the forward
 decides something by values are both made. The inputs have the batch of a step. Devices are those of "autosplit
@@ -56,6 +58,8 @@ _SMALL_BYTES = 4 * 2**30
 PaperDevices = Annotated[
     str, typer.Option(help="A machine such as 8xH100-SXM5-80GB, a machine file, or names with commas between.")
 ]
+Smallest = Annotated[bool, typer.Option("--smallest", help="Find the fewest devices of this kind that hold it.")]
+LargestBatch = Annotated[bool, typer.Option("--largest-batch", help="Find the largest batch that fits.")]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -71,12 +75,15 @@ def plan_command(
     precision: Precision = None,
     memory_limit: MemoryLimit = None,
     reserve: Reserve = None,
+    smallest: Smallest = False,
+    largest_batch: LargestBatch = False,
     train: Mode = None,
     seed: Seed = 0,
     save: Save = None,
     trace: Trace = None,
     dot: Dot = None,
     as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
     debug: Debug = False,
 ) -> None:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
@@ -94,11 +101,12 @@ def plan_command(
             "precision": precision,
             "memory_limit": memory_limit,
             "reserve": reserve,
+            "find": _find(smallest=smallest, largest_batch=largest_batch),
         }
         with beside_stdout():
             found = _planned(model, specs, seed=seed, train=train, **choices)
         write_outputs(found, save=save, trace=trace, dot=dot)
-        return print_plan(found, as_json=as_json)
+        return print_plan(found, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))
 
@@ -112,6 +120,12 @@ def _chunks(text: str) -> int | str:
     if text != "auto" and not text.isdecimal():
         raise InputError(f"--chunks {text!r} is no number of microbatches; write one, or auto")
     return text if text == "auto" else int(text)
+
+
+def _find(*, smallest: bool, largest_batch: bool) -> str:
+    if smallest and largest_batch:
+        raise InputError("--smallest and --largest-batch are two questions; ask one of them")
+    return "smallest" if smallest else "largest_batch" if largest_batch else "best"
 
 
 def _planned(target: str, specs: Sequence[InputSpec], *, seed: int, train: bool | None, **choices: Any) -> Plan:

@@ -29,7 +29,7 @@ from autosplit.cli_common import (
     recompute_of,
 )
 from autosplit.cli_inputs import InputSpec
-from autosplit.cli_outputs import Dot, Save, Trace, check_outputs, print_plan, write_outputs
+from autosplit.cli_outputs import AsMarkdown, Dot, Save, Trace, check_outputs, print_plan, write_outputs
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -66,6 +66,7 @@ def report_command(
     trace: Trace = None,
     dot: Dot = None,
     as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
     debug: Debug = False,
 ) -> None:
     """Plan a model and print its partition: stages, times, memory, boundaries."""
@@ -89,7 +90,7 @@ def report_command(
                 plan=plan,
             )
         write_outputs(found, save=save, trace=trace, dot=dot)
-        return print_plan(found, as_json=as_json)
+        return print_plan(found, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))
 

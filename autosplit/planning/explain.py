@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from autosplit.planning.changes import Arguments, changes
 from autosplit.planning.choose import Space, choose_plan
+from autosplit.planning.extremes import largest_batch, smallest
 from autosplit.planning.paper import OnPaper, resolve_machine, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.reasons import reasons
 
 _PLANNED_NODES = 1000
 """Of models with more nodes changes are estimated; of smaller ones the first are planned."""
+
+
+def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str) -> Plan:
+    """Return the best plan, or the one for the fewest devices or for the largest batch, with its explanation."""
+    if find == "best":
+        space = space_of(paper)
+        return explained(choose_plan(paper.model, paper.found, paper.options, space), paper, space)
+    edge = smallest(paper, space_of) if find == "smallest" else largest_batch(paper, space_of(paper))
+    plan = explained(edge.plan, edge.paper, space_of(edge.paper))
+    return plan.model_copy(update={"reasons": (edge.words, *plan.reasons)})
 
 
 def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:

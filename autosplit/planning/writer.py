@@ -104,7 +104,7 @@ class Writer:
             machine=None if self.options.machine is None else self.options.machine.name,
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
-            step_s=self.partition.value_s + shared_s(self.traced, self.costs) + self._sent_s(boundaries),
+            step_s=self.partition.costs.step_s + shared_s(self.traced, self.costs) + self._sent_s(boundaries),
             bubble=timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
