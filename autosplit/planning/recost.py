@@ -202,10 +202,11 @@ def _peaks(
     new: Sequence[_Sums],
 ) -> Iterator[int]:
     """Yield each device's peak: the plan's, and by how much the greatest moment grows."""
+    known = curves_match(plan, schedule)
     for lane in range(len(plan.devices)):
         was = list(_held_bytes(schedule, lane, held[lane], old))
         now = list(_held_bytes(schedule, lane, held[lane], new))
-        if plan.curves:
+        if known:
             base = _totals(plan.curves[lane])
             now = [total + after - before for total, before, after in zip(base, was, now, strict=True)]
             was = [float(total) for total in base]
@@ -224,12 +225,22 @@ def _held_bytes(
     yield static
 
 
-def _totals(curve: LaneCurve) -> list[int]:
-    kinds = (
+def parts(curve: LaneCurve) -> tuple[tuple[int, ...], ...]:
+    """Return a device's bytes over the step by kind, from what stays to what passes."""
+    return (
         curve.parameter_bytes,
         curve.gradient_bytes,
         curve.optimizer_bytes,
         curve.activation_bytes,
         curve.transient_bytes,
     )
-    return [sum(moment) for moment in zip(*kinds, strict=True)]
+
+
+def _totals(curve: LaneCurve) -> list[int]:
+    return [sum(moment) for moment in zip(*parts(curve), strict=True)]
+
+
+def curves_match(plan: Plan, schedule: Schedule) -> bool:
+    """Tell whether the plan has its devices' bytes over a step of this schedule, an entry per action and one more."""
+    lengths = [{len(values) for values in parts(curve)} for curve in plan.curves]
+    return lengths == [{len(lane) + 1} for lane in schedule.lanes]

@@ -75,10 +75,11 @@ def predicted(plan: Plan) -> StepTimeline:
     )
     ends = {span.action: span.end_s for span in found.spans}
     sent = []
+    microbatches = schedule.microbatches
     for time in times:
         if lane[time.producer] == lane[time.consumer]:
             continue
-        for microbatch in range(schedule.microbatches):
+        for microbatch in range(microbatches):
             ready_s = ends[Action(time.producer, "F", microbatch)]
             sent.append(Sent(time.producer, time.consumer, microbatch, False, ready_s, ready_s + time.forward_s))
             back = schedule.input_gradient(time.consumer, microbatch)

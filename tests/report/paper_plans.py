@@ -71,18 +71,20 @@ def curve_of(units: Sequence[Unit], schedule: Schedule, lane: int) -> LaneCurve:
     )
 
 
-def _memory(units: Sequence[Unit], curve: LaneCurve, stage: int, *, capacity_bytes: int) -> StageMemory:
+def _memory(units: Sequence[Unit], curve: LaneCurve, stage: int, *, first: bool, capacity_bytes: int) -> StageMemory:
     totals = [sum(moment) for moment in zip(*curve.model_dump().values(), strict=True)]
     peak = max(totals)
     at = totals.index(peak)
     static = sum(unit.static_bytes for unit in own(units, stage))
+    # What microbatches keep is written down with the device's first stage.
+    share = 1 if first else 0
     return StageMemory(
         parameter_bytes=static // 4,
         buffer_bytes=0,
         gradient_bytes=static // 4,
         optimizer_bytes=static - 2 * (static // 4),
-        activation_bytes=curve.activation_bytes[at],
-        transient_bytes=curve.transient_bytes[at],
+        activation_bytes=share * curve.activation_bytes[at],
+        transient_bytes=share * curve.transient_bytes[at],
         peak_bytes=peak,
         capacity_bytes=capacity_bytes,
         low_bytes=int(0.97 * peak),
@@ -115,7 +117,13 @@ def paper_plan(
             forward_s=sum(unit.forward_s for unit in own(units, stage)),
             backward_s=sum(unit.backward_s for unit in own(units, stage)),
             weight_s=sum(unit.weight_s for unit in own(units, stage)),
-            memory=_memory(units, curves[order.stage_lane[stage]], stage, capacity_bytes=capacity_bytes),
+            memory=_memory(
+                units,
+                curves[order.stage_lane[stage]],
+                stage,
+                first=order.stage_lane.index(order.stage_lane[stage]) == stage,
+                capacity_bytes=capacity_bytes,
+            ),
         )
         for stage in range(stages)
     ]

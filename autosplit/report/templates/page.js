@@ -1,0 +1,249 @@
+// The page: what is chosen, what is in view, and who draws again when that changes.
+
+class App {
+  constructor(data) {
+    this.data = data;
+    this.schedule = readSchedule(data);
+    this.selected = null;
+    this.tip = new Tip(byId("tip"));
+    this.colours = palette();
+    this.result = data.units ? recost(data, this.schedule, data.units.stage) : this.asPlanned();
+    this.view = this.wholeView();
+    this.timelineChart = new TimelineChart(this, byId("timeline"));
+    this.memoryChart = data.curves ? new MemoryChart(this, byId("memory")) : null;
+    this.frontierChart = data.frontier.length ? new FrontierChart(this, byId("frontier")) : null;
+    this.cutEditor = null;
+    if (data.units && data.stages.length > 1) {
+      const names = { strip: byId("strip"), canvas: byId("units"), handles: byId("handles"), labels: byId("stage-labels") };
+      this.cutEditor = new CutEditor(this, names);
+      byId("reset").addEventListener("click", () => this.cutEditor.reset());
+    }
+    byId("zoom-in").addEventListener("click", () => this.zoom(1.5));
+    byId("zoom-out").addEventListener("click", () => this.zoom(1 / 1.5));
+    byId("zoom-whole").addEventListener("click", () => this.whole());
+    const beside = data.step - this.result.timeline.step;
+    byId("beside").textContent = seconds(beside);
+    byId("beside-note").hidden = beside < 1e-3 * data.step;
+    this.followTheme();
+    const main = document.querySelector("main");
+    let width = main.clientWidth;
+    new ResizeObserver(() => {
+      if (width === main.clientWidth) return;
+      width = main.clientWidth;
+      this.draw();
+    }).observe(main);
+  }
+
+  asPlanned() {
+    const { data } = this;
+    const times = planTimes(data);
+    const timeline = simulate(data, this.schedule, times);
+    return { times, timeline, step: data.step, bubble: data.bubble, bottleneck: data.bottleneck, memory: null };
+  }
+
+  get moved() {
+    return this.cutEditor?.moved ?? false;
+  }
+
+  peaks() {
+    return this.result.memory ? this.result.peaks : this.data.memory.map((own) => own.peak);
+  }
+
+  // --- what is in view -----------------------------------------------------------------------------------------------
+
+  wholeView() {
+    return { from: 0, to: (this.result.timeline.step || 1e-9) * (1 + AFTER) };
+  }
+
+  get zoomed() {
+    const whole = this.wholeView();
+    return this.view.to - this.view.from < 0.999 * whole.to;
+  }
+
+  zoom(factor, about = this.middle()) {
+    const span = (this.view.to - this.view.from) / factor;
+    const share = (about - this.view.from) / (this.view.to - this.view.from);
+    this.look(about - share * span, span);
+  }
+
+  middle() {
+    const chosen = this.selected;
+    if (!chosen) return (this.view.from + this.view.to) / 2;
+    const own = this.result.timeline.lanes[chosen.lane];
+    return (own.start[chosen.action] + own.end[chosen.action]) / 2;
+  }
+
+  pan(by) {
+    this.look(this.view.from + by, this.view.to - this.view.from);
+  }
+
+  look(from, span) {
+    const whole = this.wholeView().to;
+    const width = Math.min(Math.max(span, whole * 1e-5), whole);
+    const start = Math.min(Math.max(from, 0), whole - width);
+    this.view = { from: start, to: start + width };
+    this.draw();
+  }
+
+  whole() {
+    this.view = this.wholeView();
+    this.draw();
+  }
+
+  /** Show an action large, with some of what runs beside it. */
+  zoomTo(chosen) {
+    if (!chosen) return;
+    const own = this.result.timeline.lanes[chosen.lane];
+    const length = Math.max(own.end[chosen.action] - own.start[chosen.action], this.result.timeline.step * 1e-4);
+    this.look(own.start[chosen.action] - 4 * length, 9 * length);
+  }
+
+  /** Move the view as little as needed to have the chosen action in it. */
+  reveal() {
+    const chosen = this.selected;
+    const own = this.result.timeline.lanes[chosen.lane];
+    const [start, end] = [own.start[chosen.action], own.end[chosen.action]];
+    const span = this.view.to - this.view.from;
+    if (start < this.view.from) this.look(start - 0.1 * span, span);
+    else if (end > this.view.to) this.look(end - 0.9 * span, span);
+  }
+
+  // --- what is chosen ------------------------------------------------------------------------------------------------
+
+  select(chosen) {
+    this.selected = chosen;
+    this.say(chosen ? this.describe(chosen.lane, chosen.action).join(" · ") : "");
+    this.draw();
+  }
+
+  chosenAction() {
+    if (!this.selected) return null;
+    const lane = this.schedule.lanes[this.selected.lane];
+    const k = this.selected.action;
+    return { stage: lane.stage[k], kind: lane.kind[k], mb: lane.mb[k] };
+  }
+
+  say(text) {
+    byId("details").textContent = text;
+  }
+
+  nameOf(lane, action) {
+    const own = this.schedule.lanes[lane];
+    return `stage ${own.stage[action]}, ${KIND_NAMES[own.kind[action]]}, microbatch ${own.mb[action]}`;
+  }
+
+  describe(lane, action) {
+    const { start, end } = this.result.timeline.lanes[lane];
+    const waited = start[action] - (action ? end[action - 1] : 0);
+    const lines = [
+      `${this.nameOf(lane, action)} on ${this.data.devices[lane]}`,
+      `takes ${seconds(end[action] - start[action])}`,
+      `from ${seconds(start[action])} to ${seconds(end[action])}`,
+    ];
+    if (waited > 1e-12) lines.push(`the device waited ${seconds(waited)} before`);
+    const own = this.schedule.lanes[lane];
+    const chosen = { stage: own.stage[action], kind: own.kind[action], mb: own.mb[action] };
+    this.eachTransfer((source, target, mb, backward, leaves, arrives) => {
+      if (!concerns(chosen, source, target, mb, backward)) return;
+      const what = backward ? "gradients" : "values";
+      if (source === chosen.stage) lines.push(`${what} reach stage ${target} after ${seconds(arrives - leaves)}`);
+      else lines.push(`${what} of stage ${source} came at ${seconds(arrives)}`);
+    });
+    return lines;
+  }
+
+  eachTransfer(visit) {
+    const { data, result, schedule } = this;
+    for (const [producer, consumer, forward, backward] of result.times.transfers) {
+      if (data.stages[producer].lane === data.stages[consumer].lane) continue;
+      for (let mb = 0; mb < schedule.microbatches; mb++) {
+        const there = result.timeline.endOf(producer, F, mb);
+        visit(producer, consumer, mb, false, there, there + forward);
+        if (!schedule.keeps) continue;
+        const back = result.timeline.endOf(consumer, B, mb);
+        visit(consumer, producer, mb, true, back, back + backward);
+      }
+    }
+  }
+
+  // --- moved cuts ----------------------------------------------------------------------------------------------------
+
+  recut() {
+    const whole = !this.zoomed;
+    this.stages = this.cutEditor.stages();
+    this.result = recost(this.data, this.schedule, this.stages);
+    if (whole) this.view = this.wholeView();
+    this.showMoves();
+    this.drawSoon();
+  }
+
+  showMoves() {
+    const { data, result } = this;
+    byId("moved").hidden = !this.moved;
+    byId("comparison").hidden = !this.moved;
+    byId("unmoved").hidden = this.moved;
+    if (!this.moved) return;
+    const worst = this.worstVerdict();
+    byId("moved-step").textContent = `${seconds(result.step)} (${change(result.step, data.step)})`;
+    byId("moved-bubble").textContent = percent(result.bubble);
+    byId("moved-peak").textContent = `${bytes(Math.max(...this.peaks()))}${worst ? `, ${MARKS[worst]}` : ""}`;
+    byId("moves").replaceChildren(...movesOf(data, this.stages).map((text) => element("li", "", text)));
+    drawComparison(this, byId("comparison-rows"));
+  }
+
+  worstVerdict() {
+    const found = this.data.devices.map((_, lane) => verdictOf(deviceNow(this, lane)));
+    return ["no", "borderline", "fits"].find((verdict) => found.includes(verdict)) ?? null;
+  }
+
+  // --- drawing -------------------------------------------------------------------------------------------------------
+
+  drawSoon() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => {
+      this.waiting = false;
+      this.draw();
+    });
+  }
+
+  draw() {
+    this.timelineChart.draw();
+    this.memoryChart?.draw();
+    this.frontierChart?.draw();
+    this.cutEditor?.draw();
+    drawPeaks(this, byId("peaks"));
+    byId("zoom-out").disabled = byId("zoom-whole").disabled = !this.zoomed;
+    byId("transfer-hint").hidden = this.transfersShown || !this.data.transfers.length;
+  }
+
+  followTheme() {
+    const root = document.documentElement;
+    const again = () => {
+      this.colours = palette();
+      this.draw();
+    };
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    byId("theme").addEventListener("change", (event) => {
+      root.dataset.theme = event.target.value;
+      again();
+    });
+    let before = null;
+    addEventListener("beforeprint", () => {
+      before = root.dataset.theme;
+      root.dataset.theme = "light";
+      again();
+    });
+    addEventListener("afterprint", () => {
+      root.dataset.theme = before ?? "auto";
+      again();
+    });
+  }
+}
+
+const app = new App(JSON.parse(byId("plan").textContent));
+App.recost = recost; // for who wants to cost a cut from the console
+app.draw();
+app.readyMs = performance.now();
+document.documentElement.dataset.ready = String(Math.round(app.readyMs));
+window.autosplitPage = app;

@@ -1,0 +1,158 @@
+"""Cuts that are moved on the page: by pointer and by keys, costed as `recost` costs them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from autosplit.planning.recost import recost
+from autosplit.units import format_seconds
+from tests.report.paper_plans import make_units, paper_plan
+
+SHAPES = [("1f1b", 4, 1), ("gpipe", 2, 1), ("interleaved", 4, 2), ("zb_h1", 3, 1), ("zb_v", 4, 2), ("forward", 2, 1)]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "virtual"), SHAPES)
+@pytest.mark.parametrize("recompute", ["never", "block", "always", "except_last"])
+def test_the_page_costs_cuts_as_python_does(opened, schedule, stages, virtual, recompute):
+    units = make_units(4 * stages, stages=stages)
+    plan = paper_plan(units, stages=stages, microbatches=5, schedule=schedule, virtual_stages=virtual)
+    again = tuple(stage.model_copy(update={"recompute": recompute}) for stage in plan.stages)
+    plan = plan.model_copy(update={"stages": again} | ({"curves": ()} if recompute == "block" else {}))
+    page = opened(plan)
+    draw = random.Random(stages)
+    for _ in range(4):
+        cuts = sorted(draw.sample(range(1, len(units)), stages - 1))
+        moved = [sum(cut <= index for cut in cuts) for index in range(len(units))]
+        expected = recost(plan, moved)
+        found = page.chrome.execute_script(
+            "const page = autosplitPage, found = page.constructor.recost(page.data, page.schedule, arguments[0]);"
+            "return {...found, timeline: null, memory: null};",
+            moved,
+        )
+        assert found["step"] == pytest.approx(expected.step_s, rel=1e-12)
+        assert found["bubble"] == pytest.approx(expected.bubble, abs=1e-12)
+        assert found["bottleneck"] == pytest.approx(expected.bottleneck_s, rel=1e-12)
+        assert found["peaks"] == pytest.approx(list(expected.peak_bytes), abs=1)
+        assert found["times"]["forward"] == pytest.approx(expected.forward_s, rel=1e-12)
+        assert found["times"]["backward"] == pytest.approx(expected.backward_s, rel=1e-12)
+        assert found["times"]["weight"] == pytest.approx(expected.weight_s, rel=1e-12)
+        transfers = [[t.producer, t.consumer, t.forward_s, t.backward_s] for t in expected.transfers]
+        assert found["times"]["transfers"] == [pytest.approx(one, rel=1e-12) for one in transfers]
+
+
+def stages_of(page):
+    return page.js("page.cutEditor.stages()")
+
+
+def handle_place(page, cut):
+    """The middle of a handle, in the pixels of the strip."""
+    script = "const [x, y] = ['.handle:nth-child(' + arguments[0] + ')', '#strip'].map((selector) => "
+    script += "document.querySelector(selector).getBoundingClientRect().x); return x - y + 12;"
+    return page.chrome.execute_script(script, cut + 1)
+
+
+def check(page, plan, moved):
+    """The page's figures are those of the cut."""
+    page.settle()
+    assert stages_of(page) == moved
+    expected = recost(plan, moved)
+    assert page.js("page.result.step") == pytest.approx(expected.step_s, rel=1e-12)
+    assert page.text("#moved-step").startswith(format_seconds(expected.step_s))
+    drawn = page.js("page.timelineChart.timeline.step")
+    assert page.js("page.view") == {"from": 0, "to": drawn * 1.02}
+    assert drawn + 0.002 == pytest.approx(expected.step_s)
+    memory = page.js(
+        "page.data.devices.map((_, lane) => page.data.curves ? Math.max(...Array.from({length:"
+        " page.data.curves[lane].moments}, (_, k) => page.memoryChart.parts(lane, k)"
+        ".reduce((sum, size) => sum + size, 0))) : 0)"
+    )
+    assert memory == pytest.approx(list(expected.peak_bytes), abs=2)
+
+
+def test_arrow_keys_move_a_cut_and_escape_puts_it_back(opened):
+    plan = paper_plan()
+    page = opened(plan)
+    assert page.text("#unmoved") == "The cuts are the plan's."
+    second = page.all(".handle")[1]
+    assert second.get_attribute("aria-label") == "cut between stage 1 and stage 2"
+    second.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    moved = [0] * 6 + [1] * 8 + [2] * 4 + [3] * 6
+    check(page, plan, moved)
+    assert page.text("#moves") == "layers.11 to layers.12 (2 units) → stage 1"
+    assert second.get_attribute("aria-valuenow") == "14"
+    assert "behind layers.12, before layers.13" in second.get_attribute("aria-valuetext")
+    assert "+" in page.text("#moved-step")
+    assert page.js("document.activeElement === arguments[0]", second)
+    second.send_keys(Keys.END)
+    assert stages_of(page) == [0] * 6 + [1] * 11 + [2] + [3] * 6
+    second.send_keys(Keys.HOME)
+    assert stages_of(page) == [0] * 6 + [1] + [2] * 11 + [3] * 6
+    second.send_keys(Keys.ENTER)
+    assert page.text("#details").startswith("cut between stage 1 and 2, behind layers.5, before layers.6")
+    second.send_keys(Keys.ESCAPE)
+    page.settle()
+    assert stages_of(page) == [unit.stage for unit in plan.units]
+    assert not page.find("#moved").is_displayed()
+    assert page.js("page.result.step") == plan.step_s
+    assert page.console() == []
+
+
+def test_dragging_a_cut_costs_the_step_again_and_the_button_takes_it_back(opened):
+    plan = paper_plan()
+    page = opened(plan)
+    shown = page.text("#peaks")
+    edges = page.js("page.cutEditor.edges")
+    width = page.find("#units").size["width"]
+    place = handle_place(page, 0)
+    target = width * edges[3] / edges[-1]
+    page.pointer("#strip", (place, 40), ((place + target) / 2, 42), (target + 4, 44), press=True)
+    moved = [0] * 3 + [1] * 9 + [2] * 6 + [3] * 6
+    check(page, plan, moved)
+    assert page.text("#moves") == "layers.2 to layers.4 (3 units) → stage 1"
+    assert page.text("#peaks") != shown
+    assert page.find("#comparison").is_displayed()
+    assert "time of stage 1" in page.text("#comparison")
+    page.find("#reset").click()
+    page.settle()
+    assert page.text("#peaks") == shown
+    assert page.js("page.result.step") == plan.step_s
+
+
+def test_a_cut_stops_at_its_neighbours(opened):
+    page = opened(paper_plan())
+    page.all(".handle")[0].send_keys(*[Keys.PAGE_UP] * 9)
+    assert stages_of(page) == [0] * 11 + [1] + [2] * 6 + [3] * 6
+    place = handle_place(page, 2)
+    page.pointer("#strip", (place, 40), (place - 100, 40), (5, 40), press=True)
+    assert stages_of(page) == [0] * 11 + [1] + [2] + [3] * 11
+    page.all(".handle")[2].send_keys(Keys.END)
+    assert stages_of(page)[-1] == 3
+    assert stages_of(page).count(3) == 1
+
+
+def test_memory_that_no_longer_fits_is_said(opened):
+    plan = paper_plan(capacity_bytes=16 * 2**30)
+    page = opened(plan)
+    assert "no" not in page.text("#peaks")
+    page.all(".handle")[0].send_keys(Keys.END)
+    page.settle()
+    assert "✕ no" in page.text("#peaks")
+    assert "✕ no" in page.text("#moved-peak")
+
+
+def test_a_stage_s_units_stay_together_where_branches_interleave(opened):
+    units = [
+        unit.model_copy(update={"stage": stage})
+        for unit, stage in zip(make_units(8, stages=2), [0, 0, 1, 0, 0, 1, 1, 1], strict=True)
+    ]
+    plan = paper_plan(units, stages=2)
+    page = opened(plan)
+    assert stages_of(page) == [unit.stage for unit in units]
+    page.find(".handle").send_keys(Keys.ARROW_LEFT)
+    moved = [0, 0, 1, 0, 1, 1, 1, 1]
+    page.settle()
+    assert stages_of(page) == moved
+    assert page.js("page.result.step") == pytest.approx(recost(plan, moved).step_s, rel=1e-12)
