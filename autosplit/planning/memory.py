@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -54,6 +54,10 @@ class Fullest:
     """What each of its stages holds then."""
     epilogue_bytes: int
     """What the nodes that run once per step, on the whole batch, add on the last stage's device."""
+    over_step: tuple[Mapping[MemoryKind, int], ...] = ()
+    """What the device holds at the fullest moment of each action, and of the optimizer's step where there is one."""
+    left: Mapping[MemoryKind, int] = field(default_factory=dict)
+    """What it holds when the step ends."""
 
     @property
     def peak_bytes(self) -> int:
@@ -86,7 +90,13 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest
     found = replay(schedule, traces, static, setting=setting)
     last, epilogue = schedule.stage_lane[-1], _epilogue_bytes(cut)
     return tuple(
-        Fullest(_called(device.peak, known), device.held, epilogue if lane == last else 0)
+        Fullest(
+            _called(device.peak, known),
+            device.held,
+            epilogue if lane == last else 0,
+            tuple(entry.peak.bytes for entry in device.actions),
+            device.actions[-1].left,
+        )
         for lane, device in enumerate(found.devices)
     )
 

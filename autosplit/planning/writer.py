@@ -14,6 +14,7 @@ from autosplit.partition.solve import Partition
 from autosplit.planning.advice import advice
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.case import Case
+from autosplit.planning.curves import lane_curves
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import link_seconds, state_bytes
 from autosplit.planning.host import issue_threads, kernel_issue_s
@@ -114,6 +115,7 @@ class Writer:
             verdict="borderline" if fits is None else "fits" if fits else "no",
             class_flops=self._class_flops(),
             measured=self.costs.measured,
+            curves=lane_curves(self.fullest, self.schedule),
             notes=tuple(self._notes()),
             rung=self.rung,
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),

@@ -1,0 +1,43 @@
+"""What each device holds over a step, kind by kind, from the replay of its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autosplit.memory.pieces import MemoryKind
+from autosplit.planning.memory import Fullest
+from autosplit.planning.records import LaneCurve
+from autosplit.schedule.action import Schedule
+
+MOST_ACTIONS = 40_000
+"""Of a longer step no curves are kept: they would be the larger part of the plan."""
+
+
+def lane_curves(fullest: Sequence[Fullest], schedule: Schedule) -> tuple[LaneCurve, ...]:
+    """Return what each device holds at the fullest moment of each of its actions, and in the optimizer's step.
+
+    Empty where nothing was replayed, or the step has more than :data:`MOST_ACTIONS` actions.
+    """
+    if sum(map(len, schedule.lanes)) > MOST_ACTIONS:
+        return ()
+    return tuple(_curve(device, actions=len(lane)) for device, lane in zip(fullest, schedule.lanes, strict=False))
+
+
+def _curve(device: Fullest, *, actions: int) -> LaneCurve:
+    moments: list[Mapping[MemoryKind, int]] = [*device.over_step]
+    if len(moments) == actions:  # no optimizer's step: what is left stays
+        moments.append(device.left)
+    transient = [moment.get("transient", 0) for moment in moments]
+    most = max(range(len(moments)), key=lambda index: sum(moments[index].values()))
+    transient[most] += device.epilogue_bytes
+
+    def of(*kinds: MemoryKind) -> tuple[int, ...]:
+        return tuple(sum(moment.get(kind, 0) for kind in kinds) for moment in moments)
+
+    return LaneCurve(
+        parameter_bytes=of("parameters"),
+        gradient_bytes=of("gradients"),
+        optimizer_bytes=of("optimizer"),
+        activation_bytes=of("activations", "whole_batch", "casts", "transfers"),
+        transient_bytes=tuple(transient),
+    )
