@@ -20,6 +20,7 @@ Trace = Annotated[
 ]
 Dot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write stages and boundaries as a graph for dot.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to this file.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as an HTML page.")]
 
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print markdown instead of a table.")]
 
@@ -56,10 +57,21 @@ def _why_not(path: Path) -> str | None:
         return getattr(error, "strerror", None) or str(error)
 
 
-def write_outputs(plan: Plan, *, save: Path | None = None, trace: Path | None = None, dot: Path | None = None) -> None:
+def write_outputs(
+    plan: Plan,
+    *,
+    save: Path | None = None,
+    html: Path | None = None,
+    trace: Path | None = None,
+    dot: Path | None = None,
+) -> None:
     """Write the files that were asked for, and name each on stderr; raise InputError where one cannot be written."""
     if save is not None:
         _write("save", save, text=plan.to_json() + "\n")
+    if html is not None:
+        from autosplit.report.html import page
+
+        _write("html", html, text=page(plan))
     if trace is not None:
         from autosplit.report.trace_file import trace_text
 

@@ -27,7 +27,7 @@ from autosplit.cli_common import (
     recompute_of,
 )
 from autosplit.cli_inputs import InputSpec
-from autosplit.cli_outputs import AsMarkdown, Dot, Save, Trace, check_outputs, print_plan, write_outputs
+from autosplit.cli_outputs import AsMarkdown, Dot, Html, Save, Trace, check_outputs, print_plan, write_outputs
 from autosplit.errors import InputError, TraceError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ EXAMPLES = """Examples:
 \b
   autosplit plan my.gpt:GPT --input "input_ids=int64[256,1024]<50257"
   autosplit plan my.gpt:GPT --devices 4xL4-24GB --precision amp_bf16 --input "input_ids=int64[64,1024]<50257"
-  autosplit plan nets.py:make --devices 2xA100-SXM4-80GB+2xL4-24GB --input "x=float32[64,3,224,224]" --json
+  autosplit plan nets.py:make --devices 2xA100-SXM4-80GB+2xL4-24GB --input "x=float32[64,3,224,224]" --html plan.html
   autosplit plan nets.py:make --devices 2x8xH100-SXM5-80GB --chunks 64 --schedule 1f1b --recompute block \\
                               --optimizer 12 --reserve 2GiB --input "x=float32[512,3,224,224]" --save plan.json
   autosplit plan my.gpt:GPT --devices H100-SXM5-80GB --smallest --input "input_ids=int64[256,1024]<50257"
@@ -80,6 +80,7 @@ def plan_command(
     train: Mode = None,
     seed: Seed = 0,
     save: Save = None,
+    html: Html = None,
     trace: Trace = None,
     dot: Dot = None,
     as_json: AsJson = False,
@@ -89,7 +90,7 @@ def plan_command(
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
 
     def answer() -> int:
-        check_outputs(save=save, trace=trace, dot=dot)
+        check_outputs(save=save, html=html, trace=trace, dot=dot)
         specs = [InputSpec.parse(text) for text in inputs or ()]
         choices = {
             "devices": _devices(devices),
@@ -105,7 +106,7 @@ def plan_command(
         }
         with beside_stdout():
             found = _planned(model, specs, seed=seed, train=train, **choices)
-        write_outputs(found, save=save, trace=trace, dot=dot)
+        write_outputs(found, save=save, html=html, trace=trace, dot=dot)
         return print_plan(found, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))

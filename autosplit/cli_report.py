@@ -29,7 +29,7 @@ from autosplit.cli_common import (
     recompute_of,
 )
 from autosplit.cli_inputs import InputSpec
-from autosplit.cli_outputs import AsMarkdown, Dot, Save, Trace, check_outputs, print_plan, write_outputs
+from autosplit.cli_outputs import AsMarkdown, Dot, Html, Save, Trace, check_outputs, print_plan, write_outputs
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -63,6 +63,7 @@ def report_command(
     seed: Seed = 0,
     plan: PlanFile = None,
     save: Save = None,
+    html: Html = None,
     trace: Trace = None,
     dot: Dot = None,
     as_json: AsJson = False,
@@ -72,7 +73,7 @@ def report_command(
     """Plan a model and print its partition: stages, times, memory, boundaries."""
 
     def answer() -> int:
-        check_outputs(save=save, trace=trace, dot=dot)
+        check_outputs(save=save, html=html, trace=trace, dot=dot)
         specs = [InputSpec.parse(text) for text in inputs or ()]
         with beside_stdout():
             found = _plan(
@@ -89,7 +90,7 @@ def report_command(
                 memory_limit=memory_limit,
                 plan=plan,
             )
-        write_outputs(found, save=save, trace=trace, dot=dot)
+        write_outputs(found, save=save, html=html, trace=trace, dot=dot)
         return print_plan(found, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autosplit.errors import InputError
 from autosplit.planning.plan import Plan
 from autosplit.planning.verdicts import binding
 from autosplit.report.document import Section, printable
@@ -78,14 +77,6 @@ def page(plan: Plan) -> str:
         seconds=format_seconds,
         bytes=format_bytes,
     )
-
-
-def write_page(plan: Plan, path: str | Path) -> None:
-    """Write the page of ``plan`` to a file; raises InputError where that cannot be written."""
-    try:
-        Path(path).write_text(page(plan), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write the page {str(path)!r}: {error.strerror}") from error
 
 
 def _printable(value: object) -> object:

@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver import Chrome
 
 from autosplit.planning.plan import Plan
-from autosplit.report.html import write_page
+from autosplit.report.html import page
 from tests.report.browser import MISSING, Opened, programs, started
 
 
@@ -26,7 +26,7 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 def opened(chrome: Chrome, tmp_path: Path) -> Callable[..., Opened]:
     def open_plan(plan: Plan, **how: Any) -> Opened:
         path = tmp_path / "plan.html"
-        write_page(plan, path)
+        path.write_text(page(plan), encoding="utf-8")
         return Opened(chrome, path, **how)
 
     return open_plan

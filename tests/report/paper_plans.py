@@ -19,7 +19,7 @@ from autosplit.planning.records import (
 )
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build
-from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 MIB = 2**20
 GIB = 2**30
@@ -92,21 +92,10 @@ def _memory(units: Sequence[Unit], curve: LaneCurve, stage: int, *, first: bool,
     )
 
 
-def paper_plan(
-    units: Sequence[Unit] | None = None,
-    *,
-    stages: int = 4,
-    microbatches: int = 8,
-    schedule: str = "1f1b",
-    virtual_stages: int = 1,
-    capacity_bytes: int = 24 * GIB,
-    **fields: Any,
-) -> Plan:
-    """A plan whose every number follows from its units, so that one with other cuts can be made anew."""
-    units = make_units(6 * stages, stages=stages) if units is None else tuple(units)
-    order = build(schedule, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages)
-    curves = [curve_of(units, order, lane) for lane in range(len(order.lanes))]
-    rows = [
+def _rows(
+    units: Sequence[Unit], order: Schedule, curves: Sequence[LaneCurve], *, capacity_bytes: int
+) -> list[StagePlan]:
+    return [
         StagePlan(
             index=stage,
             device=f"cuda:{order.stage_lane[stage]}",
@@ -125,14 +114,12 @@ def paper_plan(
                 capacity_bytes=capacity_bytes,
             ),
         )
-        for stage in range(stages)
+        for stage in range(order.stages)
     ]
-    sent = [own(units, stage)[-1].sent_bytes for stage in range(stages - 1)]
-    times = [
-        TransferTime(stage, stage + 1, size / LINK_BYTES_PER_S, size / LINK_BYTES_PER_S)
-        for stage, size in enumerate(sent)
-    ]
-    timeline = simulate(
+
+
+def _timeline(order: Schedule, rows: Sequence[StagePlan], times: Sequence[TransferTime]) -> Timeline:
+    return simulate(
         order,
         forward_s=[row.forward_s for row in rows],
         backward_s=[row.backward_s for row in rows],
@@ -140,6 +127,29 @@ def paper_plan(
         weight_gradient_s=[row.weight_s for row in rows],
         transfers=tuple(times),
     )
+
+
+def paper_plan(
+    units: Sequence[Unit] | None = None,
+    *,
+    stages: int = 4,
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    virtual_stages: int = 1,
+    capacity_bytes: int = 24 * GIB,
+    **fields: Any,
+) -> Plan:
+    """A plan whose every number follows from its units, so that one with other cuts can be made anew."""
+    units = make_units(6 * stages, stages=stages) if units is None else tuple(units)
+    order = build(schedule, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages)
+    curves = [curve_of(units, order, lane) for lane in range(len(order.lanes))]
+    rows = _rows(units, order, curves, capacity_bytes=capacity_bytes)
+    sent = [own(units, stage)[-1].sent_bytes for stage in range(stages - 1)]
+    times = [
+        TransferTime(stage, stage + 1, size / LINK_BYTES_PER_S, size / LINK_BYTES_PER_S)
+        for stage, size in enumerate(sent)
+    ]
+    timeline = _timeline(order, rows, times)
     loads = [0.0] * len(order.lanes)
     for row in rows:
         loads[row.lane] += row.forward_s + row.backward_s

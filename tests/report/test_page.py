@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from autosplit.errors import InputError
 from autosplit.report import html
-from autosplit.report.html import page, write_page
+from autosplit.report.html import page
 from tests.report.paper_plans import make_units, paper_plan, searched
 
 TEMPLATES = Path(html.__file__).parent / "templates"
@@ -124,11 +123,6 @@ def test_the_report_s_sections_are_there():
     text = page(searched(paper_plan(fits=False, verdict="no", capacity_bytes=8 * 2**30)))
     for words in ("What would make it fit", "Reasons", "Boundaries", "layers.5-layers.10", "✕ does not fit", "Notes"):
         assert words in text
-
-
-def test_a_page_that_cannot_be_written_says_why(tmp_path):
-    with pytest.raises(InputError, match="No such file"):
-        write_page(paper_plan(), tmp_path / "absent" / "plan.html")
 
 
 # --- colours ----------------------------------------------------------------------------------------------------------

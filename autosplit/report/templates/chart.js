@@ -62,8 +62,7 @@ class LaneChart {
     const height = this.rowTop(this.lanes.length) + 4;
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     const wide = width >= 640;
-    Object.assign(this, { width, height, wide, left: wide ? 84 : 34, right: wide ? 62 : 4 });
-    this.plot = width - this.left - this.right;
+    Object.assign(this, { width, height, wide, right: wide ? 62 : 4 });
     if (this.canvas.width !== Math.round(width * ratio) || this.canvas.height !== Math.round(height * ratio)) {
       this.canvas.width = Math.round(width * ratio);
       this.canvas.height = Math.round(height * ratio);
@@ -75,6 +74,9 @@ class LaneChart {
     context.clearRect(0, 0, width, height);
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     context.textBaseline = "middle";
+    const names = this.app.data.devices.map((name, lane) => context.measureText(`${lane}  ${name}`).width);
+    this.left = wide ? Math.min(Math.max(...names, 70) + 14, 170) : 34;
+    this.plot = width - this.left - this.right;
     return context;
   }
 
@@ -106,9 +108,11 @@ class LaneChart {
     const middle = this.rowTop(lane) + this.row / 2;
     context.textAlign = "left";
     context.fillStyle = colours.ink;
-    const name = data.devices[lane];
-    const text = this.wide ? (name.length > 13 ? `${lane}  …${name.slice(-9)}` : `${lane}  ${name}`) : String(lane);
-    context.fillText(text, 2, under && this.wide ? middle - 7 : middle);
+    let name = data.devices[lane];
+    const label = () => (this.wide ? `${lane}  ${name}` : String(lane));
+    // The end of a long name tells more than its start.
+    while (context.measureText(label()).width > this.left - 10 && name.length > 1) name = `…${name.slice(2)}`;
+    context.fillText(label(), 2, under && this.wide ? middle - 7 : middle);
     if (!this.wide) return;
     context.fillStyle = colours.muted;
     if (under) context.fillText(under, 2, middle + 8);

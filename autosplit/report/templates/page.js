@@ -11,7 +11,7 @@ class App {
     this.view = this.wholeView();
     this.timelineChart = new TimelineChart(this, byId("timeline"));
     this.memoryChart = data.curves ? new MemoryChart(this, byId("memory")) : null;
-    this.frontierChart = data.frontier.length ? new FrontierChart(this, byId("frontier")) : null;
+    this.frontierChart = data.frontier.length > 1 ? new FrontierChart(this, byId("frontier")) : null;
     this.cutEditor = null;
     if (data.units && data.stages.length > 1) {
       const names = { strip: byId("strip"), canvas: byId("units"), handles: byId("handles"), labels: byId("stage-labels") };
@@ -214,6 +214,7 @@ class App {
     this.cutEditor?.draw();
     drawPeaks(this, byId("peaks"));
     byId("zoom-out").disabled = byId("zoom-whole").disabled = !this.zoomed;
+    byId("above").hidden = !this.memoryChart || !(this.memoryChart.scale().capacity > this.memoryChart.scale().most);
     byId("transfer-hint").hidden = this.transfersShown || !this.data.transfers.length;
   }
 
