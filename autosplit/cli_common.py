@@ -28,6 +28,13 @@ Target = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Inputs = Annotated[
     list[str] | None, typer.Option("--input", metavar="NAME=DTYPE[SHAPE]", help="One per input; NAME or position.")
 ]
+Kwargs = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Arguments of the factory as a JSON object; entries of a config.")
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Rows of a step, for the inputs that a config describes.")]
+Sequence = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per row, for the inputs that a config describes (at most 4096).")
+]
 Devices = Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")]
 Chunks = Annotated[int, typer.Option(help="Number of microbatches.")]
 ScheduleName = Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}, or an action file.")]

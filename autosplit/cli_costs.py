@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import typer
 from torch import nn
 
 import cost_models
-from autosplit.api import own_sample
 from autosplit.cli_common import beside_stdout
-from autosplit.cli_inputs import InputSpec
-from autosplit.cli_models import build_sample, load_model, no_inputs
+from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
+from autosplit.cli_models import make_model, make_sample
 from autosplit.errors import DeviceError, InputError, TraceError
 from autosplit.options import Sample, resolve_devices
 from autosplit.planning.sizes import sizes_of
@@ -46,17 +44,12 @@ class Choices:
     cache_dir: Path | None
 
 
-def costs_of(target: str, specs: Sequence[InputSpec], choices: Choices, *, seed: int, train: bool | None) -> CostReport:
-    """Load a model, record it on random inputs, and return its costs."""
+def costs_of(spec: ModelSpec, choices: Choices) -> CostReport:
+    """Make a model, record it on random inputs, and return its costs."""
     where = _torch_device(choices.device)
-    torch.manual_seed(seed)
-    model = load_model(target)
-    if train is not None:
-        model.train(train)
-    sample = build_sample(specs, model=model, seed=seed)
-    own = own_sample(model) if sample is None else sample
-    if own is None:
-        raise no_inputs(model)
+    modelled = choices.device is not None and where is None
+    model = make_model(spec, blank=spec.is_config and modelled)
+    own = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * choices.chunks)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     measured = _measures(choices, on_meta=on_meta)
     place = torch.device("meta") if on_meta else where

@@ -1,16 +1,64 @@
-"""``--input`` as text: a name or a position, a dtype, a shape, a limit."""
+"""``--input`` and ``--kwargs`` as text, with a caret under the place where one cannot be read."""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from autosplit.errors import InputError
 
 DTYPES = "float32 float64 float16 bfloat16 complex64 complex128 bool int64 int32 int16 int8 uint8".split()
 INPUT_FORM = "NAME=dtype[shape], for example x=float32[8,3,32,32] or input_ids=int64[4,128]<50257"
+KWARGS_FORM = """a JSON object, for example --kwargs '{"width": 64, "layers": 12}'"""
+CONFIG_PREFIX = "hf:"
+"""What stands before the path of a transformers config in MODEL."""
 _LIMITS = {"int64": 2**63 - 1, "int32": 2**31, "int16": 2**15, "int8": 2**7, "uint8": 2**8}
 """The largest limit of an integer dtype: values lie below it, and one below int64's own is as far as torch draws."""
+ROWS_PER_DEVICE = 4
+"""The batch of a config's inputs where none is given: enough microbatches of a row to keep a pipeline busy."""
+_MOST_SIZE = 2**63 - 1
+_SHOWN = 60
+"""How many characters stand on either side of a caret."""
+
+
+def pointed(text: str, at: int, reason: str) -> str:
+    """Return a reason, and below it the line of ``text`` with a caret under the character ``at``."""
+    start = text.rfind("\n", 0, at) + 1
+    end = text.find("\n", at)
+    line = text[start : len(text) if end < 0 else end]
+    first = max(0, at - start - _SHOWN)
+    before, after = line[first : at - start], line[at - start : at - start + _SHOWN]
+    lead = "..." if first else ""
+    return f"{reason}\n  {lead}{_shown(before)}{_shown(after)}\n  {' ' * (len(lead) + _width(before))}^"
+
+
+def _shown(text: str) -> str:
+    """Return text in which a terminal obeys nothing, as wide as `_width` says."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _width(text: str) -> int:
+    """Return the columns that text takes: wide characters take two, combining ones none."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def parse_kwargs(text: str | None) -> dict[str, Any]:
+    """Read ``--kwargs``: a JSON object; raises InputError for anything else."""
+    try:
+        found = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"--kwargs cannot be read: {pointed(error.doc, error.pos, error.msg)}\nwrite {KWARGS_FORM}"
+        ) from error
+    except RecursionError as error:
+        raise InputError(f"--kwargs cannot be read: it is nested too deep; write {KWARGS_FORM}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"--kwargs {text!r} is no object with names; write {KWARGS_FORM}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -29,24 +77,127 @@ class InputSpec:
     @classmethod
     def parse(cls, text: str) -> InputSpec:
         """Read ``x=float32[8,3,32,32]``, ``0=int64[4,128]<50257``; raises InputError for anything else."""
-        form = r"\s*(?P<name>[^\W\d]\w*|0|[1-9][0-9]*)=(?P<dtype>\w+)\[(?P<shape>[0-9 ,]*)\](?:<(?P<limit>[0-9]+))?\s*"
-        match = re.fullmatch(form, text)
-        sizes = [size.strip() for size in match["shape"].split(",")] if match and match["shape"].strip() else []
-        if match is None or not all(size.isdecimal() for size in sizes):
-            raise InputError(f"--input {text!r} cannot be read; write {INPUT_FORM}")
-        if match["dtype"] not in DTYPES:
-            raise InputError(f"--input {text!r}: {match['dtype']!r} is no dtype here; valid: {', '.join(DTYPES)}")
-        spec = cls(
-            match["name"], match["dtype"], tuple(map(int, sizes)), int(match["limit"]) if match["limit"] else None
-        )
-        return spec._checked()
+        return _Reader(text).spec()
 
-    def _checked(self) -> InputSpec:
-        if self.limit is None:
-            return self
-        if self.dtype not in _LIMITS:
-            raise InputError(f"--input {str(self)!r}: <{self.limit} is for integers, {self.dtype} takes no limit")
-        largest = _LIMITS[self.dtype]
-        if not 1 <= self.limit <= largest:
-            raise InputError(f"--input {str(self)!r}: the limit of {self.dtype} is between 1 and {largest}")
-        return self
+
+class _Reader:
+    """Reads one ``--input`` from left to right, and knows the place where that ends."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def spec(self) -> InputSpec:
+        """Return what the text says."""
+        self.skip()
+        name = self.take(r"[^\W\d]\w*|0(?![0-9])|[1-9][0-9]*", "a name or a position is missing, such as x or 0")
+        self.take("=", "= is missing after the name")
+        start = self.at
+        dtype = self.take(r"\w+", "a dtype is missing, such as float32")
+        if dtype not in DTYPES:
+            self.fail(f"{dtype!r} is no dtype here; valid: {', '.join(DTYPES)}", at=start)
+        self.take(r"\[", "[ is missing before the sizes")
+        shape = self.sizes()
+        limit = self.limit(dtype)
+        if self.at < len(self.text):
+            self.fail("nothing more may follow")
+        return InputSpec(name, dtype, shape, limit)
+
+    def sizes(self) -> tuple[int, ...]:
+        """Read the sizes up to and with the closing bracket."""
+        self.skip()
+        found: list[int] = []
+        while found or self.peek() != "]":
+            start = self.at
+            found.append(int(self.take("[0-9]{1,30}", "a size is missing, a number such as 8", spaces=True)))
+            if found[-1] > _MOST_SIZE:
+                self.fail("no tensor is as large", at=start)
+            if self.peek() != ",":
+                break
+            self.take(",", "", spaces=True)
+        self.take(r"\]", ", or ] is missing")
+        return tuple(found)
+
+    def limit(self, dtype: str) -> int | None:
+        """Read ``<50257`` and the spaces after it, where there is one."""
+        self.skip()
+        if self.peek() != "<":
+            return None
+        start = self.at
+        self.take("<", "")
+        limit = int(self.take("[0-9]{1,30}", "a limit is missing, a number such as 50257", spaces=True))
+        if dtype not in _LIMITS:
+            self.fail(f"<{limit} is for integers, {dtype} takes no limit", at=start)
+        if not 1 <= limit <= _LIMITS[dtype]:
+            self.fail(f"the limit of {dtype} is between 1 and {_LIMITS[dtype]}", at=start)
+        return limit
+
+    def peek(self) -> str:
+        """Return the next character, "" at the end."""
+        return self.text[self.at : self.at + 1]
+
+    def skip(self) -> None:
+        """Pass over spaces."""
+        self.at += len(self.text[self.at :]) - len(self.text[self.at :].lstrip())
+
+    def take(self, form: str, missing: str, *, spaces: bool = False) -> str:
+        """Read what has a form, and the spaces after it where these may be; fail where it does not stand there."""
+        match = re.compile(form).match(self.text, self.at)
+        if match is None:
+            self.fail(missing)
+        self.at = match.end()
+        if spaces:
+            self.skip()
+        return match[0]
+
+    def fail(self, reason: str, *, at: int | None = None) -> NoReturn:
+        """Raise the error that points at a place, the present one where none is given."""
+        place = self.at if at is None else at
+        raise InputError(f"--input cannot be read: {pointed(self.text, place, reason)}\nwrite {INPUT_FORM}")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the command line says of a model and its inputs."""
+
+    target: str
+    inputs: tuple[InputSpec, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    batch: int | None = None
+    sequence: int | None = None
+    seed: int = 0
+    train: bool | None = None
+
+    @property
+    def is_config(self) -> bool:
+        """Tell whether the model comes from a config file, which describes its inputs too."""
+        return self.target.startswith(CONFIG_PREFIX)
+
+    @classmethod
+    def parse(
+        cls,
+        target: str,
+        *,
+        inputs: Sequence[str] | None,
+        kwargs: str | None,
+        batch: int | None,
+        sequence: int | None,
+        seed: int,
+        train: bool | None = None,
+    ) -> ModelSpec:
+        """Read the texts of the options; raises InputError for what cannot be read or does not go together."""
+        found = cls(
+            target,
+            tuple(InputSpec.parse(text) for text in inputs or ()),
+            parse_kwargs(kwargs),
+            batch,
+            sequence,
+            seed,
+            train,
+        )
+        sizes = {"--batch": batch, "--sequence": sequence}
+        given = next((option for option, size in sizes.items() if size is not None), None)
+        if given is not None and (found.inputs or not found.is_config):
+            reason = "--input gives the sizes" if found.inputs else f"{target} is none; give --input"
+            raise InputError(f"{given} is for the inputs that an {CONFIG_PREFIX} config describes; {reason}")
+        return found

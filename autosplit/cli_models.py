@@ -3,23 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 
+from autosplit import cli_hf
+from autosplit.api import own_sample
 from autosplit.cli_common import MODEL_FORM
-from autosplit.cli_inputs import INPUT_FORM, InputSpec
+from autosplit.cli_inputs import CONFIG_PREFIX, INPUT_FORM, InputSpec, ModelSpec, pointed
 from autosplit.errors import InputError
 from autosplit.options import Sample
+
+_MOST_LINES, _MOST_CHARACTERS = 4, 600
+"""How much of the message of somebody else's error is shown."""
+
+
+def make_model(spec: ModelSpec, *, blank: bool = False) -> nn.Module:
+    """Return the model that the command line names, from its seed and in its mode; ``blank`` as in `load_model`."""
+    torch.manual_seed(spec.seed)
+    model = load_model(spec.target, kwargs=spec.kwargs, blank=blank)
+    return model if spec.train is None else model.train(spec.train)
+
+
+def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int) -> Any:
+    """Return the inputs that the command line gives, else those that a config describes or the model brings.
+
+    ``rows`` is the batch of a config's inputs where none is given. InputError: none are known.
+    """
+    specs = spec.inputs
+    if not specs and spec.is_config:
+        specs = tuple(cli_hf.default_inputs(model, batch=spec.batch or rows, sequence=spec.sequence))
+        said = " ".join(map(str, specs))
+        typer.echo(f"inputs, from the config: {said} (--batch, --sequence or --input make others)", err=True)
+    sample = build_sample(specs, model=model, seed=spec.seed)
+    if sample is None:
+        sample = own_sample(model)
+    if sample is None:
+        raise no_inputs(model)
+    return sample
 
 
 def random_tensor(spec: InputSpec, *, generator: torch.Generator) -> torch.Tensor:
@@ -77,11 +111,15 @@ def _check_call(model: nn.Module, *, args: Sequence[Any], kwargs: dict[str, Any]
         ) from error
 
 
-def load_model(target: str, *, blank: bool = False) -> nn.Module:
-    """Import ``package.module:factory`` or ``file.py:factory`` and return the module that it makes.
+def load_model(target: str, *, kwargs: Mapping[str, Any] | None = None, blank: bool = False) -> nn.Module:
+    """Return the module that ``package.module:factory``, ``file.py:factory`` or ``hf:config.json`` makes.
 
-    ``blank``: on the meta device, where the factory works there.
+    ``kwargs`` go to the factory, or take the place of entries of the config. ``blank``: on the meta device, where the
+    factory works there; a config's model is made with values only up to `MOST_BYTES`.
     """
+    given = dict(kwargs or {})
+    if target.startswith(CONFIG_PREFIX):
+        return cli_hf.build(target, kwargs=given, blank=blank)
     source, _, name = target.rpartition(":")
     if not source or not name:
         raise InputError(f"MODEL {target!r} names no factory; write {MODEL_FORM}")
@@ -90,16 +128,36 @@ def load_model(target: str, *, blank: bool = False) -> nn.Module:
         raise InputError(f"{source} has no {name!r}; it has {', '.join(_factories(module)) or 'no factory'}")
     made = getattr(module, name)
     if callable(made) and not isinstance(made, nn.Module):
+        _check_factory(made, given, target=target)
         try:
-            made = _made(made, blank=blank)
-        except Exception as error:
-            raise InputError(
-                f"{target} failed when called without arguments: {type(error).__name__}: {error}; "
-                "a function without parameters that returns the model always works"
-            ) from error
+            made = _made(functools.partial(made, **given), blank=blank)
+        except (Exception, SystemExit) as error:
+            how = f"with --kwargs {json.dumps(given)}" if given else "without arguments"
+            raise InputError(f"{target} failed when called {how}: {_told(error, path=_file_of(module))}") from error
+    elif given:
+        raise InputError(f"{target} is a {type(made).__name__} already and takes no --kwargs; name a factory")
     if not isinstance(made, nn.Module):
         raise InputError(f"{target} gives a {type(made).__name__}, no nn.Module; name a factory that returns the model")
     return made
+
+
+def _check_factory(factory: Callable[..., Any], given: Mapping[str, Any], *, target: str) -> None:
+    """Raise InputError where a factory does not take what it would be given, and say what it takes."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        needed = {
+            name: "..."
+            for name, parameter in signature.parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        way_out = f"give them as --kwargs '{json.dumps(needed)}'" if set(needed) - set(given) else "mend --kwargs"
+        raise InputError(f"{target}{signature} cannot be called: {error}; {way_out}") from error
 
 
 def _made(factory: Callable[[], Any], *, blank: bool) -> Any:
@@ -120,14 +178,40 @@ def _import(source: str) -> ModuleType:
         sys.path.insert(0, folder)
     try:
         return _import_file(path) if is_file else importlib.import_module(source)
-    except Exception as error:
-        raise InputError(f"MODEL: importing {source!r} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and not is_file and f"{source}.".startswith(f"{error.name}."):
+            raise InputError(
+                f"MODEL: there is no module {error.name!r}, neither in the working folder nor among the packages of "
+                f"this Python; write {MODEL_FORM}"
+            ) from error
+        raise InputError(f"MODEL: importing {source!r} failed: {_told(error, path=folder)}") from error
+
+
+def _told(error: BaseException, *, path: str) -> str:
+    """Return an error of the model's own code in short, with the last place below ``path`` that it came through."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        place = f"{Path(error.filename).name}, line {error.lineno}: {type(error).__name__}: "
+        text = (error.text or "").rstrip("\n")
+        return place + (pointed(text, max(0, (error.offset or 1) - 1), error.msg) if text else error.msg)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(path)]
+    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
+    lines = str(error).strip().splitlines()
+    text = "\n".join(lines[:_MOST_LINES])[:_MOST_CHARACTERS]
+    more = f"{text} ... (--debug shows all)" if text != "\n".join(lines) else text
+    if isinstance(error, SystemExit):
+        more = f"{more}; what a script runs belongs under if __name__ == '__main__'"
+    return f"{place}{type(error).__name__}: {more}"
+
+
+def _file_of(module: ModuleType) -> str:
+    file = getattr(module, "__file__", None)
+    return str(Path(file).parent) if file else "\0"
 
 
 def _import_file(path: Path) -> ModuleType:
     # The prefix keeps a file called random.py from taking the place of a module that others import.
     name = f"autosplit_model_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

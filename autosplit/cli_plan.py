@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autosplit.cli_common import (
     AsJson,
+    Batch,
     Debug,
     Inputs,
+    Kwargs,
     MemoryLimit,
     Mode,
     Optimizer,
@@ -19,6 +20,7 @@ from autosplit.cli_common import (
     Reserve,
     ScheduleName,
     Seed,
+    Sequence,
     Target,
     VirtualStages,
     beside_stdout,
@@ -26,7 +28,7 @@ from autosplit.cli_common import (
     optimizer_of,
     recompute_of,
 )
-from autosplit.cli_inputs import InputSpec
+from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli_outputs import AsMarkdown, Dot, Html, Save, Trace, check_outputs, print_plan, write_outputs
 from autosplit.errors import InputError, TraceError
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autosplit.planning.plan import Plan
+    from cost_models import MachineSpec
 
 EXAMPLES = """Examples:
 
@@ -68,6 +71,9 @@ def plan_command(
     devices: PaperDevices = "8xH100-SXM5-80GB",
     chunks: PlanChunks = "auto",
     inputs: Inputs = None,
+    kwargs: Kwargs = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
     schedule: ScheduleName = "auto",
     virtual_stages: VirtualStages = 1,
     recompute: Recompute = "auto",
@@ -91,9 +97,10 @@ def plan_command(
 
     def answer() -> int:
         check_outputs(save=save, html=html, trace=trace, dot=dot)
-        specs = [InputSpec.parse(text) for text in inputs or ()]
+        spec = ModelSpec.parse(
+            model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
+        )
         choices = {
-            "devices": _devices(devices),
             "chunks": _chunks(chunks),
             "schedule": schedule,
             "virtual_stages": virtual_stages,
@@ -105,7 +112,7 @@ def plan_command(
             "find": _find(smallest=smallest, largest_batch=largest_batch),
         }
         with beside_stdout():
-            found = _planned(model, specs, seed=seed, train=train, **choices)
+            found = _planned(spec, devices=_devices(devices), **choices)
         write_outputs(found, save=save, html=html, trace=trace, dot=dot)
         return print_plan(found, as_json=as_json, as_markdown=as_markdown)
 
@@ -129,31 +136,25 @@ def _find(*, smallest: bool, largest_batch: bool) -> str:
     return "smallest" if smallest else "largest_batch" if largest_batch else "best"
 
 
-def _planned(target: str, specs: Sequence[InputSpec], *, seed: int, train: bool | None, **choices: Any) -> Plan:
+def _planned(spec: ModelSpec, *, devices: str | list[str], **choices: Any) -> Plan:
     """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
-    import torch
+    from autosplit.cli_models import make_model
+    from autosplit.planning.paper import resolve_machine
 
-    from autosplit.cli_models import load_model
-
-    torch.manual_seed(seed)
-    made = load_model(target, blank=True)
+    machine = resolve_machine(devices)
+    made = make_model(spec, blank=True)
     try:
-        return _plan_of(made, specs, seed=seed, train=train, **choices)
+        return _plan_of(made, spec, machine=machine, **choices)
     except TraceError:
         sizes = [parameter.numel() * parameter.element_size() for parameter in made.parameters() if parameter.is_meta]
         if not 0 < sum(sizes) <= _SMALL_BYTES:
             raise
-    torch.manual_seed(seed)
-    return _plan_of(load_model(target), specs, seed=seed, train=train, **choices)
+    return _plan_of(make_model(spec), spec, machine=machine, **choices)
 
 
-def _plan_of(model: nn.Module, specs: Sequence[InputSpec], *, seed: int, train: bool | None, **choices: Any) -> Plan:
-    from autosplit.api import own_sample, plan
-    from autosplit.cli_models import build_sample, no_inputs
+def _plan_of(model: nn.Module, spec: ModelSpec, *, machine: MachineSpec, **choices: Any) -> Plan:
+    from autosplit.api import plan
+    from autosplit.cli_models import make_sample
 
-    if train is not None:
-        model.train(train)
-    sample = build_sample(specs, model=model, seed=seed)
-    if sample is None and own_sample(model) is None:
-        raise no_inputs(model)
-    return plan(model, sample=sample, **choices)
+    sample = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * len(machine))
+    return plan(model, sample=sample, devices=machine, **choices)

@@ -7,8 +7,21 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli_common import DONE, MODEL_HELP, Debug, Inputs, Mode, Seed, beside_stdout, exit_code, page_width
-from autosplit.cli_inputs import InputSpec
+from autosplit.cli_common import (
+    DONE,
+    MODEL_HELP,
+    Batch,
+    Debug,
+    Inputs,
+    Kwargs,
+    Mode,
+    Seed,
+    Sequence,
+    beside_stdout,
+    exit_code,
+    page_width,
+)
+from autosplit.cli_inputs import ModelSpec
 from autosplit.cli_outputs import check_outputs
 from autosplit.errors import InputError
 
@@ -34,6 +47,9 @@ Exit codes: 0 done; 2 bad usage or input.
 def profile_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     inputs: Inputs = None,
+    kwargs: Kwargs = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Batch rows of a microbatch (default: the input's).")] = None,
     chunks: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 1,
     device: Annotated[
@@ -71,13 +87,15 @@ def profile_command(
             raise InputError("--save and --quick are for --calibrate; a profile is written by --json > FILE")
         if model is None:
             raise InputError("no MODEL is given; name one, or measure this machine: autosplit profile --calibrate")
-        specs = [InputSpec.parse(text) for text in inputs or ()]
+        spec = ModelSpec.parse(
+            model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
+        )
         from autosplit.cli_costs import Choices, costs_of
         from autosplit.report.cost_table import render_costs
 
         choices = Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
         with beside_stdout():
-            found = costs_of(model, specs, choices, seed=seed, train=train)
+            found = costs_of(spec, choices)
         text = render_costs(found, width=page_width(), depth=depth, nodes=nodes, top=top)
         typer.echo(found.model_dump_json(indent=2) if as_json else text)
         return DONE

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from autosplit.cli_common import (
     AsJson,
+    Batch,
     Chunks,
     Debug,
     Devices,
     Inputs,
+    Kwargs,
     MemoryLimit,
     Mode,
     Optimizer,
@@ -20,6 +21,7 @@ from autosplit.cli_common import (
     Recompute,
     ScheduleName,
     Seed,
+    Sequence,
     Target,
     VirtualStages,
     beside_stdout,
@@ -28,7 +30,7 @@ from autosplit.cli_common import (
     optimizer_of,
     recompute_of,
 )
-from autosplit.cli_inputs import InputSpec
+from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli_outputs import AsMarkdown, Dot, Html, Save, Trace, check_outputs, print_plan, write_outputs
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ def report_command(
     devices: Devices,
     chunks: Chunks,
     inputs: Inputs = None,
+    kwargs: Kwargs = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
     schedule: ScheduleName = "auto",
     virtual_stages: VirtualStages = 1,
     recompute: Recompute = "auto",
@@ -74,13 +79,12 @@ def report_command(
 
     def answer() -> int:
         check_outputs(save=save, html=html, trace=trace, dot=dot)
-        specs = [InputSpec.parse(text) for text in inputs or ()]
+        spec = ModelSpec.parse(
+            model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
+        )
         with beside_stdout():
             found = _plan(
-                model,
-                specs,
-                seed=seed,
-                train=train,
+                spec,
                 devices=devices_of(devices),
                 chunks=chunks,
                 schedule=schedule,
@@ -96,17 +100,13 @@ def report_command(
     raise typer.Exit(exit_code(answer, debug=debug))
 
 
-def _plan(target: str, specs: Sequence[InputSpec], *, seed: int, train: bool | None, **choices: Any) -> Plan:
-    import torch
-
+def _plan(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Plan:
     from autosplit.api import autosplit
-    from autosplit.cli_models import build_sample, load_model, no_inputs
+    from autosplit.cli_models import make_model, make_sample, no_inputs
 
-    torch.manual_seed(seed)
-    model = load_model(target)
-    if train is not None:
-        model.train(train)
-    pipe = autosplit(model, sample=build_sample(specs, model=model, seed=seed), **choices)
+    model = make_model(spec)
+    rows = ROWS_PER_DEVICE * (devices if isinstance(devices, int) else len(devices))
+    pipe = autosplit(model, sample=make_sample(spec, model=model, rows=rows), devices=devices, **choices)
     if pipe.plan is None:
         raise no_inputs(model)
     return pipe.plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,14 +10,17 @@ from autosplit.cli_common import (
     ANSWER_IS_NO,
     DONE,
     AsJson,
+    Batch,
     Chunks,
     Debug,
     Devices,
     Inputs,
+    Kwargs,
     PlanFile,
     Recompute,
     ScheduleName,
     Seed,
+    Sequence,
     Target,
     VirtualStages,
     beside_stdout,
@@ -26,7 +28,7 @@ from autosplit.cli_common import (
     exit_code,
     recompute_of,
 )
-from autosplit.cli_inputs import InputSpec
+from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
 
 if TYPE_CHECKING:
     from autosplit.verification import Verification
@@ -46,6 +48,9 @@ def verify_command(
     devices: Devices,
     chunks: Chunks,
     inputs: Inputs = None,
+    kwargs: Kwargs = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
     schedule: ScheduleName = "auto",
     virtual_stages: VirtualStages = 1,
     recompute: Recompute = "auto",
@@ -57,12 +62,10 @@ def verify_command(
     """Compare the pipeline with the plain model: outputs, gradients, buffers, in train and in eval mode."""
 
     def answer() -> int:
-        specs = [InputSpec.parse(text) for text in inputs or ()]
+        spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed)
         with beside_stdout():
             found = _verified(
-                model,
-                specs,
-                seed=seed,
+                spec,
                 devices=devices_of(devices),
                 chunks=chunks,
                 schedule=schedule,
@@ -76,18 +79,13 @@ def verify_command(
     raise typer.Exit(exit_code(answer, debug=debug))
 
 
-def _verified(target: str, specs: Sequence[InputSpec], *, seed: int, **choices: Any) -> Verification:
-    import torch
-
-    from autosplit.api import autosplit, own_sample
-    from autosplit.cli_models import build_sample, load_model, no_inputs
+def _verified(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Verification:
+    from autosplit.api import autosplit
+    from autosplit.cli_models import make_model, make_sample
     from autosplit.verification import verify
 
-    torch.manual_seed(seed)
-    model = load_model(target)
-    sample = build_sample(specs, model=model, seed=seed)
-    if sample is None:
-        sample = own_sample(model)
-    if sample is None:
-        raise no_inputs(model)
-    return verify(model, autosplit(model, sample=sample, **choices), sample)
+    model = make_model(spec)
+    sample = make_sample(
+        spec, model=model, rows=ROWS_PER_DEVICE * (devices if isinstance(devices, int) else len(devices))
+    )
+    return verify(model, autosplit(model, sample=sample, devices=devices, **choices), sample)

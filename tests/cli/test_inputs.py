@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autosplit.cli_inputs import DTYPES, InputSpec
+from autosplit.cli_inputs import DTYPES, InputSpec, pointed
 from autosplit.cli_models import build_sample, random_tensor
 from autosplit.errors import InputError
 
@@ -70,26 +70,53 @@ def test_spaces_and_scalars_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "at", "reason"),
     [
-        ("x", r"--input 'x' cannot be read; write NAME=dtype\[shape\], for example x=float32\[8,3,32,32\]"),
-        ("x=float32", r"cannot be read"),
-        ("x=float32[8,]", r"cannot be read"),
-        ("x=float32[8,-1]", r"cannot be read"),
-        ("x=float32[a]", r"cannot be read"),
-        ("x y=float32[1]", r"cannot be read"),
-        ("x=int64[4]<", r"cannot be read"),
-        ("00=int64[4]", r"cannot be read"),
-        ("x=float[8]", r"'float' is no dtype here; valid: float32, float64"),
-        ("x=int64[8]<0", r"the limit of int64 is between 1 and 9223372036854775807"),
-        ("x=int8[8]<300", r"'x=int8\[8\]<300': the limit of int8 is between 1 and 128"),
-        ("x=float32[8]<5", r"<5 is for integers, float32 takes no limit"),
-        ("x=bool[8]<1", r"<1 is for integers, bool takes no limit"),
+        ("x", 1, "= is missing after the name"),
+        ("", 0, "a name or a position is missing"),
+        ("=float32[8]", 0, "a name or a position is missing"),
+        ("x=", 2, "a dtype is missing"),
+        ("x=float32", 9, "[ is missing"),
+        ("x=float32[8", 11, ", or ] is missing"),
+        ("x=float32[8,]", 12, "a size is missing"),
+        ("x=float32[8,,3]", 12, "a size is missing"),
+        ("x=float32[8,-1]", 12, "a size is missing"),
+        ("x=float32[8 3]", 12, ", or ] is missing"),
+        ("x=float32[a]", 10, "a size is missing"),
+        ("x=float32[8,99999999999999999999]", 12, "no tensor is as large"),
+        ("x=float32[8]]", 12, "nothing more may follow"),
+        ("x y=float32[1]", 1, "= is missing"),
+        ("x=int64[4]<", 11, "a limit is missing"),
+        ("00=int64[4]", 0, "a name or a position is missing"),
+        ("x=float[8]", 2, "'float' is no dtype here; valid: float32, float64"),
+        ("x=int64[8]<0", 10, "the limit of int64 is between 1 and 9223372036854775807"),
+        ("x=int8[8]<300", 9, "the limit of int8 is between 1 and 128"),
+        ("x=float32[8]<5", 12, "<5 is for integers, float32 takes no limit"),
+        ("x=bool[8]<1", 9, "<1 is for integers, bool takes no limit"),
     ],
 )
-def test_bad_text(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_a_caret_stands_under_the_place(text: str, at: int, reason: str) -> None:
+    with pytest.raises(InputError) as caught:
         InputSpec.parse(text)
+    first, line, caret, way_out = str(caught.value).splitlines()
+    assert first.startswith(f"--input cannot be read: {reason}")
+    assert (line, caret) == (f"  {text}", f"  {' ' * at}^")
+    assert way_out.startswith("write NAME=dtype[shape], for example x=float32[8,3,32,32]")
+
+
+@given(text=st.text(alphabet=" x=0[],<float32int64\x1b\n世", max_size=20))
+def test_any_text_is_read_or_pointed_at(text: str) -> None:
+    try:
+        said = str(InputSpec.parse(text))
+    except InputError as error:
+        lines = str(error).split("\n")
+        said = f"0=int8[{len(lines)}]" if lines[2].lstrip(" ") == "^" and "".join(lines).isprintable() else str(error)
+    assert str(InputSpec.parse(said)) == said
+
+
+def test_the_caret_is_right_of_wide_characters_and_in_long_lines() -> None:
+    assert pointed("世界=x", 2, "why") == "why\n  世界=x\n      ^"
+    assert pointed("a\n" + "x" * 100 + "!", 102, "why").splitlines()[1:] == [f"  ...{'x' * 60}!", f"  {' ' * 63}^"]
 
 
 def test_names_become_keywords_and_positions_positional() -> None:

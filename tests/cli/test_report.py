@@ -211,12 +211,15 @@ def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
         (NETS, "names no factory; write package.module:factory, file.py:factory or hf:"),
         (f"{NETS}:", "names no factory"),
         ("absent.py:make", "there is no file 'absent.py'"),
-        ("no_such_package.nets:make", "importing 'no_such_package.nets' failed: ModuleNotFoundError"),
+        ("no_such_package.nets:make", "there is no module 'no_such_package'"),
         (f"{NETS}:absent", "has no 'absent'; it has AnyKeyword, INSTANCE, Mlp, Tokens, WithExample, make_broken"),
         (f"{NETS}:NUMBER", "gives a int, no nn.Module"),
         (f"{NETS}:make_number", "gives a int, no nn.Module"),
-        (f"{NETS}:make_wide", "missing 1 required positional argument: 'width'; a function without parameters"),
-        (f"{NETS}:make_broken", "failed when called without arguments: RuntimeError: the weights are gone"),
+        (f"{NETS}:make_wide", "missing a required argument: 'width'; give them as --kwargs"),
+        (
+            f"{NETS}:make_broken",
+            "failed when called without arguments: nets.py, line 73: RuntimeError: the weights are gone",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> None:
@@ -226,13 +229,13 @@ def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> Non
 def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("def make(:\n", encoding="utf-8")
     stderr = error_of(run(f"{tmp_path / 'wrong.py'}:make", *TWO_BY_FOUR, *X))
-    assert "failed: SyntaxError" in stderr
+    assert "failed: wrong.py, line 1: SyntaxError" in stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*TWO_BY_FOUR, "--input", "x=float32"), "--input 'x=float32' cannot be read; write NAME=dtype[shape]"),
+        ((*TWO_BY_FOUR, "--input", "x=float32"), "--input cannot be read: [ is missing"),
         ((*TWO_BY_FOUR, "--input", "y=float32[8,16]"), "Mlp.forward has no input of that name; it has x, scale"),
         (TWO_BY_FOUR, "no inputs are known for Mlp; give --input NAME=dtype[shape]"),
         (("--devices", "2,cpu", "--chunks", "4", *X), "'2' is no torch device"),

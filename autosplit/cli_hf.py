@@ -1,0 +1,201 @@
+"""``hf:config.json``: a transformers model built on the meta device from its config file, and inputs that suit it.
+
+Config files come from strangers: they are read as data. Code that a config names (``auto_map``), kernels and backbones
+that it would fetch are left out; the model is one of the classes that the installed transformers has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.cli_inputs import CONFIG_PREFIX, InputSpec, pointed
+from autosplit.errors import InputError
+from autosplit.units import format_bytes
+
+MOST_BYTES = 4 * 2**30
+"""The parameters that a config's model gets values for; nobody who names a config has asked for more memory."""
+_MOST_TOKENS = 4096
+_FETCHES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Entries that may name kernels of the hub, which transformers would fetch and run."""
+_HEADS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_MAPPING",
+)
+"""What a config without ``architectures`` becomes: the first that knows it; encoders have a causal head too."""
+
+
+def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
+    """Return the model of a config file, in the config's dtype and without a cache of past keys.
+
+    ``kwargs`` take the place of entries of the config. ``blank``: on the meta device; else with random values on the
+    CPU, where these are no more than `MOST_BYTES`. InputError: the file cannot be read, its ``model_type`` is unknown
+    to the installed transformers, no model can be made of it, or it is too large for values.
+    """
+    data = _harmless(_read(target) | dict(kwargs))
+    dtype = _dtype(data.pop("torch_dtype", None), data.pop("dtype", None), target=target)
+    transformers = _transformers()
+    config_class = _config_class(transformers, data, target=target)
+    try:
+        config = config_class.from_dict(data)
+        for part in (config, config.get_text_config()):
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
+        model_class = _model_class(transformers, config)
+        with _default_dtype(dtype), torch.device("meta"):
+            made: nn.Module = model_class(config)
+        size = sum(parameter.numel() * parameter.element_size() for parameter in made.parameters())
+        if not blank and size <= MOST_BYTES:
+            with _default_dtype(dtype):
+                made = model_class(config)
+    except InputError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500]
+        raise InputError(
+            f"{target}: transformers makes no {data['model_type']} of this config: {type(error).__name__}: {reason}"
+        ) from error
+    if not blank and size > MOST_BYTES:
+        raise InputError(
+            f"{target} has {format_bytes(size)} of parameters, and a config's model gets values up to "
+            f"{format_bytes(MOST_BYTES)}; autosplit plan, and autosplit profile --device NAME, need none"
+        )
+    return made
+
+
+def default_inputs(model: nn.Module, *, batch: int, sequence: int | None) -> list[InputSpec]:
+    """Return the inputs of a transformers model as its config describes them; InputError where it does not.
+
+    ``batch`` is the rows of a step, ``sequence`` the tokens of a row (what the model can take, at most 4096).
+    """
+    config: Any = model.config
+    text = config.get_text_config()
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    vocabulary = getattr(text, "vocab_size", None)
+    tokens = _tokens(text) if sequence is None else sequence
+    specs = []
+    if main == "input_ids" and vocabulary:
+        specs.append(InputSpec("input_ids", "int64", (batch, tokens), vocabulary))
+    elif main == "pixel_values":
+        frames = [config.num_frames] if hasattr(config, "num_frames") else []
+        size = getattr(config, "image_size", None) or 224
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        specs.append(
+            InputSpec(main, dtype, (batch, *frames, getattr(config, "num_channels", None) or 3, height, width))
+        )
+    elif main == "input_features" and hasattr(config, "max_source_positions"):
+        specs.append(InputSpec(main, dtype, (batch, config.num_mel_bins, 2 * config.max_source_positions)))
+        tokens = config.max_target_positions if sequence is None else sequence
+    else:
+        raise InputError(f"the config of {type(model).__name__} does not say what its {main} look like; give --input")
+    if config.is_encoder_decoder:
+        specs.append(InputSpec("decoder_input_ids", "int64", (batch, tokens), vocabulary))
+    return specs
+
+
+def _tokens(config: Any) -> int:
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 512
+    # The two first positions of RoBERTa's table stand for padding, and no row may be as long as the table.
+    special = 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "longformer") else 0
+    return int(min(positions - special, _MOST_TOKENS))
+
+
+def _read(target: str) -> dict[str, Any]:
+    path = Path(target.removeprefix(CONFIG_PREFIX))
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{target}: {error.strerror}: {str(path)!r}; {CONFIG_PREFIX} takes the config.json of a model, from disk"
+        ) from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise InputError(f"{target} is no JSON, {place}: {pointed(error.doc, error.pos, error.msg)}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{target} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{target} holds a JSON {type(data).__name__}, no config: a config is an object with entries")
+    return data
+
+
+def _harmless(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's entries without those that make transformers fetch something."""
+    kept = {name: _harmless(value) if isinstance(value, dict) else value for name, value in data.items()}
+    for name in _FETCHES:
+        kept.pop(name, None)
+    return kept | ({"use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else {})
+
+
+def _dtype(*named: Any, target: str) -> torch.dtype:
+    name = next((text for text in named if text not in (None, "auto")), "float32")
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        raise InputError(f"{target}: dtype {name!r} is none of float32, float64, float16, bfloat16")
+    return dtype
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise InputError(f"{CONFIG_PREFIX} needs transformers: {error}; pip install transformers") from error
+
+
+def _config_class(transformers: Any, data: Mapping[str, Any], *, target: str) -> Any:
+    family = data.get("model_type")
+    if not isinstance(family, str):
+        raise InputError(f"{target} names no model_type, so it is no config of transformers; add one, such as llama")
+    known = transformers.CONFIG_MAPPING
+    if family not in known:
+        near = difflib.get_close_matches(family, list(known.keys()), n=3)
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        own = "; the code that its auto_map names is not run" if "auto_map" in data else ""
+        raise InputError(
+            f"{target}: transformers {transformers.__version__} has no model_type {family!r}{hint}{own}; write a "
+            "factory that builds the model, and name it as file.py:factory"
+        )
+    return known[family]
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    named = next(iter(config.architectures or ()), None)
+    found = getattr(transformers, named, None) if isinstance(named, str) else None
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if is_model and getattr(found, "config_class", None) in (None, type(config)):
+        return found
+    modeling = transformers.models.auto.modeling_auto
+    for mapping in (getattr(modeling, head, {}) for head in _HEADS):
+        if type(config) in mapping:
+            chosen = mapping[type(config)]
+            chosen = chosen[0] if isinstance(chosen, tuple) else chosen
+            if named is not None:
+                warnings.warn(f"transformers has no {named} for this config; {chosen.__name__} is taken", stacklevel=2)
+            return chosen
+    raise InputError(f"transformers has no model for a config of {config.model_type}; name one in its architectures")
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
