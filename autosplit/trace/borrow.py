@@ -29,9 +29,7 @@ def stand_ins(
     modules that hold some of the same tensors as plain attributes. With ``registered`` only parameters and buffers are
     replaced, wherever they are held. All attributes are as before at the end.
     """
-    with contextlib.ExitStack() as stack:
-        for module in (model, *others):
-            stack.enter_context(state.attributes(module))
+    with state.attributes(model, *others):
         stands = _StandIns(model, written)
         for path, module in model.named_modules():
             for table in _TABLES[:2]:

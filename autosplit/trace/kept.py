@@ -25,17 +25,26 @@ def kept_for_next_call(
     gradients (a penalty for the training loop): else it is a cache that the graph computes anew. ``recorded`` maps ids
     of tensors to the calls that returned them.
     """
-    from_inputs: set[int] = set()
-    for index, call in enumerate(calls):
-        leaves: list[Any] = pytree.tree_leaves((call.args, call.kwargs), is_leaf=_is_ref)
-        if call.kind == "input" or any(_is_ref(leaf) and leaf.index in from_inputs for leaf in leaves):
-            from_inputs.add(index)
+    from_inputs: set[int] | None = None
     for place, tensor in after.items():
         if tensor is None or tensor is before.get(place) or id(tensor) not in recorded:
             continue
-        if before.get(place) is not None or tensor.requires_grad or recorded[id(tensor)] in from_inputs:
+        if before.get(place) is not None or tensor.requires_grad:
+            return place
+        from_inputs = _from_inputs(calls) if from_inputs is None else from_inputs
+        if recorded[id(tensor)] in from_inputs:
             return place
     return None
+
+
+def _from_inputs(calls: Sequence[Call]) -> set[int]:
+    """Return the calls that depend on the inputs."""
+    found: set[int] = set()
+    for index, call in enumerate(calls):
+        leaves: list[Any] = pytree.tree_leaves((call.args, call.kwargs), is_leaf=_is_ref)
+        if call.kind == "input" or any(_is_ref(leaf) and leaf.index in found for leaf in leaves):
+            found.add(index)
+    return found
 
 
 def _is_ref(value: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,10 @@ _MAPPINGS = (dict, OrderedDict)
 _SCALARS = (bool, int, float, complex, str, bytes)
 _LIBRARIES = frozenset("torch builtins logging functools weakref abc typing threading".split())
 _OPAQUE = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_WITHOUT_PARTS = frozenset((*_SCALARS, *_OPAQUE, type(None), nn.Parameter, torch.dtype, torch.device))
+"""Types of which it is known without a look that there is nothing inside."""
+_TO_ADD = frozenset((list, deque))
+_TO_UPDATE = frozenset((set, *_MAPPINGS))
 _OWN = frozenset(nn.Module().__dict__)
 _OTHER = object()
 
@@ -57,19 +61,31 @@ def signature(value: Any, seen: set[int]) -> Any:
     return None if plain is _OTHER else _frozen(plain)
 
 
-def restorers(model: nn.Module) -> list[Callable[[], None]]:
-    """Return functions that give the containers and plain objects in a model their present contents back."""
+def restorers(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
+    """Return functions that give the containers and plain objects in modules their present contents back."""
     found: list[Callable[[], None]] = []
     seen: set[int] = set()
-    for module in model.modules():
+    for module in modules:
         for key, value in module.__dict__.items():
-            if key not in ("_parameters", "_buffers", "_modules"):
+            if type(value) not in _WITHOUT_PARTS and key not in ("_parameters", "_buffers", "_modules"):
                 _collect(value, _DEPTH, seen, found)
     return found
 
 
-def tensors_inside(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a container or plain object."""
+def tensors_inside(value: Any, known: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the tensors in a container or plain object.
+
+    ``known`` are those of the objects that were looked at already, by id: modules share configs.
+    """
+    kind = type(value)
+    if kind in _WITHOUT_PARTS or ((kind in _SEQUENCES or kind in _MAPPINGS) and not value):
+        return []
+    if id(value) not in known:
+        known[id(value)] = _tensors_inside(value)
+    return known[id(value)]
+
+
+def _tensors_inside(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     level = [value]
     seen: set[int] = set()
@@ -82,12 +98,13 @@ def tensors_inside(value: Any) -> list[torch.Tensor]:
 
 
 def _collect(value: Any, depth: int, seen: set[int], found: list[Callable[[], None]]) -> None:
-    if depth == 0 or id(value) in seen or isinstance(value, (*_SCALARS, *_OPAQUE)) or value is None:
+    kind = type(value)
+    if kind in _WITHOUT_PARTS or depth == 0 or id(value) in seen or isinstance(value, (*_SCALARS, *_OPAQUE)):
         return
     seen.add(id(value))
-    if type(value) in (list, deque):
+    if kind in _TO_ADD:
         found.append(partial(_refill, value, value.extend, list(value)))
-    elif type(value) in (set, *_MAPPINGS):
+    elif kind in _TO_UPDATE:
         found.append(partial(_refill, value, value.update, value.copy()))
     elif _is_object(value):
         found.append(partial(_refill, vars(value), vars(value).update, dict(vars(value))))

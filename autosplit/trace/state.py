@@ -40,15 +40,16 @@ def random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attributes(model: nn.Module) -> Iterator[None]:
+def attributes(*models: nn.Module) -> Iterator[None]:
     """Restore every module's attributes and tables of parameters, buffers and children at the end.
 
     Lists, dicts and plain objects that modules hold are restored too; the contents of tensors are not.
     """
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    every = list(dict.fromkeys(module for model in models for module in model.modules()))
+    modules = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
     saved = [(m, m.__dict__.copy(), [dict(m.__dict__[t]) for t in _TABLES]) for m in modules]
     held = [value for m in modules for key, value in m.__dict__.items() if key not in _TABLES]
-    restorers = python_state.restorers(model)
+    restorers = python_state.restorers(every)
     generators = [(v, v.get_state()) for v in held if isinstance(v, torch.Generator)]
     dice = [(v, v.getstate()) for v in held if isinstance(v, random.Random)]
     numpy_dice = [(v.bit_generator, v.bit_generator.state) for v in held if isinstance(v, np.random.Generator)]
@@ -72,11 +73,13 @@ def attributes(model: nn.Module) -> Iterator[None]:
 
 def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
     """Give a module its attributes back, but for what comes and goes with other calls."""
-    passing = {key for held in (attributes, saved) for key, value in held.items() if isinstance(value, Passing)}
-    for key in attributes.keys() - saved.keys() - passing:
-        del attributes[key]
+    if attributes.keys() != saved.keys():
+        for key in attributes.keys() - saved.keys():
+            if not isinstance(attributes[key], Passing):
+                del attributes[key]
     for key, value in saved.items():
-        if key not in passing and attributes.get(key, _ABSENT) is not value:
+        now = attributes.get(key, _ABSENT)
+        if now is not value and not isinstance(now, Passing) and not isinstance(value, Passing):
             attributes[key] = value
 
 
@@ -151,11 +154,12 @@ def held_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]
     A tensor inside a list, dict or plain object is at a place of its own: ``feats[0]``.
     """
     found: dict[tuple[str, str], torch.Tensor | None] = {}
+    known: dict[int, list[torch.Tensor]] = {}
     for path, module in model.named_modules():
         for key, value in module.__dict__.items():
             if value is None or isinstance(value, torch.Tensor):
                 found[path, key] = value
             elif key not in _TABLES:
-                inside = enumerate(python_state.tensors_inside(value))
-                found |= {(path, f"{key}[{number}]"): tensor for number, tensor in inside}
+                for number, tensor in enumerate(python_state.tensors_inside(value, known)):
+                    found[path, f"{key}[{number}]"] = tensor
     return found
