@@ -112,12 +112,12 @@ def _in_flight(schedule: Schedule, lane: int) -> Iterator[dict[int, int]]:
 
 
 def _kept_ratios(plan: Plan, held: Sequence[Sequence[dict[int, int]]]) -> list[float]:
-    """Return, for each stage, which part of what its units keep without recompute it keeps, by the plan's own peak."""
+    """Return which part of what its units keep without recompute a stage keeps under "block", by the plan's peak."""
     ratios = []
     for stage in plan.stages:
         most = max((counts.get(stage.index, 0) for counts in held[stage.lane]), default=0)
         kept = most * sum(unit.kept_bytes for unit in plan.units if unit.stage == stage.index)
-        known = stage.recompute != "never" and kept > 0
+        known = stage.recompute == "block" and kept > 0
         ratios.append(min(1.0, stage.memory.activation_bytes / kept) if known else 1.0)
     return ratios
 
@@ -126,28 +126,35 @@ def _sums(plan: Plan, stages: Sequence[int], ratios: Sequence[float]) -> list[_S
     members: list[list[Unit]] = [[] for _ in plan.stages]
     for unit, stage in zip(plan.units, stages, strict=True):
         members[stage].append(unit)
+    entering = [0, *(own[-1].sent_bytes for own in members)]
     microbatches = len(plan.microbatch_rows)
     return [
-        _sum(stage, own, ratio, microbatches=microbatches)
-        for stage, own, ratio in zip(plan.stages, members, ratios, strict=True)
+        _sum(stage, own, ratio, entering=sent, microbatches=microbatches)
+        for stage, own, ratio, sent in zip(plan.stages, members, ratios, entering, strict=False)
     ]
 
 
-def _sum(stage: StagePlan, own: Sequence[Unit], ratio: float, *, microbatches: int) -> _Sums:
+def _sum(stage: StagePlan, own: Sequence[Unit], ratio: float, *, entering: int, microbatches: int) -> _Sums:
+    """Return what a stage's units add up to; ``entering`` bytes are all that a stage keeps which is done again whole.
+
+    Of the first stage's inputs nothing changes, so they count as none.
+    """
     again = {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(stage.recompute, 1.0)
     forward_s = sum(unit.forward_s for unit in own)
-    kept = sum(unit.kept_bytes for unit in own)
+    kept: float = sum(unit.kept_bytes for unit in own)
     transient: float = max(unit.transient_bytes for unit in own)
     if stage.recompute == "block":
         transient = max(unit.transient_bytes + (1 - ratio) * unit.kept_bytes for unit in own)
+        kept *= ratio
     elif stage.recompute != "never":
-        transient += (1 - ratio) * kept
+        transient += max(0.0, kept - entering)
+        kept = entering
     return _Sums(
         forward_s=forward_s,
         backward_s=sum(unit.backward_s for unit in own) + again * forward_s,
         weight_s=sum(unit.weight_s for unit in own),
         static_bytes=sum(unit.static_bytes for unit in own),
-        kept_bytes=ratio * kept,
+        kept_bytes=kept,
         transient_bytes=transient,
         sent_bytes=own[-1].sent_bytes,
     )

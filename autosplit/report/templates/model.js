@@ -105,7 +105,7 @@ function delaysOf(data, transfers) {
   return { coming, back };
 }
 
-/** What the units of each stage add up to; `ratios` say which part of what is kept stays under recompute. */
+/** What the units of each stage add up to; `ratios` say which part of what is kept stays under "block". */
 function sumsOf(data, stages, ratios) {
   const { forward, backward, weight, fixed, kept, transient, sent } = data.units;
   const members = data.stages.map(() => []);
@@ -116,14 +116,23 @@ function sumsOf(data, stages, ratios) {
     const again = (AGAIN[recompute] ?? (() => 1))(data.microbatches);
     const ratio = ratios[stage];
     let most = Math.max(...units.map((unit) => transient[unit]));
-    if (recompute === "block") most = Math.max(...units.map((unit) => transient[unit] + (1 - ratio) * kept[unit]));
-    else if (recompute !== "never") most += (1 - ratio) * total(kept);
+    let keeps = total(kept);
+    if (recompute === "block") {
+      most = Math.max(...units.map((unit) => transient[unit] + (1 - ratio) * kept[unit]));
+      keeps *= ratio;
+    } else if (recompute !== "never") {
+      // A stage that is done again whole keeps what enters it; of the first one's inputs nothing changes.
+      const before = members[stage - 1];
+      const entering = before ? sent[before[before.length - 1]] : 0;
+      most += Math.max(0, keeps - entering);
+      keeps = entering;
+    }
     return {
       forward: total(forward),
       backward: total(backward) + again * total(forward),
       weight: total(weight),
       fixed: total(fixed),
-      kept: ratio * total(kept),
+      kept: keeps,
       transient: most,
       sent: sent[units[units.length - 1]],
     };
@@ -137,7 +146,7 @@ function keptRatios(data, schedule) {
     let most = 0;
     for (let k = 0; k < lane.count; k++) most = Math.max(most, lane.held[k * lane.stages.length + place]);
     const kept = most * data.units.stage.reduce((sum, own, unit) => sum + (own === index ? data.units.kept[unit] : 0), 0);
-    return stage.recompute !== "never" && kept > 0 ? Math.min(1, stage.activations / kept) : 1;
+    return stage.recompute === "block" && kept > 0 ? Math.min(1, stage.activations / kept) : 1;
   });
 }
 

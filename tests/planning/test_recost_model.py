@@ -1,0 +1,64 @@
+"""A cut moved by hand on a plan of a real model, beside a new plan of that cut, which counts it from the nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autosplit.options import Options, Sample
+from autosplit.planning.choose import Space, choose_plan
+from autosplit.planning.recost import recost
+from autosplit.planning.search import make_plan
+from autosplit.trace.ladder import trace
+
+WIDTH, ROWS, BLOCKS, CHUNKS = 64, 512, 8, 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+
+    def forward(self, value):
+        return value + self.narrow(F.gelu(self.wide(self.norm(value))))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nn.Sequential(*[Block() for _ in range(BLOCKS)])
+
+
+@pytest.fixture(scope="module")
+def found(model):
+    return trace(model, Sample(torch.zeros(ROWS, WIDTH)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "near"),
+    [
+        ("1f1b", "never", 0.03),
+        ("1f1b", "block", 0.1),
+        ("gpipe", "never", 0.1),
+        ("gpipe", "always", 0.1),
+        ("zb_h1", "never", 0.05),
+    ],
+)
+def test_a_moved_cut_is_costed_nearly_as_a_plan_of_it(model, found, schedule, recompute, near):
+    options = Options((torch.device("cpu"),) * 2, CHUNKS, measure=False)
+    plan = choose_plan(model, found, options, Space((CHUNKS,), ((schedule, 1),), (recompute,)))
+    assert plan.curves
+    for first in (2, 5):
+        cut = {str(block): int(block >= first) for block in range(BLOCKS)}
+        own = Options(options.devices, CHUNKS, measure=False, schedule=schedule, recompute=(recompute,), cut=cut)
+        expected = make_plan(model, found, own, sizes=plan.microbatch_rows)
+        moved = recost(plan, [cut[unit.name[0]] for unit in plan.units])
+        assert moved.step_s == pytest.approx(expected.step_s, rel=0.005)
+        assert moved.bubble == pytest.approx(expected.bubble, abs=0.005)
+        peaks = [stage.memory.peak_bytes for stage in expected.stages]
+        assert list(moved.peak_bytes) == pytest.approx(peaks, rel=near)
