@@ -52,6 +52,7 @@ class StageTrace:
         kept: other storages that stay until the step ends and are allocated by the first forward only (casts that
             autocast caches), by name.
         split: by node whose weight gradient can wait, what it needs.
+        guessed_bytes: the most scratch of one kernel, among what is allocated and freed, that nobody measured.
     """
 
     forward: tuple[Step, ...]
@@ -60,6 +61,7 @@ class StageTrace:
     gradients: Mapping[int, str] = field(default_factory=dict)
     kept: Mapping[int, str] = field(default_factory=dict)
     split: Mapping[str, Held] = field(default_factory=dict)
+    guessed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

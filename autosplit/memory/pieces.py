@@ -64,6 +64,11 @@ class StageTraces:
             variant: TracePieces(trace, whole=variant == "recomputed") for variant, trace in traces if trace is not None
         }
 
+    @property
+    def guessed_bytes(self) -> int:
+        """The most scratch of one kernel that nobody measured."""
+        return max(trace.guessed_bytes for trace in (self.never, self.recomputed) if trace is not None)
+
     @cached_property
     def gradients(self) -> tuple[int, ...]:
         """Bytes of each parameter gradient."""

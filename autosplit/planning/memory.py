@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from autosplit.memory.events import Step
-from autosplit.memory.pieces import MemoryKind, Recompute
+from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
 from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
 from autosplit.memory.state import Optimizer, Precision, optimizer_steps, parameter_bytes
 from autosplit.options import Options
@@ -58,6 +58,8 @@ class Fullest:
     """What the device holds at the fullest moment of each action, and of the optimizer's step where there is one."""
     left: Mapping[MemoryKind, int] = field(default_factory=dict)
     """What it holds when the step ends."""
+    guessed_bytes: int = 0
+    """The most scratch of one kernel that nobody measured."""
 
     @property
     def peak_bytes(self) -> int:
@@ -74,6 +76,20 @@ class Fullest:
         return sum(self.held[stage].get(kind, 0) for kind in kinds)
 
 
+@dataclass(frozen=True)
+class ReplayedStage:
+    """A stage's traces, what its nodes are called, and what it holds beside its microbatches."""
+
+    known: Known
+    names: tuple[str, ...]
+    static: StaticBytes
+
+    @property
+    def traces(self) -> StageTraces:
+        """What its microbatches do."""
+        return self.known.traces
+
+
 def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest, ...]:
     """Return each device's fullest moment in one training step, the optimizer's among them.
 
@@ -81,32 +97,40 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest
     node raises on fake tensors.
     """
     schedule = cut.schedule
-    memo = memo or TraceMemo()
-    graphs = [_graph(cut, stage) for stage in range(schedule.stages)]
-    known = [_traces(cut, stage, graph, memo) for stage, graph in enumerate(graphs)]
-    traces = {stage: found.traces for stage, (found, _) in enumerate(known)}
-    static = [_static(cut, stage, graph) for stage, graph in enumerate(graphs)]
-    setting = Setting(finish={lane: _finish(cut, lane) for lane in range(len(schedule.lanes))})
-    found = replay(schedule, traces, static, setting=setting)
+    stages = replayed_stages(cut, memo=memo or TraceMemo(), stages=range(schedule.stages))
+    traces = {stage: own.traces for stage, own in stages.items()}
+    setting = Setting(finish={lane: finish_of(cut, lane) for lane in range(len(schedule.lanes))})
+    found = replay(schedule, traces, [own.static for own in stages.values()], setting=setting)
     last, epilogue = schedule.stage_lane[-1], _epilogue_bytes(cut)
     return tuple(
         Fullest(
-            _called(device.peak, known),
+            _called(device.peak, stages),
             device.held,
             epilogue if lane == last else 0,
             tuple(entry.peak.bytes for entry in device.actions),
             device.actions[-1].left,
+            max((stages[stage].traces.guessed_bytes for stage in device.held), default=0),
         )
         for lane, device in enumerate(found.devices)
     )
 
 
-def _called(moment: Moment, known: Sequence[tuple[Known, tuple[str, ...]]]) -> Moment:
+def replayed_stages(cut: Cut, *, memo: TraceMemo, stages: Iterable[int]) -> dict[int, ReplayedStage]:
+    """Return what is replayed of some stages."""
+    found = {}
+    for stage in stages:
+        graph = _graph(cut, stage)
+        known, names = _traces(cut, stage, graph, memo)
+        found[stage] = ReplayedStage(known, names, _static(cut, stage, graph))
+    return found
+
+
+def _called(moment: Moment, stages: Mapping[int, ReplayedStage]) -> Moment:
     """Return a moment with its node's name in the stage whose action runs."""
     if moment.action is None:
         return moment
-    traced, names = known[moment.action.stage]
-    return replace(moment, node=traced.node(moment.node, names))
+    own = stages[moment.action.stage]
+    return replace(moment, node=own.known.node(moment.node, own.names))
 
 
 def _graph(cut: Cut, stage: int) -> StageGraph:
@@ -188,7 +212,7 @@ def _drawn(cut: Cut, stage: int) -> tuple[int, ...]:
     return tuple(drawn_bytes(info, rows=sum(cut.sizes)) for info in taken)
 
 
-def _finish(cut: Cut, lane: int) -> tuple[Step, ...]:
+def finish_of(cut: Cut, lane: int) -> tuple[Step, ...]:
     """Return what the optimizer allocates in its step on a device, as torch does by default there."""
     on_cpu = cut.options.devices[lane].type == "cpu"
     optimizer = Optimizer(cut.options.optimizer, "forloop" if on_cpu else "foreach")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import cast
 
 from torch import nn
 
 from autosplit.memory.pieces import Recompute
+from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
 from autosplit.planning.advice import advice
@@ -20,7 +22,9 @@ from autosplit.planning.formulate import link_seconds, state_bytes
 from autosplit.planning.host import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.plan import Plan
+from autosplit.planning.ranges import peak_ranges
 from autosplit.planning.records import Boundary, StageMemory, StagePlan, Transfer
+from autosplit.planning.verdicts import judged
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
@@ -48,20 +52,21 @@ class Writer:
         self.fullest, self.unreplayed = self._replayed()
 
     def _replayed(self) -> tuple[tuple[Fullest, ...], str | None]:
-        cut = Cut(
-            self.traced,
-            self.costs,
-            self.options,
-            self.stage_of,
-            self.sizes,
-            self.schedule,
-            self.recompute,
-        )
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
-                return fullest_moments(cut, memo=self.case.memo), None
+                return fullest_moments(self._cut, memo=self.case.memo), None
         except Exception as error:  # a node may do on fake tensors whatever its author wrote: the formula stays
             return (), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    @property
+    def _cut(self) -> Cut:
+        return Cut(self.traced, self.costs, self.options, self.stage_of, self.sizes, self.schedule, self.recompute)
+
+    @cached_property
+    def _ranges(self) -> Mapping[int, PeakRange]:
+        """The range of each device's peak, by lane, where it has one."""
+        with autocast_of(self.options.precision, kernels=self.options.kernels):
+            return peak_ranges(self._cut, self.fullest, memo=self.case.memo)
 
     def peaks(self) -> list[int]:
         """Return the peak of every device: replayed, or where that was not possible by the solver's formula."""
@@ -168,6 +173,8 @@ class Writer:
             transient_bytes=peak - held if index == running else 0,
             peak_bytes=peak,
             capacity_bytes=self.options.capacity_bytes(lane),
+            low_bytes=None if lane not in self._ranges else self._ranges[lane].low_bytes,
+            high_bytes=None if lane not in self._ranges else self._ranges[lane].high_bytes,
         )
 
     def _held(self, index: int) -> dict[str, int]:
@@ -286,16 +293,17 @@ def shared_s(traced: TracedGraph, costs: Profile) -> float:
 
 
 def fit_of(stages: Sequence[StagePlan]) -> bool | None:
-    """Compare peaks with capacities; None where no capacity is known, or where a peak is within 5% of it.
+    """Compare peaks with capacities; None where no capacity is known, or where one lies in the range of a peak.
 
-    A stage within 5% is borderline because kernels' workspaces are not predicted; a limit that was given is met.
+    A peak without a range is borderline up to 5% above its capacity; a limit that was given is met.
     """
-    shares = [s.memory.peak_bytes / s.memory.capacity_bytes for s in stages if s.memory.capacity_bytes]
-    if len(shares) < len(stages):
+    found = {
+        judged(own.peak_bytes, own.capacity_bytes, low=own.low_bytes, high=own.high_bytes)
+        for own in (stage.memory for stage in stages)
+    }
+    if None in found:
         return None
-    if all(share <= 1 for share in shares):
-        return True
-    return None if max(shares) <= 1.05 else False
+    return False if "no" in found else None if "borderline" in found else True
 
 
 def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -103,7 +103,7 @@ def _is_suited(func: Any) -> bool:
 
 def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[FakeTensor]) -> Hashable:
     """Return what tells equal calls, and fill ``tensors``; None where an argument is of an unknown kind."""
-    parts: list[Hashable] = [func]
+    parts: list[Any] = [func]
     if not _tell(args, parts, tensors):
         return None
     for name, value in kwargs.items():
@@ -113,20 +113,20 @@ def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: lis
     return tuple(parts)
 
 
-def _tell(values: Sequence[Any], parts: list[Hashable], tensors: list[FakeTensor]) -> bool:
+def _tell(values: Sequence[Any], parts: list[Any], tensors: list[FakeTensor]) -> bool:
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.layout is not torch.strided or value.dtype.is_complex or value.constant is not None:
                 return False
             tensors.append(value)
-            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype)
+            parts.extend((value.shape, value.stride(), value.storage_offset(), value.dtype))
         elif kind in (list, tuple):
-            parts += (kind, len(value))
+            parts.extend((kind, len(value)))
             if not _tell(value, parts, tensors):
                 return False
         elif kind in _PLAIN:
-            parts += (kind, value)
+            parts.extend((kind, value))
         else:
             return False
     return True
@@ -155,7 +155,7 @@ def _result(func: Any, value: Any, sources: Sequence[Any]) -> _Result | None:
         return None
     if value.fake_device != _CPU or value.dtype.is_complex:
         return None
-    look = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype
+    look = tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype
     for number, source in enumerate(sources):
         if source is value:
             return _Result(True, number, *look)

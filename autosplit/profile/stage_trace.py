@@ -177,7 +177,8 @@ class _Run:
         sums = {name: storage for storage, name in self._gradients().items()}
         renewed = {storage: sums[name] for storage, name in gradients.items()}
         later = _renamed(later, renewed | _as_first(again, forward, kept))
-        return StageTrace(forward, backward, later, gradients, kept, self._split(gradients, split))
+        guessed = max(self.ledger.guessed.values(), default=0)
+        return StageTrace(forward, backward, later, gradients, kept, self._split(gradients, split), guessed)
 
     def _note(self, change: Change) -> None:
         name = self.labels.current()

@@ -12,7 +12,7 @@ A search replays many cuts of one recording, whose stages are much the same: ten
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autosplit.memory.events import StageTrace, Step
@@ -90,13 +90,13 @@ def _trace_of(traced: _Traced | None) -> StageTrace | None:
 def _renamed(known: _Traced, names: tuple[str, ...]) -> StageTrace:
     words = dict(zip(known.names, names, strict=True)) | {"": ""}
     trace = known.trace
-    return StageTrace(
-        _steps(trace.forward, words),
-        _steps(trace.backward, words),
-        _steps(trace.backward_later, words),
-        {storage: words[name] for storage, name in trace.gradients.items()},
-        trace.kept,
-        {words[name]: held for name, held in trace.split.items()},
+    return replace(
+        trace,
+        forward=_steps(trace.forward, words),
+        backward=_steps(trace.backward, words),
+        backward_later=_steps(trace.backward_later, words),
+        gradients={storage: words[name] for storage, name in trace.gradients.items()},
+        split={words[name]: held for name, held in trace.split.items()},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,13 @@ class Net(nn.Module):
         return x - x.mean(0, keepdim=True).tanh() if self.mixed else x.tanh()
 
 
-def planned(*, mixed: bool = False, **options: object) -> Plan:
+def planned(*, mixed: bool = False, **options: Any) -> Plan:
     plan = autosplit(Net(mixed=mixed), devices=2, sample=torch.zeros(ROWS, WIDTH), **{"chunks": 3, **options}).plan
     assert plan is not None
     return plan
 
 
-CASES: list[dict[str, object]] = [
+CASES: list[dict[str, Any]] = [
     {"schedule": "1f1b"},
     {"schedule": "gpipe", "mixed": True},
     {"schedule": "interleaved", "virtual_stages": 2, "chunks": 4},
@@ -43,7 +44,7 @@ CASES: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: "-".join(map(str, options.values())))
-def test_the_highest_point_is_the_peak(options: dict[str, object]) -> None:
+def test_the_highest_point_is_the_peak(options: dict[str, Any]) -> None:
     plan = planned(**options)
     lanes = plan.schedule_for(len(plan.microbatch_rows)).lanes
     assert len(plan.curves) == len(lanes)
