@@ -355,6 +355,8 @@ class _Player:
         sent: list[Change] = []
         for step in piece.steps:
             for storage, count in step.changes:
+                if not count:
+                    continue
                 if count > 0:
                     if storage in here:
                         here.remove(storage)

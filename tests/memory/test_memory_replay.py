@@ -160,6 +160,14 @@ def test_the_allocator_plays_the_same_step(name: str, *, expandable: bool) -> No
         assert reserved.out_of_memory is None
 
 
+def test_storages_without_bytes_are_no_changes() -> None:
+    """A batch norm has one on the CPU: what comes and what goes cannot be told apart by the sign of nothing."""
+    empty = StageTrace((Step("", ((X, 10), (Y, 0), (Y, 0))),), (Step("", ((X, -10),)),), (Step("", ((X, -10),)),))
+    one = StageTraces(never=empty)
+    changes = device_changes(build("gpipe", stages=1, microbatches=2), {0: one}, [StaticBytes()], device=0)
+    assert [count for _, count in changes] == [10, 10, -10, -10]
+
+
 def test_steps_follow_each_other() -> None:
     """The first step makes Adam's state; the second accumulates, so the gradients of the first stay for it."""
     adam = Optimizer("adam", "foreach")
