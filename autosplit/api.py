@@ -25,6 +25,7 @@ from autosplit.options import (
     resolve_rng,
 )
 from autosplit.pipelined import PipelinedModule
+from autosplit.planning.edit import recosted
 from autosplit.planning.explain import answered
 from autosplit.planning.paper import check_precision, prepare, resolve_machine, search_space, stand_ins
 from autosplit.planning.plan import Plan
@@ -32,6 +33,9 @@ from autosplit.planning.schedules import Asked, ask
 from autosplit.runtime.ambient import without_saved_tensor_hooks
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.state import random_state
+
+_MACHINE = "8xH100-SXM5-80GB"
+"""What is planned for when nothing is said."""
 
 
 def autosplit(
@@ -117,7 +121,7 @@ def autosplit(
         actions=asked.actions,
         recompute=_recompute(recompute, stages=asked.stages, pinned=pinned),
         memory_limit=check_memory_limit(memory_limit),
-        optimizer=check_optimizer(optimizer),
+        optimizer=check_optimizer(_optimizer(optimizer, pinned)),
         batch_dims=batch_dims,
         compile=choose("compile", compile, (False, True)),
         lanes=resolve_lanes(lanes, resolved),
@@ -134,7 +138,7 @@ def autosplit(
 
 def plan(
     model: nn.Module,
-    devices: Any = "8xH100-SXM5-80GB",
+    devices: Any = _MACHINE,
     chunks: int | str = "auto",
     *,
     sample: Any,
@@ -148,6 +152,7 @@ def plan(
     memory_limit: int | float | str | None = None,
     reserve: int | float | str | None = None,
     find: str = "best",
+    plan: Plan | str | Path | None = None,
 ) -> Plan:
     """Plan the training of a model on devices that do not have to be there; nothing is allocated.
 
@@ -170,28 +175,41 @@ def plan(
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
+        plan: a `Plan` or the path of a saved one, also one that was edited: its cut, schedule and chunks are checked on
+            the model and costed for the devices, optimizer and precision that are given, or the plan's own where they
+            are left out; nothing is searched.
 
     Returns:
         The plan, also where it does not fit: `Plan.verdict` is then "no".
 
     Raises:
         InputError, DeviceError: an argument cannot be used. TraceError: no graph can follow the model without values.
+        PlanError: the plan is of another model or number of devices, or has a node where it cannot run.
     """
     _check_module(model)
     choose("find", find, FIND)
+    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if pinned is not None:
+        if find != "best":
+            raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
+        devices = (pinned.machine if devices == _MACHINE else None) or devices
+        precision = pinned.precision if precision is None else precision
     own = resolve_machine(devices)
     count = 8 if chunks == "auto" else check_chunks(chunks)
+    count = count if pinned is None else _pinned_chunks(pinned, count)
     asked = ask(schedule, virtual_stages=virtual_stages, devices=len(own), chunks=count)
+    if pinned is not None:
+        _check_schedule(asked, pinned)
     options = Options(
         devices=stand_ins(own),
         chunks=asked.chunks,
         schedule=asked.schedule,
         virtual_stages=asked.virtual_stages,
         actions=asked.actions,
-        recompute=check_recompute(recompute, stages=asked.stages),
+        recompute=_recompute(recompute, stages=asked.stages, pinned=pinned),
         memory_limit=check_memory_limit(memory_limit),
         reserve_bytes=check_reserve(reserve),
-        optimizer=check_optimizer(optimizer),
+        optimizer=check_optimizer(_optimizer(optimizer, pinned)),
         precision=check_precision(precision),
         batch_dims=batch_dims,
         measure=False,
@@ -199,6 +217,8 @@ def plan(
     )
     with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
         paper = prepare(model, _given(model, sample), options, loss_fn=loss_fn)
+        if pinned is not None:
+            return recosted(paper.model, paper.found, paper.options, pinned)
         rows, free_chunks = batch_rows(paper.found.inputs), chunks == "auto"
         return answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
 
@@ -251,6 +271,13 @@ def _check_schedule(asked: Asked, plan: Plan) -> None:
             f"schedule={asked.schedule!r} with virtual_stages={asked.virtual_stages} was given; leave schedule and "
             "virtual_stages out, or plan again"
         )
+
+
+def _optimizer(optimizer: Any, plan: Plan | None) -> Any:
+    """Return what keeps state; the default "adamw" gives way to a plan's."""
+    if plan is None or optimizer != "adamw":
+        return optimizer
+    return int(plan.optimizer) if plan.optimizer.isdecimal() else plan.optimizer
 
 
 def _recompute(recompute: Any, *, stages: int, pinned: Plan | None) -> tuple[str, ...] | None:

@@ -13,12 +13,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
-from autosplit.errors import AutosplitError, InfeasibleError
+from autosplit.errors import AutosplitError, InfeasibleError, InputError
+
+if TYPE_CHECKING:
+    from autosplit.planning.plan import Plan
 
 DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 MODEL_FORM = "package.module:factory, file.py:factory or hf:config.json"
@@ -48,6 +51,10 @@ MemoryLimit = Annotated[str | None, typer.Option(metavar="BYTES", help="What a d
 Reserve = Annotated[str | None, typer.Option(metavar="BYTES", help="What to leave free on a device, such as 2GiB.")]
 Mode = Annotated[bool | None, typer.Option("--train/--eval", help="Mode of the model (default: as made).")]
 PlanFile = Annotated[Path | None, typer.Option(help="Use this saved plan instead of a new one.")]
+Moves = Annotated[
+    list[str] | None,
+    typer.Option("--move", metavar="MODULE=STAGE", help="With --plan: put a module in another stage, and cost that."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the factory and of the inputs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -67,6 +74,20 @@ def recompute_of(text: str) -> str | list[str]:
 def optimizer_of(text: str) -> str | int:
     """Return an optimizer's name, or its state bytes per parameter element."""
     return int(text) if text.isdecimal() else text
+
+
+def pinned_plan(path: Path | None, moves: list[str] | None) -> Plan | None:
+    """Return the plan of ``--plan`` with the modules of ``--move`` where they are to go; None without one."""
+    if path is None:
+        if moves:
+            raise InputError(f"--move {moves[0]!r} needs --plan FILE, the saved plan that is changed")
+        return None
+    from autosplit.planning.moves import parse_moves
+    from autosplit.planning.plan import Plan
+
+    found = parse_moves(moves or ())
+    plan = Plan.load(path)
+    return plan.move(found) if found else plan
 
 
 def page_width() -> int | None:

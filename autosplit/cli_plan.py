@@ -14,7 +14,9 @@ from autosplit.cli_common import (
     Kwargs,
     MemoryLimit,
     Mode,
+    Moves,
     Optimizer,
+    PlanFile,
     Precision,
     Recompute,
     Reserve,
@@ -26,6 +28,7 @@ from autosplit.cli_common import (
     beside_stdout,
     exit_code,
     optimizer_of,
+    pinned_plan,
     recompute_of,
 )
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
@@ -55,6 +58,7 @@ devices", a machine file, or a list of names or device files with commas between
 
 Exit codes: 0 done; 1 done, and the plan does not fit; 2 bad usage or input.
 """
+_MACHINE = "8xH100-SXM5-80GB"
 _SMALL_BYTES = 4 * 2**30
 """A model of at most so many bytes is made with values where it cannot be planned without."""
 
@@ -68,7 +72,7 @@ PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto."
 
 def plan_command(
     model: Target,
-    devices: PaperDevices = "8xH100-SXM5-80GB",
+    devices: PaperDevices = _MACHINE,
     chunks: PlanChunks = "auto",
     inputs: Inputs = None,
     kwargs: Kwargs = None,
@@ -85,6 +89,8 @@ def plan_command(
     largest_batch: LargestBatch = False,
     train: Mode = None,
     seed: Seed = 0,
+    plan: PlanFile = None,
+    move: Moves = None,
     save: Save = None,
     html: Html = None,
     trace: Trace = None,
@@ -100,6 +106,7 @@ def plan_command(
         spec = ModelSpec.parse(
             model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
         )
+        pinned = pinned_plan(plan, move)
         choices = {
             "chunks": _chunks(chunks),
             "schedule": schedule,
@@ -110,16 +117,20 @@ def plan_command(
             "memory_limit": memory_limit,
             "reserve": reserve,
             "find": _find(smallest=smallest, largest_batch=largest_batch),
+            "plan": pinned,
         }
         with beside_stdout():
-            found = _planned(spec, devices=_devices(devices), **choices)
+            found = _planned(spec, devices=_devices(devices, pinned), **choices)
         write_outputs(found, save=save, html=html, trace=trace, dot=dot)
         return print_plan(found, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))
 
 
-def _devices(text: str) -> str | list[str]:
+def _devices(text: str, pinned: Plan | None) -> str | list[str]:
+    """Return the machine that is named; the default gives way to that of a plan."""
+    if pinned is not None and pinned.machine is not None and text == _MACHINE:
+        return pinned.machine
     parts = [part.strip() for part in text.split(",")]
     return parts if len(parts) > 1 else parts[0]
 

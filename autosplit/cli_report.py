@@ -16,6 +16,7 @@ from autosplit.cli_common import (
     Kwargs,
     MemoryLimit,
     Mode,
+    Moves,
     Optimizer,
     PlanFile,
     Recompute,
@@ -28,6 +29,7 @@ from autosplit.cli_common import (
     devices_of,
     exit_code,
     optimizer_of,
+    pinned_plan,
     recompute_of,
 )
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
@@ -67,6 +69,7 @@ def report_command(
     train: Mode = None,
     seed: Seed = 0,
     plan: PlanFile = None,
+    move: Moves = None,
     save: Save = None,
     html: Html = None,
     trace: Trace = None,
@@ -92,7 +95,7 @@ def report_command(
                 recompute=recompute_of(recompute),
                 optimizer=optimizer_of(optimizer),
                 memory_limit=memory_limit,
-                plan=plan,
+                plan=pinned_plan(plan, move),
             )
         write_outputs(found, save=save, html=html, trace=trace, dot=dot)
         return print_plan(found, as_json=as_json, as_markdown=as_markdown)

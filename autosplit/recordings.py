@@ -22,6 +22,7 @@ from autosplit.lower.place import place
 from autosplit.lower.split import lower
 from autosplit.options import Options, Sample
 from autosplit.planning.apply import assign
+from autosplit.planning.edit import recosted
 from autosplit.planning.fingerprint import check_plan
 from autosplit.planning.plan import Plan
 from autosplit.planning.search import make_plan
@@ -293,6 +294,8 @@ class Recordings:
                 self.plan = make_plan(self.model, found, self.options, sizes=sizes)
             elif not self.kept:
                 check_plan(self.plan, self.model, devices=len(self.options.devices))
+                if self.plan.edited:
+                    self.plan = recosted(self.model, found, self.options, self.plan)
             return self._cut(found, self.plan, key)
 
     def _check_constants(self, key: Key, sample: Sample) -> None:

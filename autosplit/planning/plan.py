@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.planning.diff import PlanDiff, diff
 from autosplit.planning.export import export
+from autosplit.planning.moves import choices_of, moved
 from autosplit.planning.records import (
     Alternative,
     Boundary,
@@ -121,6 +123,22 @@ class Plan(Record):
         """
         return export(self, form)
 
+    @property
+    def edited(self) -> bool:
+        """Whether stages, schedule or chunks were changed by hand, so that times and memory are those of before.
+
+        `autosplit` and `plan`, given such a plan, check it on the model and cost it anew.
+        """
+        return self.fingerprint.choices not in (None, choices_of(self))
+
+    def move(self, moves: Mapping[str, int]) -> Plan:
+        """Return the plan with modules in other stages: ``plan.move({"decoder.3": 1})``.
+
+        Names are modules, with all that is in them, or nodes. Its figures stay as they are until it meets the model:
+        see `edited`. Raises PlanError for a name or stage that is not there, and where a stage would have nothing left.
+        """
+        return moved(self, moves)
+
     def diff(self, other: Plan) -> PlanDiff:
         """Return what differs from this plan in another: false where nothing does; ``print`` shows it."""
         return diff(self, other)
@@ -197,7 +215,7 @@ def _contradiction(plan: Plan) -> str | None:
         return f"it has {len(plan.microbatch_rows)} microbatches for chunks={plan.chunks}"
     if plan.fits is not _FITS[plan.verdict]:
         return f"verdict is {plan.verdict!r} and fits is {plan.fits}"
-    return _wrong_curve(plan)
+    return None if plan.edited else _wrong_curve(plan)
 
 
 def _foreign_stage(plan: Plan) -> str | None:

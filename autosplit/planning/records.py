@@ -83,6 +83,8 @@ class Fingerprint(Record):
     torch: str
     entries: tuple[str, ...] = ()
     """Name and shape of every parameter and buffer, ``layer.weight[4, 3]``, sorted; older files have none."""
+    choices: str | None = None
+    """Hash over what the plan chose, so that an edit of that shows; older files have none."""
 
 
 class Transfer(Record):

@@ -21,6 +21,7 @@ from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import link_seconds, state_bytes
 from autosplit.planning.host import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
+from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
 from autosplit.planning.ranges import peak_ranges
 from autosplit.planning.records import Boundary, StageMemory, StagePlan, Transfer
@@ -95,7 +96,7 @@ class Writer:
             transfers=transfers,
         )
         fits = fit_of(stages)
-        return Plan(
+        made = Plan(
             fingerprint=fingerprint(self.model, self.traced),
             devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
             stages=stages,
@@ -126,6 +127,7 @@ class Writer:
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
         )
+        return sealed(made)
 
     def _stage(self, index: int) -> StagePlan:
         names = [info.name for _, info in self.traced.compute_nodes() if self.stage_of[info.name] == index]

@@ -1,4 +1,4 @@
-"""``autosplit diff``, and the trace and graph that ``report`` writes."""
+"""``autosplit diff``, plans that are moved by hand, and the trace and graph that ``report`` writes."""
 
 from __future__ import annotations
 
@@ -62,3 +62,41 @@ def test_report_writes_a_trace_and_a_graph(tmp_path: Path) -> None:
     assert trace.read_text(encoding="utf-8") == trace_text(plan)
     assert dot.read_text(encoding="utf-8") == dot_text(plan)
     assert f"wrote {trace}" in found.stderr
+
+
+def test_a_module_is_moved_and_costed(tmp_path: Path) -> None:
+    saved, moved = tmp_path / "plan.json", tmp_path / "moved.json"
+    model = [f"{NETS}:make_mlp", "--input", "x=float32[4,16]"]
+    devices = ["--devices", "2xL4-24GB", "--chunks", "2"]
+    assert run("plan", *model, *devices, "--save", saved).exit_code == 0
+    plan = Plan.load(saved)
+    node, stage = max((own.nodes[-1 + own.index], 1 - own.index) for own in plan.stages if len(own.nodes) > 1)
+    again = ["--plan", saved, "--move", f"{node}={stage}"]
+    found = run("plan", *model, *again, "--json", "--save", moved)
+    assert found.exit_code == 0, found.output
+    assert Plan.load(moved).to_json() + "\n" == found.stdout
+    assert Plan.load(moved).machine == plan.machine
+    told = run("diff", saved, moved)
+    assert told.exit_code == 1
+    assert node.partition("#")[0] in told.stdout
+    report = run("report", *model, "--devices", "2", "--chunks", "2", *again, "--json")
+    assert json.loads(report.stdout)["stages"][0]["nodes"] == list(Plan.load(moved).stages[0].nodes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--move", "a=1"], "--move 'a=1' needs --plan FILE"),
+        (["--plan", "{plan}", "--move", "a"], "--move 'a' cannot be read; write MODULE=STAGE"),
+        (["--plan", "{plan}", "--move", "zz=1"], "the plan has no module or node 'zz'"),
+        (["--plan", "{plan}"], "the plan was made for Net with other parameters or buffers than this Mlp has"),
+    ],
+)
+def test_moves_that_are_refused(tmp_path: Path, options: list[str], message: str) -> None:
+    path = str(written(tmp_path, "plan.json"))
+    own = [option.replace("{plan}", path) for option in options]
+    devices = ["--devices", "2xL4-24GB", "--chunks", "2"]
+    found = run("plan", f"{NETS}:make_mlp", "--input", "x=float32[4,16]", *devices, *own)
+    assert found.exit_code == 2
+    assert f"error: {message}" in found.stderr
+    assert not found.stdout

@@ -228,7 +228,7 @@ def test_a_plans_schedule_goes_to_a_file_and_back(tmp_path: Path) -> None:
     again = planned(schedule=saved(tmp_path / "theirs.csv", plan.export("torch-csv")))
     assert again.schedule_for(CHUNKS).lanes == plan.schedule_for(CHUNKS).lanes
     with pytest.raises(InputError, match="valid: 'torch-csv'"):
-        plan.export("torchtitan")
+        plan.export("deepspeed")
 
 
 def test_a_plan_of_before_is_one_stage_per_device(tmp_path: Path) -> None:

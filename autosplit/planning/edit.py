@@ -1,0 +1,92 @@
+"""The cut of a plan on a model once more: checked, and costed anew.
+
+plan ── moves, or an edit of its file ──► a plan whose figures are still those of before: `Plan.edited`
+                                             │ with the model: recosted
+                                             ▼
+                                          the plan of that cut, or PlanError with the node that cannot be there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx, nn
+
+from autosplit.errors import PlanError
+from autosplit.options import Options
+from autosplit.partition.coarse import runs
+from autosplit.partition.graph import base_graph
+from autosplit.planning.apply import assign, sources
+from autosplit.planning.case import prepare
+from autosplit.planning.fingerprint import check_plan
+from autosplit.planning.given import given
+from autosplit.planning.moves import sealed
+from autosplit.planning.plan import Plan
+from autosplit.planning.sizes import sizes_of
+from autosplit.planning.units import units_of
+from autosplit.planning.writer import Writer
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.trace.inputs import batch_rows
+from autosplit.trace.ladder import Trace
+
+_UNITS = 320
+"""About as many units the model is shown in, as in a search."""
+
+
+def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Plan:
+    """Return the plan of a plan's own cut and choices, with the figures that ``options`` give it on this recording.
+
+    ``options`` say everything else: devices, limits, optimizer, precision. Raises PlanError where the plan is of
+    another model, has another number of lanes than there are devices, or has a node where it cannot run.
+    """
+    check_plan(plan, model, devices=len(options.devices))
+    if options.machine is None:
+        options = replace(options, devices=options.devices[: len(plan.devices)])
+    elif len(plan.devices) != len(options.devices):
+        raise PlanError(
+            f"the plan has {len(plan.devices)} lanes, devices names {len(options.devices)}; give one device per lane"
+        )
+    if plan.rung == "module tree":
+        raise PlanError("the plan is of a model that ran by its own Python: it cannot be moved by hand; plan again")
+    cut = plan.stage_of()
+    check_order(found.graph, cut, stages=len(plan.stages))
+    own = replace(
+        options,
+        chunks=plan.chunks,
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
+        actions=plan.actions,
+    )
+    sizes = sizes_of(batch_rows(found.inputs), plan.chunks, found.graph.min_rows, like=options.microbatches)
+    case = prepare(model, found, own, sizes=sizes)
+    recompute = [stage.recompute for stage in plan.stages]
+    partition = given(found.graph, case.formulation, cut, recompute, stages=len(plan.stages))
+    made = Writer(case, partition).plan()
+    unit_of = runs(case.problem, base_graph(case.problem), most=_UNITS)
+    units = units_of(case.formulation, case.costs, unit_of, partition.assignment)
+    return sealed(made.model_copy(update={"units": units, "proofs": made.proofs or plan.proofs}))
+
+
+def check_order(traced: TracedGraph, cut: Mapping[str, int], *, stages: int) -> None:
+    """Raise PlanError where a node of a recording cannot run in the stage that a cut gives it.
+
+    Data flows from stage to stage in their order, and what has to be together is. What runs once per step follows its
+    users, whatever a cut says.
+    """
+    placed = assign(traced, cut, stages=stages)
+    for node, info in traced.compute_nodes():
+        wanted = cut.get(info.name)
+        if wanted is None or info.node_class is not NodeClass.MICRO or placed[info.name] == wanted:
+            continue
+        raise PlanError(
+            f"{info.name!r} cannot run in stage {wanted}: {_why(node, wanted, placed)}; move that too, or plan again"
+        )
+
+
+def _why(node: fx.Node, wanted: int, placed: Mapping[str, int]) -> str:
+    for source in sources(node):
+        name = source.meta[INFO].name
+        if source.op != "placeholder" and placed.get(name, 0) > wanted:
+            return f"it takes {name!r} of stage {placed[name]}"
+    return f"it belongs with others that run in stage {placed[node.meta[INFO].name]}"
