@@ -12,8 +12,21 @@ import typer
 
 from autosplit import cli_devices, cli_diff, cli_plan, cli_profile, cli_report, cli_solve, cli_verify
 
+EXAMPLES = """Examples:
+
+\b
+  autosplit plan hf:config.json --devices 8xH100-SXM5-80GB
+  autosplit plan nets.py:make --devices 2xL4-24GB --input "x=float32[64,3,224,224]" --html plan.html
+  autosplit report nets.py:make --devices 4 --chunks 8 --input "x=float32[8,3,32,32]"
+  autosplit devices
+
+Every command has examples of its own: autosplit plan --help. Completion: autosplit --install-completion.
+
+Exit codes: 0 done; 1 done, and the answer is no; 2 bad usage or input; 130 interrupted.
+"""
+
 app = typer.Typer(
-    name="autosplit", add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    name="autosplit", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, epilog=EXAMPLES
 )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
+from autosplit.cli_progress import bars
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
 
 if TYPE_CHECKING:
@@ -26,6 +27,26 @@ if TYPE_CHECKING:
 DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 MODEL_FORM = "package.module:factory, file.py:factory or hf:config.json"
 MODEL_HELP = f"{MODEL_FORM}: a callable that makes the model, an nn.Module, or a transformers config."
+
+
+def complete(*valid: str) -> Callable[[str], list[str]]:
+    """Return what a shell asks for the values of an option that begin with what was typed."""
+
+    def names(incomplete: str) -> list[str]:
+        return [name for name in valid if name.startswith(incomplete)]
+
+    return names
+
+
+def complete_device(incomplete: str) -> list[str]:
+    """Return the devices and machines that begin with what was typed, also behind a number of them."""
+    import cost_models
+
+    count, times, name = incomplete.rpartition("x")
+    known = [*cost_models.names(), *cost_models.machine_names()]
+    lead = f"{count}{times}" if count.isdecimal() else ""
+    return [f"{lead}{each}" for each in known if each.startswith(name if lead else incomplete)]
+
 
 Target = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Inputs = Annotated[
@@ -40,13 +61,28 @@ Sequence = Annotated[
 ]
 Devices = Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")]
 Chunks = Annotated[int, typer.Option(help="Number of microbatches.")]
-ScheduleName = Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}, or an action file.")]
+ScheduleName = Annotated[
+    str, typer.Option(help=f"{', '.join(SCHEDULES)}, or an action file.", autocompletion=complete(*SCHEDULES))
+]
 VirtualStages = Annotated[int, typer.Option(help="Stages per device (default: what the schedule takes).")]
 Recompute = Annotated[
-    str, typer.Option(help=f"auto, one of {', '.join(RECOMPUTE)}, or one of these per stage, with commas between.")
+    str,
+    typer.Option(
+        help=f"auto, one of {', '.join(RECOMPUTE)}, or one of these per stage, with commas between.",
+        autocompletion=complete("auto", *RECOMPUTE),
+    ),
 ]
-Optimizer = Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.")]
-Precision = Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)} (default: as the model is).")]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.",
+        autocompletion=complete(*OPTIMIZER_COPIES),
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(help=f"{', '.join(PRECISIONS)} (default: as the model is).", autocompletion=complete(*PRECISIONS)),
+]
 MemoryLimit = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use, such as 70GiB.")]
 Reserve = Annotated[str | None, typer.Option(metavar="BYTES", help="What to leave free on a device, such as 2GiB.")]
 Mode = Annotated[bool | None, typer.Option("--train/--eval", help="Mode of the model (default: as made).")]
@@ -97,12 +133,12 @@ def page_width() -> int | None:
 
 @contextlib.contextmanager
 def beside_stdout() -> Iterator[None]:
-    """Send what models print to stderr, and warnings with it, each as one line."""
+    """Send what models print to stderr, and warnings with it, each as one line; on a terminal show progress there."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
 
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), bars():
         warnings.showwarning = show
         yield
 

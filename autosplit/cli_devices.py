@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli_common import DONE, AsJson, Debug, exit_code
+from autosplit.cli_common import DONE, AsJson, Debug, complete_device, exit_code
 
 EXAMPLES = """Examples:
 
@@ -23,7 +23,12 @@ Exit codes: 0 done; 2 no such device or machine, or a file that describes none.
 
 def devices_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A device, a machine such as 8xL4-24GB, or a JSON file.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A device, a machine such as 8xL4-24GB, or a JSON file.",
+            autocompletion=complete_device,
+        ),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -26,6 +26,7 @@ from autosplit.cli_common import MODEL_FORM
 from autosplit.cli_inputs import CONFIG_PREFIX, INPUT_FORM, InputSpec, ModelSpec, pointed
 from autosplit.errors import InputError
 from autosplit.options import Sample
+from autosplit.progress import phase
 
 _MOST_LINES, _MOST_CHARACTERS = 4, 600
 """How much of the message of somebody else's error is shown."""
@@ -34,7 +35,8 @@ _MOST_LINES, _MOST_CHARACTERS = 4, 600
 def make_model(spec: ModelSpec, *, blank: bool = False) -> nn.Module:
     """Return the model that the command line names, from its seed and in its mode; ``blank`` as in `load_model`."""
     torch.manual_seed(spec.seed)
-    model = load_model(spec.target, kwargs=spec.kwargs, blank=blank)
+    with phase("making the model"):
+        model = load_model(spec.target, kwargs=spec.kwargs, blank=blank)
     return model if spec.train is None else model.train(spec.train)
 
 

@@ -26,6 +26,7 @@ from autosplit.cli_common import (
     Target,
     VirtualStages,
     beside_stdout,
+    complete_device,
     exit_code,
     optimizer_of,
     pinned_plan,
@@ -63,7 +64,11 @@ _SMALL_BYTES = 4 * 2**30
 """A model of at most so many bytes is made with values where it cannot be planned without."""
 
 PaperDevices = Annotated[
-    str, typer.Option(help="A machine such as 8xH100-SXM5-80GB, a machine file, or names with commas between.")
+    str,
+    typer.Option(
+        help="A machine such as 8xH100-SXM5-80GB, a machine file, or names with commas between.",
+        autocompletion=complete_device,
+    ),
 ]
 Smallest = Annotated[bool, typer.Option("--smallest", help="Find the fewest devices of this kind that hold it.")]
 LargestBatch = Annotated[bool, typer.Option("--largest-batch", help="Find the largest batch that fits.")]

@@ -14,6 +14,7 @@ from autosplit.partition.problem import Problem, without_room
 from autosplit.partition.search import TOLERANCE
 from autosplit.partition.step_time import least_step
 from autosplit.partition.uneven import Answer, find
+from autosplit.progress import phase
 
 IDEAL_LIMIT = 20_000
 
@@ -72,6 +73,7 @@ class Partition:
         return self.value_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0 if not self.value_s else math.inf
 
 
+@phase("solving")
 def solve(
     problem: Problem,
     *,

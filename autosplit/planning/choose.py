@@ -26,6 +26,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
 from autosplit.planning.sweep import Entry, Space, Sweep
 from autosplit.planning.units import units_of
+from autosplit.progress import phase, update
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.ladder import Trace
 
@@ -65,8 +66,9 @@ def choose_plan(
     verdict "no". Raises InputError where no entry of the space can be built for the devices.
     """
     sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs))
-    search = _Search(sweep, progress)
-    finished = search.run()
+    search = _Search(sweep, progress or update)
+    with phase("searching"):
+        finished = search.run()
     case = finished.writer.case
     if case.warning is not None:
         warnings.warn(case.warning, UserWarning, stacklevel=2)

@@ -18,6 +18,7 @@ from autosplit.profile.stage_pieces import block_paths
 from autosplit.profile.stage_trace import How
 from autosplit.profile.trace_memo import Known, TraceMemo
 from autosplit.profile.types import Profile, StateProfile
+from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
 from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
@@ -90,6 +91,7 @@ class ReplayedStage:
         return self.known.traces
 
 
+@phase("replaying memory")
 def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest, ...]:
     """Return each device's fullest moment in one training step, the optimizer's among them.
 

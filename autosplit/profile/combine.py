@@ -18,6 +18,7 @@ from autosplit.profile.measured import measure as measure_nodes
 from autosplit.profile.times import MeasuredNode, MeasuredTimes, NodeTimes
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.profile.work import work_of
+from autosplit.progress import phase
 from autosplit.trace.graph import TracedGraph
 from cost_models.protocol import CostModel
 from cost_models.specs import DeviceSpec
@@ -46,8 +47,9 @@ def profile(
     scratch are counted.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
-    costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels)
-    times = modelled_times(costs, model=cost_model_of(device))
+    with phase("profiling"):
+        costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels)
+        times = modelled_times(costs, model=cost_model_of(device))
     name = device.name if isinstance(device, DeviceSpec) else device
     found = MeasuredTimes({}, name)
     if measure and inputs is not None and not _on_meta(traced, inputs):

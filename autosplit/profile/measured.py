@@ -25,6 +25,7 @@ from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nod
 from autosplit.profile.clocks import Clock, clock_of, is_out_of_memory
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.profile.times import MeasuredNode, MeasuredTimes
+from autosplit.progress import phase, update
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.state import random_state
 from autosplit.units import format_bytes
@@ -66,7 +67,8 @@ def measure(
     counted = count_bytes and device.type == "cpu"
     with random_state(), _threads(threads), torch.inference_mode(False), torch.enable_grad():
         timing = _Timing(twin.module, traced, clock, repeats=repeats, device=device, counted=counted)
-        timing.run(rows, *own, initial_env=dict.fromkeys(epilogue_nodes(traced)))
+        with phase("measuring", total=sum(1 for _ in traced.compute_nodes())):
+            timing.run(rows, *own, initial_env=dict.fromkeys(epilogue_nodes(traced)))
     return MeasuredTimes(timing.measured(), str(device), timing.out_of_memory)
 
 
@@ -138,6 +140,7 @@ class _Timing(BorderInterpreter):
             return self._lose(n, cause, f"it needs {cause!r}, for which memory ran out on {self._where}")
         if info is None or n.op == "placeholder":
             return super().run_node(n)
+        update(len(self._kinds))
         try:
             return self._time(n, info)
         except Exception as error:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from autosplit.progress import phase
 from autosplit.trace import state
 from autosplit.trace.borrow import stand_ins
 from autosplit.trace.digest import Digest, digest, distance
@@ -65,6 +66,7 @@ class Runnable(Protocol):
         """The module that the calls run on."""
 
 
+@phase("tracing: is it the model")
 def check_recording(
     model: nn.Module, recording: Runnable, inputs: FlatInputs, *, answers: Answers | None = None, loose: bool = False
 ) -> str | None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.errors import TraceError
+from autosplit.progress import phase
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, matches, merge
@@ -65,6 +66,7 @@ def record_at(
     return record(model, flat, rows=rows, scope=scope, observed=observed, alike=alike, hooks=hooks)
 
 
+@phase("tracing the forward")
 def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | None = None) -> Gathered:
     """Record a model and merge; with ``atoms``, modules that cannot be recorded become atoms.
 

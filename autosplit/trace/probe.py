@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autosplit.progress import phase
 from autosplit.trace.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.build import RawGraph
 from autosplit.trace.formula import lengths_in
@@ -83,6 +84,7 @@ class Influence:
     gradients: frozenset[str]
 
 
+@phase("tracing: do rows meet")
 def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Influence:
     """Return the nodes in which rows influence each other.
 

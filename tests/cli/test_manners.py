@@ -1,0 +1,227 @@
+"""The command line as a process: quick help, progress on a terminal only, Ctrl-C, closed pipes, completion, paths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autosplit import cli, progress
+from autosplit.cli_outputs import check_outputs
+from autosplit.errors import InputError
+
+ROOT = Path(cli.__file__).parent.parent
+NETS = Path(__file__).parent / "nets.py"
+COMMANDS = ("devices", "diff", "plan", "profile", "solve", "report", "verify")
+WORKLOAD = ROOT / "benchmarks" / "data" / "workloads" / "pd_gnmt_bw1e10.json"
+SOLVE = ("solve", str(WORKLOAD), "--stages", "4", "--json")
+WAITS = "import time\ndef make():\n    print('reached', flush=True)\n    time.sleep(60)\n"
+
+
+def environment(**more: str) -> dict[str, str]:
+    names = ("NO_COLOR", "TERM", "FORCE_COLOR", "COLUMNS")
+    return {k: v for k, v in os.environ.items() if k not in names} | {"PYTHONPATH": str(ROOT)} | more
+
+
+def autosplit(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "autosplit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**more), check=False)
+
+
+class Terminal:
+    """A process whose stderr, or all of it, is a terminal."""
+
+    def __init__(self, *arguments: str, stdout: Any = subprocess.PIPE, **more: str) -> None:
+        self.mine, theirs = os.openpty()
+        command = [sys.executable, "-m", "autosplit", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=stdout, stderr=theirs, env=environment(**{"TERM": "xterm"} | more)
+        )
+        os.close(theirs)
+        self.seen = b""
+
+    def read(self, until: bytes | None = None) -> str:
+        """Return what has been written, up to the end, or until it holds some text."""
+        while until is None or until not in self.seen:
+            try:
+                found = os.read(self.mine, 65536)
+            except OSError:  # the other side is closed
+                break
+            self.seen += found
+            if not found:
+                break
+        return self.seen.decode()
+
+    def end(self) -> tuple[int, str]:
+        """Return the exit code and stdout."""
+        out = self.process.stdout.read().decode() if self.process.stdout is not None else ""
+        code = self.process.wait()
+        os.close(self.mine)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code, out
+
+
+def test_help_imports_nothing_that_is_slow() -> None:
+    code = "import sys\nfrom autosplit import cli\nimport typer.main\ntyper.main.get_command(cli.app)\n"
+    code += "print(*(n for n in 'torch numpy pydantic tabulate rich cost_models'.split() if n in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_examples_and_exit_codes(command: str) -> None:
+    result = CliRunner().invoke(cli.app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"\n    autosplit {command} " in result.stdout
+    assert "Exit codes: 0 " in result.stdout
+
+
+def test_solving_and_devices_need_no_torch() -> None:
+    code = "import sys\nfrom autosplit import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
+    for arguments in (["devices", "L4-24GB"], SOLVE):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_sees_progress_and_stdout_does_not() -> None:
+    terminal = Terminal(*SOLVE)
+    shown = terminal.read()
+    code, out = terminal.end()
+    assert code == 0
+    assert "solving" in shown
+    assert "\x1b[32m" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
+    assert out.startswith("{")
+    assert "\x1b" not in out
+
+
+def test_no_color_and_a_dumb_terminal() -> None:
+    terminal = Terminal(*SOLVE, NO_COLOR="1")
+    shown = terminal.read()
+    assert terminal.end()[0] == 0
+    assert "solving" in shown
+    assert "\x1b[32m" not in shown
+    dumb = Terminal(*SOLVE, TERM="dumb")
+    assert dumb.read() == ""
+    assert dumb.end()[0] == 0
+
+
+def test_the_phases_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names: list[str] = []
+
+    class Names:
+        def began(self, name: str, total: int | None) -> Names:
+            names.append(name)
+            return self
+
+        def moved(self, done: int, total: int | None) -> None:
+            assert total is None or done <= total
+
+        def ended(self) -> None:
+            pass
+
+    options = ("--devices", "cpu,cpu", "--chunks", "2", "--input", "x=float32[4,16]")
+    with progress.listening(Names()):
+        result = CliRunner().invoke(cli.app, ["report", f"{NETS}:make_mlp", *options])
+    assert result.exit_code == 0, result.output
+    expected = ["making the model", "tracing the forward", "tracing: do rows meet", "tracing: is it the model"]
+    assert [name for name in dict.fromkeys(names) if name in expected] == expected
+    assert {"profiling", "measuring", "solving", "replaying memory"} <= set(names)
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS, encoding="utf-8")
+    terminal = Terminal("plan", f"{tmp_path / 'waits.py'}:make", "--input", "x=float32[4]")
+    terminal.read(until=b"reached")
+    terminal.process.send_signal(signal.SIGINT)
+    shown = terminal.read()
+    assert terminal.end() == (130, "")
+    assert "Traceback" not in shown
+    assert shown.endswith("interrupted\r\n")
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "autosplit", "devices", "--json"]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment(), text=True, **pipe) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 141
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("autosplit re", "report"), ("autosplit plan x.py:f --schedule zb", "zb_h1"), ("autosplit devices L4", "L4-24GB")],
+)
+def test_completion(words: str, found: str) -> None:
+    more = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_AUTOSPLIT_COMPLETE": "complete_bash"}
+    done = autosplit(**more)
+    assert found in done.stdout.split()
+    assert done.stderr == ""
+
+
+def test_paths_are_tried_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_outputs(save=tmp_path / "new.json", html=tmp_path / "file", trace=None)
+    assert not (tmp_path / "new.json").exists()
+    for path, reason in [
+        (tmp_path, "is a folder; name a file in it"),
+        (tmp_path / "no" / "plan.json", "there is no folder"),
+        (tmp_path / "file" / "plan.json", "is no folder"),
+        (Path("x" * 300), "File name too long"),
+    ]:
+        with pytest.raises(InputError, match=f"^--save .*{reason}"):
+            check_outputs(save=path)
+    with pytest.raises(InputError, match=r"--save and --html name the same file"):
+        check_outputs(save=tmp_path / "a", html=tmp_path / ".." / tmp_path.name / "a")
+
+
+def test_a_path_that_cannot_be_written_is_said_before_the_model_is_made(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("raise SystemError('imported')\n", encoding="utf-8")
+    result = CliRunner().invoke(
+        cli.app, ["plan", f"{tmp_path / 'loud.py'}:make", "--input", "x=float32[4]", "--html", str(tmp_path)]
+    )
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: --html {str(tmp_path)!r}: is a folder; name a file in it\n"
+
+
+def test_phases_reach_who_listens_and_nobody_else() -> None:
+    told: list[Any] = []
+
+    class Told:
+        def began(self, name: str, total: int | None) -> Told:
+            told.append((name, total))
+            return self
+
+        def moved(self, done: int, total: int | None) -> None:
+            told.append((done, total))
+
+        def ended(self) -> None:
+            told.append("ended")
+
+    @progress.phase("inner")
+    def work() -> None:
+        progress.update(1, 2)
+
+    work()
+    with progress.listening(Told()), progress.phase("outer", total=3):
+        work()
+        progress.update(3)
+    with pytest.raises(ZeroDivisionError), progress.listening(Told()), progress.phase("fails"):
+        raise ZeroDivisionError
+    work()
+    outer = [("outer", 3), ("inner", None), (1, 2), "ended", (3, None), "ended"]
+    assert told == [*outer, ("fails", None), "ended"]
