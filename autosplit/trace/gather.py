@@ -8,8 +8,9 @@ record ──► a value read ──► ask the sample's own values, record agai
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 from torch.nn import functional as F
@@ -17,15 +18,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.errors import TraceError
 from autosplit.progress import phase
+from autosplit.trace.again import Mixed
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, matches, merge
 from autosplit.trace.reads import Scout, Unanswered
 from autosplit.trace.recording import Call, Recording, Refusal, Unexpected
 from autosplit.trace.rehearse import observe
-from autosplit.trace.repeats import equals
+from autosplit.trace.repeats import Repeats, equals
 from autosplit.trace.run import FlatInputs, record
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
+from autosplit.trace.twins import Twins
 
 _HIDES = 0.4
 """Share of the parameters above which an atom that has parts is not accepted."""
@@ -40,11 +43,21 @@ class Gathered:
     min_rows: int
     scope: Scope
 
-    def check_rows(self, model: nn.Module, flat: FlatInputs, rows: int) -> None:
-        """Record once more at another batch size; raise Refusal when the recording does not hold there."""
-        again = record_at(model, flat, rows, self.scope, hooks=False)
+    def check_rows(
+        self, model: nn.Module, flat: FlatInputs, rows: int, *, repeats: Callable[[], Repeats] | None = None
+    ) -> None:
+        """Record once more at another batch size; raise Refusal when the recording does not hold there.
+
+        ``repeats`` takes some blocks' calls from their equals; None: all modules run.
+        """
         lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
-        if not matches(self.recording, again, rows=rows, lengths=lengths):
+        again = record_at(model, flat, rows, self.scope, hooks=False, repeats=repeats and repeats())
+        try:
+            holds = matches(self.recording, again, rows=rows, lengths=lengths)
+        except Mixed:
+            again = record_at(model, flat, rows, self.scope, hooks=False)
+            holds = matches(self.recording, again, rows=rows, lengths=lengths)
+        if not holds:
             raise Refusal(
                 f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
                 "depends on the number of rows; a graph holds for all batch sizes only when sizes are a*rows + b",
@@ -58,12 +71,12 @@ def record_at(
     rows: int,
     scope: Scope,
     *,
-    alike: Mapping[str, str] | None = None,
+    repeats: Repeats | None = None,
     hooks: bool = True,
 ) -> Recording:
     """Record a model at a batch size; atoms run for real beforehand, where the model has values."""
     observed = observe(model, flat, rows, scope)
-    return record(model, flat, rows=rows, scope=scope, observed=observed, alike=alike, hooks=hooks)
+    return record(model, flat, rows=rows, scope=scope, observed=observed, repeats=repeats, hooks=hooks)
 
 
 @phase("tracing the forward")
@@ -77,7 +90,6 @@ def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | No
         try:
             try:
                 gathered = _merged(model, flat, scope)
-                gathered.check_rows(model, flat, batch_rows(flat))
             except Unanswered:
                 scope = replace(scope, answers=_answers(model, flat, scope))
                 continue
@@ -102,7 +114,6 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
             break
         scope = replace(scope, entered=scope.entered | more)
     alike = equals(first.calls, first.segments, {path: type(module) for path, module in model.named_modules()})
-    first = replace(first, segments={})
     try:
         merged = _with_others(model, flat, scope, first, alike)
     except (TraceError, Unexpected):
@@ -112,10 +123,33 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
         merged = _with_others(model, flat, scope, first, alike)
     try:
         holds = not any(_one_row_misleads(model, call) for call in first.calls)
-        holds = holds and matches(merged, record_at(model, flat, 1, scope, alike=alike), rows=1)
+        holds = holds and _holds_for_one(model, flat, scope, merged, first, alike)
     except Exception:  # whatever one row does to the model, microbatches of one row are then not made
         holds = False
-    return Gathered(merged, 1 if holds else 2, scope)
+    bare = replace(merged, recording=replace(first, segments={}))
+    gathered = Gathered(bare, 1 if holds else 2, scope)
+    on_paper = bool(alike) and all(p.is_meta for p in model.parameters())
+    twins = partial(_twins, model, alike, first) if on_paper else None
+    gathered.check_rows(model, flat, batch_rows(flat), repeats=twins)
+    return gathered
+
+
+def _twins(model: nn.Module, alike: Mapping[str, str], first: Recording) -> Repeats:
+    return Repeats(alike, first=first, twins=Twins(model))
+
+
+def _holds_for_one(
+    model: nn.Module,
+    flat: FlatInputs,
+    scope: Scope,
+    merged: MergedRecording,
+    first: Recording,
+    alike: Mapping[str, str],
+) -> bool:
+    try:
+        return matches(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first)), rows=1)
+    except Mixed:
+        return matches(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike)), rows=1)
 
 
 def _one_row_misleads(model: nn.Module, call: Call) -> bool:
@@ -134,7 +168,13 @@ def _one_row_misleads(model: nn.Module, call: Call) -> bool:
 def _with_others(
     model: nn.Module, flat: FlatInputs, scope: Scope, first: Recording, alike: Mapping[str, str]
 ) -> MergedRecording:
-    return merge([first, *(record_at(model, flat, rows, scope, alike=alike) for rows in BATCH_SIZES[1:])])
+    def others(start: Recording | None) -> list[Recording]:
+        return [record_at(model, flat, rows, scope, repeats=Repeats(alike, first=start)) for rows in BATCH_SIZES[1:]]
+
+    try:
+        return merge([first, *others(first)])
+    except Mixed:
+        return merge([first, *others(None)])
 
 
 def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -96,15 +96,15 @@ def record(
     scope: Scope,
     reader: Reader | None = None,
     observed: Observed | None = None,
-    alike: Mapping[str, str] | None = None,
+    repeats: Repeats | None = None,
     hooks: bool = True,
     sizes: Sizes | None = None,
 ) -> Recording:
     """Record the model's forward at ``rows`` batch rows; the model is as before at the end.
 
     ``reader`` answers value reads; None: as the scope says. ``observed`` tells what atoms give; None: their own run on
-    fake tensors does. ``alike`` maps modules to their equals (:mod:`autosplit.trace.repeats`). ``sizes`` gives the
-    shapes of the inputs; None: the sample's own, with ``rows`` rows.
+    fake tensors does. ``repeats`` runs entered modules, or takes over what their equals did; see
+    :mod:`autosplit.trace.repeats`. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
 
     Raises Refusal for what a graph cannot follow, Unexpected for an exception of the model's own, Unanswered for a
     value read that has no answer.
@@ -127,7 +127,7 @@ def record(
             scope,
             reader=reader or Recall(scope.answers),
             observed=observed,
-            repeats=Repeats(alike or {}),
+            repeats=repeats,
             hooks=hooks,
         )
         sizes.watch(recorder.random)
@@ -140,7 +140,11 @@ def record(
             with quiet_log():
                 forward = scope.capture.forward(recorder, args, kwargs)
         try:
-            with torch.inference_mode(False), quiet_log(), patched(recorder), sizes, mode, recorder.random, recorder:
+            watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
+            modes = sizes, mode, recorder.random, recorder, watch
+            with torch.inference_mode(False), quiet_log(), patched(recorder), contextlib.ExitStack() as stack:
+                for each in modes:
+                    stack.enter_context(each)
                 output = forward(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
             raise Refusal(

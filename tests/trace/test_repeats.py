@@ -17,7 +17,7 @@ from autosplit.trace.inputs import flatten
 from autosplit.trace.ladder import trace
 from autosplit.trace.merge import BATCH_SIZES
 from autosplit.trace.recording import Attribute, Call, Recording
-from autosplit.trace.repeats import equals
+from autosplit.trace.repeats import Repeats, equals
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.scope import Scope
 
@@ -197,9 +197,9 @@ def test_what_is_written_again_is_what_the_block_would_have_done(name: str) -> N
     assert alike == {"blocks.1": "blocks.0", "blocks.2": "blocks.0"}
     for rows in (1, 4, 7):
         RUNS.clear()
-        repeated = record_at(model, flat, rows, Scope(), alike=alike)
+        repeated = record_at(model, flat, rows, Scope(), repeats=Repeats(alike))
         assert dict(RUNS) == {"0": 1}
-        every = record_at(model, flat, rows, Scope(), alike={})
+        every = record_at(model, flat, rows, Scope())
         calls, output = shown(repeated)
         expected, expected_output = shown(every)
         assert [call["name"] for call in calls] == [call["name"] for call in expected]
@@ -212,7 +212,7 @@ def test_copied_calls_have_the_blocks_own_parameters_and_buffers() -> None:
     model = Chain(*[counts] * 3)
     flat = inputs(model)
     alike = alike_of(model)
-    calls = {c.name: c for c in record_at(model, flat, 4, Scope(), alike=alike).calls}
+    calls = {c.name: c for c in record_at(model, flat, 4, Scope(), repeats=Repeats(alike)).calls}
     for index in range(3):
         assert calls[f"blocks.{index}.up#0"].reads == [f"blocks.{index}.up.weight", f"blocks.{index}.up.bias"]
         assert calls[f"blocks.{index}.up#0"].target == calls[f"blocks.{index}.up#0"].leaf == f"blocks.{index}.up"
@@ -265,5 +265,5 @@ def test_a_block_that_is_given_something_else_runs_itself() -> None:
     model = Widening()
     flat = inputs(model)
     RUNS.clear()
-    record_at(model, flat, 4, Scope(), alike={"blocks.1": "blocks.0", "blocks.2": "blocks.0"})
+    record_at(model, flat, 4, Scope(), repeats=Repeats({"blocks.1": "blocks.0", "blocks.2": "blocks.0"}))
     assert dict(RUNS) == {"0": 1, "2": 1}
