@@ -2,6 +2,8 @@
 
 const PART_NAMES = ["parameters", "gradients", "optimizer state", "activations", "transient"];
 
+const sum = (sizes) => sizes.reduce((total, size) => total + size, 0);
+
 class MemoryChart extends LaneChart {
   constructor(app, canvas) {
     const many = app.schedule.lanes.length > 16;
@@ -63,10 +65,17 @@ class MemoryChart extends LaneChart {
     const { start, end } = this.timeline.lanes[lane];
     const count = start.length;
     const corners = [];
+    const pixel = (view.to - view.from) / this.plot;
     for (let k = 0; k < count; k++) {
       const until = k + 1 < count ? start[k + 1] : this.timeline.step;
       if (until < view.from || start[k] > view.to) continue;
       const held = this.parts(lane, k);
+      const last = corners[corners.length - 1];
+      if (last && start[k] - last[0] < pixel / 2) {
+        // Of moments that share a pixel the fullest is drawn.
+        if (sum(held) > sum(last[1])) last[1] = held;
+        continue;
+      }
       corners.push([k ? start[k] : 0, held]);
       if (until > end[k]) corners.push([end[k], [...held.slice(0, 4), 0]]);
     }
@@ -129,7 +138,7 @@ class MemoryChart extends LaneChart {
       if (action === null && time >= end[before]) held[4] = 0;
       title = action === null ? "idle" : this.app.nameOf(lane, action);
     }
-    const total = held.reduce((sum, size) => sum + size, 0);
+    const total = sum(held);
     const lines = held.map((size, part) => `${PART_NAMES[part]}: ${bytes(size)}`).reverse();
     return [`${data.devices[lane]}, ${title}: ${bytes(total)}`, ...lines];
   }
@@ -162,7 +171,7 @@ function deviceNow(app, lane) {
 /** The rows of peaks: a stacked bar with the range and the capacity, and the figures beside it. */
 function drawPeaks(app, body) {
   const now = app.data.devices.map((_, lane) => deviceNow(app, lane));
-  const ends = now.map((own) => Math.max(own.high ?? 0, own.peak, own.parts.reduce((sum, size) => sum + size, 0)));
+  const ends = now.map((own) => Math.max(own.high ?? 0, own.peak, sum(own.parts)));
   const largest = Math.max(...ends, 1);
   const most = Math.max(largest, ...now.map((own) => (own.capacity <= 3 * largest ? own.capacity : 0)));
   const rows = now.map((own, lane) => {

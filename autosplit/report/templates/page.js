@@ -212,7 +212,8 @@ class App {
     this.memoryChart?.draw();
     this.frontierChart?.draw();
     this.cutEditor?.draw();
-    drawPeaks(this, byId("peaks"));
+    if (this.peaksOf !== this.result) drawPeaks(this, byId("peaks"));
+    this.peaksOf = this.result;
     byId("zoom-out").disabled = byId("zoom-whole").disabled = !this.zoomed;
     byId("above").hidden = !this.memoryChart || !(this.memoryChart.scale().capacity > this.memoryChart.scale().most);
     byId("transfer-hint").hidden = this.transfersShown || !this.data.transfers.length;
