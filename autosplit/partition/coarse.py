@@ -54,6 +54,14 @@ def runs(problem: Problem, graph: Graph, *, most: int) -> tuple[int, ...]:
     return tuple(unit_of_group[group_of].tolist())
 
 
+def taken_apart(group_of: Sequence[int], coarse: Coarse, bounds: Sequence[int]) -> tuple[int, ...]:
+    """Return the unit of each work where the units next to each boundary are taken apart into groups."""
+    near = {unit for bound in bounds[1:-1] for unit in (bound - 1, bound)}
+    pieces = [(unit, group if unit in near else -1) for unit, group in zip(coarse.unit_of, group_of, strict=True)]
+    place = {piece: index for index, piece in enumerate(sorted(set(pieces)))}
+    return tuple(place[piece] for piece in pieces)
+
+
 def coarsened(problem: Problem, unit_of: Sequence[int]) -> Coarse:
     """Return the problem in units, which may be cut in their order only."""
     count = max(unit_of) + 1

@@ -84,6 +84,12 @@ class FastSimulator:
         ]
         return np.concatenate(found) if found else np.zeros(0)
 
+    def neighbours(self) -> Ints:
+        """Return for each action the row of the neighbouring stage's that it waits for; ``count`` stands for none."""
+        sources, _ = self._arrivals(np.zeros((self.stages, self.stages), dtype=np.bool_))
+        first: Ints = sources[:, 0]
+        return first
+
     def _some(self, times: StepTimes, cuts: slice, sources: Ints, pairs: Ints) -> Floats:
         forward, backward, weight = times.forward_s[cuts], times.backward_s[cuts], times.weight_s[cuts]
         duration = np.concatenate([forward, backward, backward - weight, weight], axis=1).T.copy()

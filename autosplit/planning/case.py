@@ -19,6 +19,7 @@ from autosplit.profile.types import Profile
 from autosplit.trace.ladder import Trace
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.state import attributes, buffer_contents
+from cost_models.specs import DeviceSpec
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,55 @@ def prepare(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[in
     """Profile a recording for microbatches of the given sizes and formulate its problem."""
     costs = profiled(model, found, options, sizes)
     formulation = formulate(found.graph, costs, options, microbatches=len(sizes))
+    formulation = slowed(formulation, slowdowns(model, found, options, sizes, costs))
     settled = settle(options, parts=base_graph(formulation.problem).size, microbatches=len(sizes))
     formulation = replace(formulation, problem=scheduled(formulation.problem, settled))
     return Case(model, found, options, sizes, costs, formulation, settled.warning)
 
 
-def profiled(model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...]) -> Profile:
-    """Return what the nodes of a recording cost for microbatches of the first size; the model stays as it is."""
+def slowdowns(
+    model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...], costs: Profile
+) -> tuple[float, ...] | None:
+    """Return how many times as long all nodes together take on each device as on the first; None: all are alike.
+
+    ``costs`` are those of the first device on paper.
+    """
+    if options.machine is None or len({device.name for device in options.machine.devices}) < 2:
+        return None
+    first_s, known = _seconds(costs), {options.machine.devices[0].name: 1.0}
+    for device in options.machine.devices:
+        if device.name not in known:
+            there_s = _seconds(profiled(model, found, options, sizes, device=device))
+            known[device.name] = there_s / first_s if first_s and there_s else 1.0
+    return tuple(known[device.name] for device in options.machine.devices)
+
+
+def slowed(formulation: Formulation, factors: tuple[float, ...] | None) -> Formulation:
+    """Return the formulation with devices that take so many times as long."""
+    problem = formulation.problem
+    if factors is None or problem.devices is None:
+        return formulation
+    devices = tuple(replace(device, slowdown=factor) for device, factor in zip(problem.devices, factors, strict=True))
+    return replace(formulation, problem=replace(problem, devices=devices))
+
+
+def _seconds(costs: Profile) -> float:
+    return sum(node.forward_s + node.backward_s for node in costs.nodes.values())
+
+
+def profiled(
+    model: nn.Module,
+    found: Trace,
+    options: Options,
+    sizes: tuple[int, ...],
+    *,
+    device: DeviceSpec | str | None = None,
+) -> Profile:
+    """Return what the nodes of a recording cost for microbatches of the first size; the model stays as it is.
+
+    ``device`` is by default the options' first.
+    """
+    device = options.model_device if device is None else device
     leaves = []
     for position in found.inputs.tensors():
         leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
@@ -64,11 +107,9 @@ def profiled(model: nn.Module, found: Trace, options: Options, sizes: tuple[int,
             batch_rows=sum(sizes),
             inputs=leaves,
             measure=options.measure,
-            device=options.model_device,
+            device=device,
             kernels=options.kernels,
         )
         if not isinstance(options.loss, PaperLoss):
             return costs
-        return with_loss(
-            costs, options.loss, batch_rows=sum(sizes), device=options.model_device, kernels=options.kernels
-        )
+        return with_loss(costs, options.loss, batch_rows=sum(sizes), device=device, kernels=options.kernels)

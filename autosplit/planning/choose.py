@@ -21,7 +21,7 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.partition.line_search import LineCut
-from autosplit.planning.finish import Finished, finish
+from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
 from autosplit.planning.sweep import Entry, Space, Sweep
@@ -32,9 +32,9 @@ from autosplit.trace.ladder import Trace
 
 __all__ = ["Space", "choose_plan", "weigh"]
 
-_REPLAYS = 12
+_REPLAYS = 6
 """How many cuts are replayed at most before the leanest is taken."""
-_LEANEST = 4
+_LEANEST = 2
 """How many of the leanest cuts are replayed where nothing fits."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
@@ -68,7 +68,7 @@ def choose_plan(
     sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs))
     search = _Search(sweep, progress or update)
     with phase("searching"):
-        finished = search.run()
+        finished = refined(sweep, search.run())
     case = finished.writer.case
     if case.warning is not None:
         warnings.warn(case.warning, UserWarning, stacklevel=2)
@@ -96,6 +96,7 @@ class _Search:
         self.weighed: list[Weighed] = []
         self.entries: list[Entry] = []
         self.finished: list[Finished] = []
+        self.above: dict[frozenset[str], float] = {}
 
     def weigh(self) -> None:
         """Find the best cut of every configuration, and where none fits its leanest."""
@@ -123,35 +124,53 @@ class _Search:
         self.weigh()
         heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.weighed) if self._fits(each)]
         heapq.heapify(heap)
-        for turn in range(_REPLAYS):
-            if not heap:
-                break
+        turns = 0
+        while heap and len(self.finished) < _REPLAYS:
+            turns += 1
             _, _, best = heapq.heappop(heap)
-            finished = self._finish(best.entry, best.cut)
-            if not finished.over:
-                return finished
-            following = self._less_room(best, finished)
+            over = self._over(best)
+            if over is None:
+                finished = self._finish(best.entry, best.cut)
+                if not finished.over:
+                    return finished
+                over = [max(0, peak - held) for peak, held in zip(finished.peaks, best.cut.device_bytes, strict=True)]
+            following = self._less_room(best, over)
             if following is not None:
-                heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + turn, following))
+                heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + turns, following))
         return self._leanest()
 
     def _finish(self, entry: Entry, cut: LineCut) -> Finished:
-        self.finished.append(finish(self.sweep, entry, cut))
-        return self.finished[-1]
+        """Replay a cut, and keep by how much at least cuts of its kind come out above the formula."""
+        finished = finish(self.sweep, entry, cut)
+        self.finished.append(finished)
+        pairs = zip(finished.peaks, cut.device_bytes, strict=True)
+        above = max(peak / max(held, 1) for peak, held in pairs)
+        kind = frozenset(cut.recompute)
+        self.above[kind] = min(above, self.above.get(kind, above))
+        return finished
 
     def _fits(self, weighed: Weighed) -> bool:
         limits = self.sweep.room(weighed.entry.search.problem)
         return limits is None or _within(weighed.cut.device_bytes, limits)
 
-    def _less_room(self, weighed: Weighed, finished: Finished) -> Weighed | None:
-        """Return the next cut of a configuration: with as much less room as the replay came out above the formula."""
+    def _over(self, weighed: Weighed) -> list[float] | None:
+        """Return by how much devices will be above the formula; None where only a replay can tell whether that fits."""
+        limits = self.sweep.room(weighed.entry.search.problem)
+        above = self.above.get(frozenset(weighed.cut.recompute), 1.0) - 1.0
+        expected = [held * (1.0 + above) for held in weighed.cut.device_bytes]
+        if limits is None or _within(expected, [limit * (1 + 1e-9) for limit in limits]):
+            return None
+        return [held * above for held in weighed.cut.device_bytes]
+
+    def _less_room(self, weighed: Weighed, over: Sequence[float]) -> Weighed | None:
+        """Return the next cut of a configuration: with as much less room as devices come out above the formula."""
         limits = self.sweep.room(weighed.entry.search.problem)
         assert limits is not None, "what is over a limit has one"
-        pairs = zip(finished.peaks, weighed.cut.device_bytes, limits, strict=False)
-        room = [max(1.0, limit - max(0, peak - held)) for peak, held, limit in pairs]
-        room += limits[len(room) :]
+        room = [*(limit - more for limit, more in zip(limits, over, strict=False)), *limits[len(over) :]]
         if weighed.room is not None:
             room = [min(pair) for pair in zip(room, weighed.room, strict=True)]
+        if min(room) <= 0 or tuple(room) == weighed.room:
+            return None
         for way in self.sweep.ways(weighed.entry.settled.stages):
             cut = weighed.entry.best(way, room)
             if cut is not None:
@@ -168,37 +187,43 @@ class _Search:
                 cut = entry.search.leanest(way, limits)
                 self.weighed.append(Weighed(entry, way, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
-                found.append((over, cut.step_s, place, cut))
+                found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
         for _, _, place, cut in sorted(found, key=lambda each: each[:3])[:_LEANEST]:
             self._finish(self.entries[place], cut)
-        return min(self.finished, key=lambda each: each.worst)
+        return min(self.finished, key=lambda each: (round(each.worst, 2), each.writer.partition.value_s))
 
     def alternatives(self) -> list[Alternative]:
-        """Return what was weighed, as the plan's file has it."""
-        replayed = [alternative(each.writer.plan()) for each in self.finished]
+        """Return what was weighed, as the plan's file has it; what was replayed with its peak."""
+        replayed = [
+            self._alternative(each.entry, each.cut.recompute, each.writer.partition.value_s, each.peaks, replayed=True)
+            for each in self.finished
+        ]
         known = set(map(_key, replayed))
-        found = []
-        for each in self.weighed:
-            limits = self.sweep.room(each.entry.search.problem)
-            fits = limits is not None and _within(each.cut.device_bytes, limits)
-            near = limits is None or _within(each.cut.device_bytes, [limit * _NEAR for limit in limits])
-            recompute = each.cut.recompute
-            found.append(
-                Alternative(
-                    chunks=each.entry.options.chunks,
-                    schedule=each.entry.settled.schedule,
-                    virtual_stages=each.entry.settled.virtual_stages,
-                    recompute=recompute if len(set(recompute)) > 1 else recompute[:1],
-                    step_s=each.cut.step_s + each.entry.sized.once_s,
-                    peak_bytes=max(each.cut.device_bytes),
-                    verdict="fits" if fits else "borderline" if near else "no",
-                    replayed=False,
-                )
-            )
-        return [*replayed, *(each for each in found if _key(each) not in known)]
+        weighed = (
+            self._alternative(each.entry, each.cut.recompute, each.cut.step_s, each.cut.device_bytes, replayed=False)
+            for each in self.weighed
+        )
+        return [*replayed, *(each for each in weighed if _key(each) not in known)]
+
+    def _alternative(
+        self, entry: Entry, recompute: tuple[str, ...], step_s: float, held: Sequence[int], *, replayed: bool
+    ) -> Alternative:
+        limits = self.sweep.room(entry.search.problem)
+        fits = limits is not None and _within(held, limits)
+        near = limits is None or _within(held, [limit * _NEAR for limit in limits])
+        return Alternative(
+            chunks=entry.options.chunks,
+            schedule=entry.settled.schedule,
+            virtual_stages=entry.settled.virtual_stages,
+            recompute=recompute if len(set(recompute)) > 1 else recompute[:1],
+            step_s=step_s + entry.sized.once_s,
+            peak_bytes=max(held),
+            verdict="fits" if fits else "borderline" if near else "no",
+            replayed=replayed,
+        )
 
 
-def _within(held: Sequence[int], limits: Sequence[float]) -> bool:
+def _within(held: Sequence[float], limits: Sequence[float]) -> bool:
     return all(own <= limit for own, limit in zip(held, limits, strict=False))
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autosplit.partition.coarse import Coarse, coarsened, taken_apart
 from autosplit.partition.costs import check
-from autosplit.partition.line_search import LineCut
+from autosplit.partition.line import Line
+from autosplit.partition.line_search import LineCut, LineSearch
+from autosplit.partition.problem import again_share
 from autosplit.partition.solve import Partition
+from autosplit.partition.spread_bound import spread_bound
 from autosplit.partition.step_bound import simple_bound
+from autosplit.planning.case import Case
 from autosplit.planning.sweep import Entry, Sweep
 from autosplit.planning.writer import Writer
+
+_MOST = 1_000
+"""Boundaries are moved node by node where no more pieces come of it."""
+_GAIN = 1e-4
+"""What a cut must gain to be replayed again."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +27,8 @@ class Finished:
     """A cut that was replayed: what its plan is written from, and each device's peak and limit."""
 
     entry: Entry
+    cut: LineCut
+    """The cut of the units that it comes from, and what its stages recompute."""
     writer: Writer
     limits: tuple[float, ...]
 
@@ -39,16 +51,53 @@ class Finished:
 def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:
     """Return a cut of the units as one of the nodes, replayed."""
     case = entry.case(sweep.model, sweep.found, sweep.memo)
-    assignment = entry.sized.coarse.assignment(cut.bounds)
+    return _replayed(sweep, entry, cut, case, entry.sized.coarse.assignment(cut.bounds))
+
+
+def refined(sweep: Sweep, finished: Finished) -> Finished:
+    """Return the cut with its boundaries moved node by node, where that is faster and fits when it is replayed.
+
+    The units next to a boundary are taken apart; all others stay whole.
+    """
+    entry, cut, case = finished.entry, finished.cut, finished.writer.case
+    apart = taken_apart(sweep.group_of, entry.sized.coarse, cut.bounds)
+    if max(apart) >= _MOST:
+        return _bounded(finished)
+    fine = coarsened(case.problem, apart)
+    search = LineSearch(Line(fine.problem), fine.problem, stages=entry.settled.stages)
+    limits, held = finished.limits, search.device_bytes(_bounds(fine, finished.writer.partition), cut.recompute)
+    room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, finished.peaks, held, strict=False)]
+    better = search.listed(cut.recompute, [*room, *limits[len(room) :]])
+    if better is None or better.step_s >= cut.step_s * (1 - _GAIN):
+        return _bounded(finished)
+    moved = _replayed(sweep, entry, replace(better, bounds=cut.bounds), case, fine.assignment(better.bounds))
+    return _bounded(finished if moved.over else moved)
+
+
+def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
+    """Return the boundaries of a partition among the units of another coarse problem."""
+    ends = [0] * (partition.stages + 1)
+    for unit, stage in zip(fine.unit_of, partition.assignment, strict=True):
+        ends[stage + 1] = max(ends[stage + 1], unit + 1)
+    return tuple(ends)
+
+
+def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: Case, assignment: tuple[int, ...]) -> Finished:
     costs = check(case.problem, assignment, recompute=cut.recompute)
-    lower_s = simple_bound(case.problem, stages=entry.settled.stages)
-    partition = Partition(
-        assignment=assignment,
-        objective="step_time",
-        value_s=costs.step_s,
+    partition = Partition(assignment, "step_time", costs.step_s, 0.0, "bounded", costs)
+    limits = sweep.room(case.problem) or [float("inf")] * len(sweep.options.devices)
+    return Finished(entry, cut, Writer(case, partition), tuple(limits))
+
+
+def _bounded(finished: Finished) -> Finished:
+    """Return the same with a lower bound: of all cuts whose stages do as much again as the one that does least."""
+    writer, problem = finished.writer, finished.writer.case.problem
+    stages, costs = finished.entry.settled.stages, finished.writer.partition.costs
+    least = min(again_share(option, microbatches=problem.microbatches) for option in costs.recompute)
+    lower_s = max(simple_bound(problem, stages=stages), spread_bound(problem, stages=stages, again=least))
+    writer.partition = replace(
+        writer.partition,
         lower_bound_s=min(lower_s, costs.step_s),
         status="optimal" if costs.step_s <= lower_s * (1 + 1e-9) else "bounded",
-        costs=costs,
     )
-    limits = sweep.room(case.problem) or [float("inf")] * len(sweep.options.devices)
-    return Finished(entry, Writer(case, partition), tuple(limits))
+    return finished

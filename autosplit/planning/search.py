@@ -13,7 +13,7 @@ from torch import nn
 from autosplit.errors import InfeasibleError
 from autosplit.options import Options
 from autosplit.partition.infeasible import over_capacity
-from autosplit.partition.problem import Problem, devices_of
+from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition, solve, solve_evenly
 from autosplit.planning.case import prepare
 from autosplit.planning.given import given
@@ -63,7 +63,8 @@ def _cut(problem: Problem, written: Callable[[Partition], Writer]) -> Writer:
     room = list(limits)
     with contextlib.suppress(InfeasibleError):
         for _ in range(_ROUNDS):
-            writer = written(solve(replace(problem, devices=devices_of(room)), objective="step_time"))
+            devices = [replace(own, capacity_bytes=left) for own, left in zip(problem.devices or (), room, strict=True)]
+            writer = written(solve(replace(problem, devices=tuple(devices)), objective="step_time"))
             if not writer.over_capacity():
                 return writer
             room = [_less(*each) for each in zip_longest(room, writer.peaks(), limits)]

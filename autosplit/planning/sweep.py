@@ -19,7 +19,7 @@ from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_search import LineCut, LineSearch
 from autosplit.partition.problem import RECOMPUTE, Problem
-from autosplit.planning.case import Case, profiled
+from autosplit.planning.case import Case, profiled, slowdowns, slowed
 from autosplit.planning.formulate import Formulation, formulate, scheduled
 from autosplit.planning.schedules import Settled, settle
 from autosplit.planning.sizes import sizes_of
@@ -88,6 +88,9 @@ class Sweep:
         self.memo = TraceMemo()
         self._units: tuple[int, ...] | None = None
         self._parts = 0
+        self._slowdowns: tuple[float, ...] | None = None
+        self.group_of: tuple[int, ...] = ()
+        """Of each work the group that cannot be separated, in an order that may be cut anywhere."""
 
     def entries(self, *, progress: Callable[[int, int], None] | None = None) -> Iterator[Entry]:
         """Yield every configuration that its schedule can be built for, each pair of sizes and schedule once."""
@@ -111,8 +114,11 @@ class Sweep:
         costs = profiled(self.model, self.found, options, sizes)
         formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes))
         if self._units is None:
+            self._slowdowns = slowdowns(self.model, self.found, options, sizes, costs)
             graph = base_graph(formulation.problem)
+            self.group_of = graph.group_of
             self._parts, self._units = graph.size, runs(formulation.problem, graph, most=self._most(graph))
+        formulation = slowed(formulation, self._slowdowns)
         coarse = coarsened(formulation.problem, self._units)
         return Sized(sizes, costs, formulation, coarse, Line(coarse.problem), shared_s(self.found.graph, costs))
 

@@ -133,6 +133,8 @@ class Writer:
         names = [info.name for _, info in self.traced.compute_nodes() if self.stage_of[info.name] == index]
         own = self._works(index)
         parameters = [s for s in self._states(index) if s.is_parameter]
+        devices = self.formulation.problem.devices
+        slowdown = devices[self.lane[index]].slowdown if devices is not None else 1.0
         again = again_share(self.recompute[index], microbatches=len(self.sizes))
         issue = self._issue(index, names)
         return StagePlan(
@@ -142,10 +144,10 @@ class Writer:
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),
             parameters=sum(s.elements for s in parameters),
-            forward_s=sum(work.forward_s for work in own),
-            backward_s=sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own),
+            forward_s=slowdown * sum(work.forward_s for work in own),
+            backward_s=slowdown * (sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own)),
             recompute=self.recompute[index],
-            weight_s=sum(work.weight_s for work in own),
+            weight_s=slowdown * sum(work.weight_s for work in own),
             forward_issue_s=issue.forward_s,
             backward_issue_s=issue.backward_s + again * issue.forward_s,
             memory=self._memory(index),

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autosplit.api import plan
 from autosplit.options import Options, Sample
 from autosplit.planning.choose import Space, alternative, choose_plan
 from autosplit.planning.plan import Plan
+from autosplit.planning.timeline import predicted
 from autosplit.trace.ladder import Trace, trace
 
 WIDTH, ROWS = 16, 64
@@ -41,8 +43,8 @@ def chosen(model: nn.Module, found: Trace, space: Space, *, limit: int | None = 
     return choose_plan(model, found, options, space)
 
 
-def peak(plan: Plan) -> int:
-    return max(stage.memory.peak_bytes for stage in plan.stages)
+def peak(own: Plan) -> int:
+    return max(stage.memory.peak_bytes for stage in own.stages)
 
 
 def over(model: nn.Module, found: Trace, space: Space, *, limit: int | None = None) -> list[Plan]:
@@ -59,7 +61,7 @@ WIDE = Space((1, 2, 4, 8), (("1f1b", 1), ("gpipe", 1), ("interleaved", 2)))
 
 def test_of_all_entries_the_fastest_is_chosen(model: nn.Module, found: Trace) -> None:
     best = chosen(model, found, WIDE)
-    assert best.step_s == pytest.approx(min(plan.step_s for plan in over(model, found, WIDE)), rel=0.02)
+    assert best.step_s == pytest.approx(min(each.step_s for each in over(model, found, WIDE)), rel=0.02)
     assert best.chunks > 1
 
 
@@ -69,14 +71,14 @@ def test_under_a_limit_the_fastest_that_keeps_it_is_chosen(model: nn.Module, fou
     best = chosen(model, found, WIDE, limit=limit)
     assert best.fits
     assert peak(best) <= limit
-    fitting = [plan for plan in over(model, found, WIDE, limit=limit) if plan.fits]
-    assert best.step_s == pytest.approx(min(plan.step_s for plan in fitting), rel=0.02)
+    fitting = [each for each in over(model, found, WIDE, limit=limit) if each.fits]
+    assert best.step_s == pytest.approx(min(each.step_s for each in fitting), rel=0.02)
 
 
 def test_where_nothing_fits_the_plan_that_comes_closest_says_no(model: nn.Module, found: Trace) -> None:
     none = chosen(model, found, WIDE, limit=1000)
     assert (none.verdict, none.fits) == ("no", False)
-    assert peak(none) <= 1.02 * min(peak(plan) for plan in over(model, found, WIDE, limit=1000))
+    assert peak(none) <= 1.02 * min(peak(each) for each in over(model, found, WIDE, limit=1000))
 
 
 def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: Trace) -> None:
@@ -86,6 +88,17 @@ def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: 
         assert faster.step_s < slower.step_s
         assert faster.peak_bytes > slower.peak_bytes
     assert Plan.model_validate_json(best.to_json()) == best
+
+
+def test_devices_of_other_speeds_get_other_shares() -> None:
+    with torch.device("meta"):
+        deep, sample = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)]), torch.zeros(16384, 2048)
+    uneven = plan(deep, ["H100-SXM5-80GB", "V100-SXM2-16GB"], 4, sample=sample, schedule="1f1b")
+    even = plan(deep, ["H100-SXM5-80GB"] * 2, 4, sample=sample, schedule="1f1b")
+    first, last = ([unit.stage for unit in each.units].count(0) for each in (uneven, even))
+    assert first > last
+    assert uneven.step_s > even.step_s
+    assert predicted(uneven).step_s == pytest.approx(uneven.step_s, rel=1e-6)
 
 
 def test_the_same_input_gives_the_same_plan(model: nn.Module, found: Trace) -> None:

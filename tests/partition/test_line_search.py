@@ -1,0 +1,147 @@
+"""The line of units: its tables against the checker, its cuts against all cuts, its bound against every cut."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from autosplit.partition.coarse import coarsened, runs, taken_apart
+from autosplit.partition.costs import Costs, check
+from autosplit.partition.graph import base_graph
+from autosplit.partition.line import Line
+from autosplit.partition.line_search import LineSearch
+from autosplit.partition.problem import RECOMPUTE, Device, Hold, Net, Problem, Tie, Work
+from autosplit.partition.spread_bound import spread_bound
+
+
+def random_problem(seed: int, *, works: int = 9, schedule: str = "1f1b", virtual: int = 1, devices: int = 3) -> Problem:
+    """Return a chain with skips, storages with any pins, blocks of two, and a tied parameter."""
+    chance = random.Random(seed)
+    nets, holds = [], []
+    for place in range(works - 1):
+        others = {place + 1} | {chance.randrange(place + 1, works) for _ in range(chance.randrange(2))}
+        seconds = chance.choice((0.0, 0.1, 0.3))
+        nets.append(Net(place, tuple(sorted(others)), seconds, seconds))
+        savers = tuple(own for own in sorted({place, *others}) if chance.random() < 0.6)
+        holds.append(Hold(chance.randrange(1, 50), place, tuple(sorted(others)), savers))
+    holds.append(Hold(7, None, (0, works // 2), (0,)))
+    return Problem(
+        tuple(
+            Work(
+                str(place),
+                (forward := chance.choice((0.5, 1.0, 2.0))),
+                2 * forward,
+                chance.randrange(100),
+                chance.randrange(20),
+                weight_s=forward,
+                block=place // 2,
+            )
+            for place in range(works)
+        ),
+        tuple(nets),
+        tuple(holds),
+        ties=(Tie((0, works - 1), 60, 20, 0.2),),
+        microbatches=6,
+        schedule=schedule,
+        virtual_stages=virtual,
+        devices=tuple(Device(slowdown=1.0 + 0.5 * (place == 1)) for place in range(devices)),
+    )
+
+
+def all_cuts(size: int, stages: int) -> list[tuple[int, ...]]:
+    return [(0, *inner, size) for inner in combinations(range(1, size), stages - 1)]
+
+
+def assigned(bounds: tuple[int, ...]) -> list[int]:
+    return [stage for stage in range(len(bounds) - 1) for _ in range(bounds[stage], bounds[stage + 1])]
+
+
+def peak(costs: Costs, room: float) -> bool:
+    return max(costs.device_bytes) <= room
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_have_what_the_checker_counts(seed: int) -> None:
+    problem = random_problem(seed)
+    search = LineSearch(Line(problem), problem, stages=3)
+    for bounds in all_cuts(9, 3)[::3]:
+        for option in RECOMPUTE:
+            cut = search.cut(bounds, (option,) * 3)
+            costs = check(problem, assigned(bounds), recompute=(option,) * 3)
+            assert cut.device_bytes == costs.device_bytes
+            assert cut.step_s == pytest.approx(costs.step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fastest_cut_is_within_two_percent_of_the_best_of_all(seed: int, schedule: str, virtual: int) -> None:
+    problem = random_problem(seed, schedule=schedule, virtual=virtual)
+    stages = 3 * virtual
+    search = LineSearch(Line(problem), problem, stages=stages)
+    every = [check(problem, assigned(bounds), recompute=("never",) * stages) for bounds in all_cuts(9, stages)]
+    best = min(costs.step_s for costs in every)
+    found = search.fastest(["never"])
+    assert found is not None
+    assert best * (1 - 1e-9) <= found.step_s <= best * 1.02
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cut_keeps_its_room_and_recomputes_only_what_it_must(seed: int) -> None:
+    problem = random_problem(seed)
+    search = LineSearch(Line(problem), problem, stages=3)
+    least = max(search.leanest(list(RECOMPUTE), [1e9] * 3).device_bytes)
+    free = search.fastest(["never"])
+    assert free is not None
+    room = (least + max(free.device_bytes)) / 2
+    found = search.fastest(list(RECOMPUTE), [room] * 3)
+    assert found is not None
+    assert max(found.device_bytes) <= room
+    chosen = replace(
+        problem,
+        recompute=RECOMPUTE,
+        devices=tuple(replace(device, capacity_bytes=int(room)) for device in problem.devices or ()),
+    )
+    every = [check(chosen, assigned(bounds)) for bounds in all_cuts(9, 3)]
+    best = min(costs.step_s for costs in every if max(costs.device_bytes) <= room)
+    assert found.step_s <= best * 1.02
+    assert search.fastest(list(RECOMPUTE), [least * 0.9] * 3) is None
+
+
+def test_what_a_tuple_lists_is_recomputed_stage_by_stage() -> None:
+    problem = random_problem(0)
+    found = LineSearch(Line(problem), problem, stages=3).listed(("block", "never", "always"))
+    assert found is not None
+    assert found.recompute == ("block", "never", "always")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_cut_is_below_the_bound(seed: int, schedule: str) -> None:
+    problem = replace(random_problem(seed, schedule=schedule), nets=(), ties=())
+    bound_s = spread_bound(problem, stages=3)
+    every = [check(problem, assigned(bounds), recompute=("never",) * 3) for bounds in all_cuts(9, 3)]
+    assert 0 < bound_s <= min(costs.step_s for costs in every)
+
+
+def test_the_bound_is_near_the_step_of_an_even_pipeline() -> None:
+    works = tuple(Work(str(place), 1.0, 2.0, weight_s=1.0) for place in range(8))
+    for schedule, least in (("1f1b", 0.98), ("zb_h1", 0.97)):
+        problem = Problem(works, (), microbatches=32, schedule=schedule)
+        step_s = check(problem, range(8)).step_s
+        assert least * step_s <= spread_bound(problem, stages=8) <= step_s
+
+
+def test_units_are_runs_that_end_with_their_blocks() -> None:
+    problem = random_problem(1, works=40)
+    graph = base_graph(problem)
+    units = runs(problem, graph, most=50)
+    assert len(set(units)) == graph.size
+    few = runs(problem, graph, most=44 - 4)
+    assert list(few) == sorted(few)
+    coarse = coarsened(problem, few)
+    assert sum(work.forward_s for work in coarse.problem.works) == sum(work.forward_s for work in problem.works)
+    apart = taken_apart(graph.group_of, coarse, (0, 5, max(few) + 1))
+    assert max(apart) >= max(few)
