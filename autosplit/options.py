@@ -102,6 +102,12 @@ class Options:
             return master + self.optimizer * elements
         return master + OPTIMIZER_COPIES[self.optimizer] * (master or parameter_bytes)
 
+    def step_bytes(self, *, elements: int, parameter_bytes: int) -> int:
+        """Return what the optimizer's step allocates for one parameter: the list of roots of torch's foreach Adam."""
+        if self.optimizer not in ("adam", "adamw") or self.devices[0].type == "cpu":
+            return 0
+        return _MASTER_BYTES * elements if self.precision == "bf16_fp32_master" else parameter_bytes
+
     def capacity_bytes(self, lane: int) -> int | None:
         """Return the bytes that one of the devices may use; None where that is not known.
 

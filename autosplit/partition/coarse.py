@@ -115,6 +115,7 @@ def _units(problem: Problem, unit_of: Sequence[int], count: int) -> tuple[Work, 
                 weight_s=min(sum(work.weight_s for work in own), backward_s),
                 sync_s=sum(work.sync_s for work in own),
                 block=next(iter(blocks)) if len(blocks) == 1 else None,
+                step_bytes=sum(work.step_bytes for work in own),
             )
         )
     return tuple(units)

@@ -33,6 +33,8 @@ class StageTable:
     each: Floats
     transient: Floats
     """The part of ``fixed`` that counts once per device, however many stages it has."""
+    least: Floats
+    """What a run holds in the optimizer's step, whatever is in flight before it."""
 
 
 class Line:
@@ -65,7 +67,7 @@ class Line:
         elif option == "block":
             saved = block_bytes(self.problem, range(self.size), size=self.size)
             transient, each = self._worst(saved), self._of_blocks
-        return StageTable(self._static + transient, each, transient)
+        return StageTable(self._static + transient, each, transient, self._least)
 
     @cached_property
     def _static(self) -> Floats:
@@ -80,6 +82,12 @@ class Line:
             plane.rectangle((0, first), (first + 1, self.size), tie.home_bytes - tie.copy_bytes)
         tied: Floats = whole + plane.sums()
         return tied
+
+    @cached_property
+    def _least(self) -> Floats:
+        step = _running(work.step_bytes for work in self.problem.works)
+        least: Floats = self._static + (step[None, :] - step[:, None])
+        return least
 
     @cached_property
     def _never(self) -> Floats:

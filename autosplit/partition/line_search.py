@@ -92,7 +92,7 @@ class LineSearch:
         assert chain is not None, "without a limit every line of enough units can be cut"
         if isinstance(options, tuple):
             return self._cut(chain, options)
-        held, transient = self._bytes(chain, options)
+        held, transient = self._bytes(chain, options, with_step=False)
         return self._cut(chain, [options[least] for least in (held + transient).argmin(axis=1)])
 
     def cut(self, bounds: Sequence[int], recompute: Sequence[str]) -> LineCut:
@@ -121,13 +121,19 @@ class LineSearch:
             round(_sum(held, transient, [(stage, own[stage]) for stage in stages])) for stages in self.stages_on
         )
 
-    def _bytes(self, chain: Sequence[int], options: Sequence[str]) -> tuple[Floats, Floats]:
-        """Return what each stage holds under each option, and the transient that comes on top: [stage, option]."""
+    def _bytes(self, chain: Sequence[int], options: Sequence[str], *, with_step: bool = True) -> tuple[Floats, Floats]:
+        """Return what each stage holds under each option, and the transient that comes on top: [stage, option].
+
+        The optimizer's step, which is the same under all options, counts as a transient too, or does not.
+        """
         tables, runs = [self.table(option) for option in options], (list(chain[:-1]), list(chain[1:]))
         transient = np.array([table.transient[runs] for table in tables]).T
         fixed = np.array([table.fixed[runs] for table in tables]).T
         each = np.array([table.each[runs] for table in tables]).T
-        return fixed - transient + np.array(self.in_flight)[:, None] * each, transient
+        held = fixed - transient + np.array(self.in_flight)[:, None] * each
+        if with_step:
+            transient = np.maximum(transient, np.array([table.least[runs] for table in tables]).T - held)
+        return held, transient
 
     def _options(self, chain: Sequence[int], ranked: Sequence[str], room: Sequence[float] | None) -> list[str] | None:
         """Return what each stage does again: nothing more than it must for its device to have room."""
@@ -230,6 +236,7 @@ class _Bands:
                 continue
             table = search.table(option)
             needed = table.fixed[self.tail, self.ends] + kind[2] * table.each[self.tail, self.ends]
+            needed = np.maximum(needed, table.least[self.tail, self.ends])
             if least_bytes:
                 cost = np.minimum(cost, needed / limit)
             else:

@@ -25,7 +25,8 @@ class Work:
     ``static_bytes`` adds up over a stage, of ``transient_bytes`` the largest counts. Works of equal ``colour`` share a
     stage. ``weight_s`` is the part of ``backward_s`` that only weight gradients need (W of a split backward), and
     ``sync_s`` what all-reducing the work's gradients among very many replicas would take, per step. Works of equal
-    ``block`` are recomputed together under ``recompute="block"``; None is a block of its own.
+    ``block`` are recomputed together under ``recompute="block"``; None is a block of its own. ``step_bytes`` add up
+    beside ``static_bytes`` in the optimizer's step, when nothing else is held; only the search in units counts them.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Work:
     weight_s: float = 0.0
     sync_s: float = 0.0
     block: Hashable | None = None
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True)

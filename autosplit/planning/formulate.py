@@ -176,6 +176,7 @@ class _Formulator:
             raise TraceError("no operation depends on the batch: there is nothing to pipeline")
         static = self._static()
         works = [self._work(info, static[index]) for index, (_, info) in enumerate(self.micro)]
+        works = [replace(work, step_bytes=each) for work, each in zip(works, self._steps(), strict=False)]
         names: list[tuple[str, ...]] = [(info.name,) for _, info in self.micro]
         order = [(a, b) for a, b in self._order() if a != b]
         if self.full:
@@ -246,6 +247,15 @@ class _Formulator:
             if users and state.name not in tied:
                 static[users[0]] += state_bytes(state, self.options).total
         return static
+
+    def _steps(self) -> list[int]:
+        """Return what the optimizer's step holds of the parameters that lie with each work."""
+        steps = [0] * self.count
+        for state in self.profile.state.values():
+            users = self._users(state)
+            if users and state.is_parameter and state.trainable:
+                steps[users[0]] += self.options.step_bytes(elements=state.elements, parameter_bytes=state.bytes)
+        return steps
 
     def _ties(self) -> tuple[Tie, ...]:
         """A stage away from home holds a copy, unless it is on the home's device, and its gradient until they meet."""
