@@ -17,7 +17,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.records import Change
 from autosplit.planning.sketch import Estimate, Setting, Sketch
 from autosplit.planning.verdicts import Verdict
-from autosplit.units import format_bytes
+from autosplit.units import format_bytes, format_seconds
 from cost_models import registry
 from cost_models.specs import DeviceSpec
 
@@ -36,8 +36,6 @@ _MOST_DEVICES = 4096
 _PER_HOST = 8
 _PLANNED = 3
 """So many of the estimates are planned anew."""
-_BYTES = {"fp32": (4, 4), "amp_bf16": (4, 4), "amp_fp16": (4, 4), "bf16": (2, 2), "bf16_fp32_master": (2, 2)}
-"""Bytes of a parameter and of its gradient, by precision."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +145,13 @@ def _longer(plan: Plan, own: _Found) -> str:
     """Return the price in time; of a batch of another size, per row."""
     rows = sum(plan.microbatch_rows)
     ratio = (own.step_s / max(own.rows, 1)) / (plan.step_s / rows) if plan.step_s else 1.0
-    of = "the step is" if own.candidate.kind != "batch" else "per row it is"
     about = "" if own.planned else "about "
+    of = f"the step {about}{format_seconds(own.step_s)}," + (" per row" if own.candidate.kind == "batch" else "")
     if abs(ratio - 1) < 0.005:
-        return f"{of} {about}as long"
+        return f"{of} as long"
     if ratio >= 2:
-        return f"{of} {about}{ratio:.1f} times as long"
-    return f"{of} {about}{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
+        return f"{of} {ratio:.1f} times as long"
+    return f"{of} {abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
 
 
 class _Kinds:
@@ -178,10 +176,20 @@ class _Kinds:
         yield self._precision()
 
     def _settings(self, **fields: object) -> tuple[Setting, ...]:
-        """Return the plan's own setting with other fields, under each recompute that may be chosen."""
+        """Return the plan's own setting with other fields, under each recompute and some chunks that may be chosen."""
         base = replace(self.own, **fields)  # type: ignore[arg-type]
         kinds = dict.fromkeys((base.recompute, *self.again) if "recompute" not in fields else (base.recompute,))
-        return tuple(replace(base, recompute=kind) for kind in kinds)
+        found = tuple(replace(base, recompute=kind) for kind in kinds)
+        if fields.keys() & {"microbatches", "rows"}:
+            return found
+        counts = dict.fromkeys((base.microbatches, *self._few_chunks(base.devices)))
+        return tuple(replace(own, microbatches=count, rows=-(-self.rows // count)) for own in found for count in counts)
+
+    def _few_chunks(self, devices: int) -> Iterator[int]:
+        """Yield the counts of microbatches that may be chosen and are about twice and six times the devices."""
+        allowed = [count for count in self.space.chunks if count <= self.rows]
+        for times in (2, 6):
+            yield from [min(allowed, key=lambda count: abs(count - times * devices))] if allowed else []
 
     def _recompute(self) -> Iterator[_Candidate]:
         if not self.free_recompute:
@@ -255,12 +263,12 @@ class _Kinds:
             names: tuple[str, ...] = ("bf16",) if masters else ()
             kept = 1.0
         else:
-            names, kept = ("amp_bf16", "bf16_fp32_master", "bf16"), 0.5
+            names, kept = ("bf16_fp32_master", "bf16"), 0.5
         for name in names:
             yield self._in_precision(name, own, elements, kept if "amp" not in (self.plan.precision or "") else 1.0)
 
     def _in_precision(self, name: str, own: _StateBytes, elements: int, kept: float) -> _Candidate:
-        parameter, gradient = (size * elements for size in _BYTES[name])
+        parameter = gradient = 2 * elements
         moments = {"adam": 2, "adamw": 2, "momentum": 1}.get(self.plan.optimizer, 0)
         master = 4 * elements if name == "bf16_fp32_master" else 0
         state = master + moments * (master or parameter)

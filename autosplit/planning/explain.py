@@ -39,12 +39,11 @@ def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:
 
 
 def replanned(plan: Plan, paper: OnPaper, space: Space, arguments: Arguments) -> Plan | None:
-    """Plan again with other arguments and the plan's own chunks and schedule; None where that takes a new recording.
+    """Plan again with other arguments; None where that takes a new recording.
 
-    ``batch`` are the rows of another batch.
+    ``batch`` are the rows of another batch, in as many microbatches.
     """
-    options, rows = paper.options, sum(plan.microbatch_rows)
-    own = replace(space, chunks=(plan.chunks,), schedules=((plan.schedule, plan.virtual_stages),))
+    options, rows, own = paper.options, sum(plan.microbatch_rows), space
     for name, value in arguments.items():
         if name == "devices":
             if space.recompute is not None and len(space.recompute) > 1:
@@ -60,7 +59,7 @@ def replanned(plan: Plan, paper: OnPaper, space: Space, arguments: Arguments) ->
         elif name == "schedule":
             own = replace(own, schedules=((str(value), 1),))
         elif name == "batch":
-            rows = int(value)
+            rows, own = int(value), replace(own, chunks=(plan.chunks,))
         else:
             return None
     return choose_plan(paper.model, paper.found, options, own, rows=rows)

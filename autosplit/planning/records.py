@@ -113,6 +113,8 @@ class Unit(Record):
     kept_bytes: int
     transient_bytes: int
     sent_bytes: int
+    block: int | None = None
+    """Units of one number are recomputed together under "block"; None is a block of its own."""
 
 
 class LaneCurve(Record):

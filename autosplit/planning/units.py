@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-from autosplit.partition.problem import Problem
+from autosplit.partition.problem import Problem, Work
 from autosplit.planning.formulate import Formulation
 from autosplit.planning.records import Unit
 from autosplit.profile.types import Profile
@@ -42,9 +42,17 @@ def units_of(
                 kept_bytes=kept[index],
                 transient_bytes=max(work.transient_bytes for work in works),
                 sent_bytes=sent.get(index, 0),
+                block=_block(works),
             )
         )
     return tuple(found)
+
+
+def _block(works: Sequence[Work]) -> int | None:
+    """Return the one block that works lie in; None where they lie in several, or outside any."""
+    blocks = {work.block for work in works}
+    only = blocks.pop() if len(blocks) == 1 else None
+    return only if isinstance(only, int) else None
 
 
 def _static(problem: Problem, of: Sequence[int]) -> Counter[int]:
