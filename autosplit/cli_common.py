@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ import typer
 from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
 from autosplit.cli_progress import bars
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
+from autosplit.progress import phase
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -129,6 +131,19 @@ def pinned_plan(path: Path | None, moves: list[str] | None) -> Plan | None:
 def page_width() -> int | None:
     """Return the terminal's width, or None when stdout is a file or a pipe: what lands there is always the same."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import torch and the like inside: the garbage collector, which would find nothing there, waits."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        with phase("importing"):
+            yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextlib.contextmanager

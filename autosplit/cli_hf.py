@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.cli_common import importing
 from autosplit.cli_inputs import CONFIG_PREFIX, InputSpec, pointed
 from autosplit.errors import InputError
 from autosplit.units import format_bytes
@@ -48,14 +49,16 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
     """
     data = _harmless(_read(target) | dict(kwargs))
     dtype = _dtype(data.pop("torch_dtype", None), data.pop("dtype", None), target=target)
-    transformers = _transformers()
-    config_class = _config_class(transformers, data, target=target)
+    with importing():
+        transformers = _transformers()
+        config_class = _config_class(transformers, data, target=target)
     try:
         config = config_class.from_dict(data)
         for part in (config, config.get_text_config()):
             if hasattr(part, "use_cache"):
                 part.use_cache = False
-        model_class = _model_class(transformers, config)
+        with importing():
+            model_class = _model_class(transformers, config)
         with _default_dtype(dtype), torch.device("meta"):
             made: nn.Module = model_class(config)
         size = sum(parameter.numel() * parameter.element_size() for parameter in made.parameters())

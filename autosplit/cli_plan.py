@@ -28,6 +28,7 @@ from autosplit.cli_common import (
     beside_stdout,
     complete_device,
     exit_code,
+    importing,
     optimizer_of,
     pinned_plan,
     recompute_of,
@@ -154,8 +155,9 @@ def _find(*, smallest: bool, largest_batch: bool) -> str:
 
 def _planned(spec: ModelSpec, *, devices: str | list[str], **choices: Any) -> Plan:
     """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
-    from autosplit.cli_models import make_model
-    from autosplit.planning.paper import resolve_machine
+    with importing():
+        from autosplit.cli_models import make_model
+        from autosplit.planning.paper import resolve_machine
 
     machine = resolve_machine(devices)
     made = make_model(spec, blank=True)

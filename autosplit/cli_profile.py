@@ -19,6 +19,7 @@ from autosplit.cli_common import (
     Sequence,
     beside_stdout,
     exit_code,
+    importing,
     page_width,
 )
 from autosplit.cli_inputs import ModelSpec
@@ -90,11 +91,11 @@ def profile_command(
         spec = ModelSpec.parse(
             model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
         )
-        from autosplit.cli_costs import Choices, costs_of
-        from autosplit.report.cost_table import render_costs
-
-        choices = Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
         with beside_stdout():
+            with importing():
+                from autosplit.cli_costs import Choices, costs_of
+                from autosplit.report.cost_table import render_costs
+            choices = Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
             found = costs_of(spec, choices)
         text = render_costs(found, width=page_width(), depth=depth, nodes=nodes, top=top)
         typer.echo(found.model_dump_json(indent=2) if as_json else text)

@@ -28,6 +28,7 @@ from autosplit.cli_common import (
     beside_stdout,
     devices_of,
     exit_code,
+    importing,
     optimizer_of,
     pinned_plan,
     recompute_of,
@@ -104,8 +105,9 @@ def report_command(
 
 
 def _plan(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Plan:
-    from autosplit.api import autosplit
-    from autosplit.cli_models import make_model, make_sample, no_inputs
+    with importing():
+        from autosplit.api import autosplit
+        from autosplit.cli_models import make_model, make_sample, no_inputs
 
     model = make_model(spec)
     rows = ROWS_PER_DEVICE * (devices if isinstance(devices, int) else len(devices))

@@ -26,6 +26,7 @@ from autosplit.cli_common import (
     beside_stdout,
     devices_of,
     exit_code,
+    importing,
     recompute_of,
 )
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
@@ -80,9 +81,10 @@ def verify_command(
 
 
 def _verified(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Verification:
-    from autosplit.api import autosplit
-    from autosplit.cli_models import make_model, make_sample
-    from autosplit.verification import verify
+    with importing():
+        from autosplit.api import autosplit
+        from autosplit.cli_models import make_model, make_sample
+        from autosplit.verification import verify
 
     model = make_model(spec)
     sample = make_sample(
