@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -62,7 +61,7 @@ class How:
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
         apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made,
-            those of leaves from :data:`LARGE_BYTES` on one by one; else each is added in place as soon as it is made.
+            but for leaves from :data:`LARGE_BYTES` on; else each is added in place as soon as it is made.
         autocast_ends: the caller's autocast context ends with the forward, as in a plain training loop; else it is
             around the step, and what it cast lives until then.
         kernels: whose kernels' scratch is counted.
@@ -233,11 +232,12 @@ class _Run:
             large = [leaf for leaf in held if leaf.numel() * leaf.element_size() >= LARGE_BYTES]
             small = [leaf for leaf in held if leaf.numel() * leaf.element_size() < LARGE_BYTES]
             outputs, cotangents = outputs + small, cotangents + [self.totals[id(leaf)] for leaf in small]
-            hooks = [leaf.register_hook(functools.partial(self._renewed, leaf)) for leaf in large]
+            if large:
+                root = _Handed.apply([self.totals.pop(id(leaf)) for leaf in large], *large)
+                outputs, cotangents = [*outputs, root], [*cotangents, root.detach()]
+                del root
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
             found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
-            for hook in hooks:
-                hook.remove()
             self.labels.last = ""
             pairs = zip(self.leaves, found[len(inputs) :], strict=True)
             self.totals |= {id(leaf): total for leaf, total in pairs if total is not None}
@@ -246,10 +246,6 @@ class _Run:
             self.labels.last = ""
             for tensor in inputs:
                 tensor.grad = None
-
-    def _renewed(self, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the new sum of a large leaf; the old one goes."""
-        return self.totals.pop(id(leaf)) + gradient
 
     @contextlib.contextmanager
     def unit(self) -> Iterator[None]:
@@ -331,6 +327,21 @@ class _Run:
         if any(t.requires_grad for t in taken) and torch.is_grad_enabled():
             made = list(_Guess.apply(len(made), *made, *taken))
         return as_recorded(node, made, self.how.rows)
+
+
+class _Handed(torch.autograd.Function):
+    """Gives leaves what was summed so far, and lets go of it: the engine adds to it in place, as in the runtime."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.sums = sums
+        return leaves[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        sums = (None, *ctx.sums)
+        ctx.sums.clear()
+        return sums
 
 
 class _Guess(torch.autograd.Function):

@@ -74,6 +74,23 @@ def test_gradients_apart_are_beside_the_sums_until_all_are_made() -> None:
     assert not live(apart, "forward", "backward_later")
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_large_sums_are_added_to_in_place_where_nobody_else_holds_them(whole: bool) -> None:
+    """An embedding's gradient; a linear layer's is a view, which autograd does not change the first time."""
+    words, width = 1 << 12, 4
+    model = nn.Sequential(nn.Embedding(words, width), nn.Linear(width, words))
+    stage = stage_graph(graph_of(model, torch.zeros(ROWS, dtype=torch.long)))
+    found = trace_stage(stage, How(ROWS, apart=True, whole=whole))
+    large = words * width * 4
+    assert sorted(found.gradients.values()) == ["0.weight", "1.bias", "1.weight"]
+    changes = {
+        node: [count for step in found.backward_later if step.node == node for _, count in step.changes]
+        for node in ("0#0", "1#0")
+    }
+    assert [changes["0#0"].count(sign * large) for sign in (1, -1)] == [1, 1], "the gradient, added and gone"
+    assert [changes["1#0"].count(sign * large) for sign in (1, -1)] == [2, 2], "the new sum, and the old one too"
+
+
 class Two(nn.Module):
     """Gives two results, of which a loss may take one."""
 
