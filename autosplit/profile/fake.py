@@ -25,6 +25,7 @@ from autosplit.profile.assumptions import parameters_met, why_estimated
 from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes, tensors_of
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.lowering import CudaKernels
+from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.run import quiet_log
@@ -86,7 +87,7 @@ def fake_costs(
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
-    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=kernels)
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=kernels, quick=QuickFake())
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
         with quiet_log(), mode, ledger:

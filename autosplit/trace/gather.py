@@ -7,6 +7,7 @@ record ──► a value read ──► ask the sample's own values, record agai
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from autosplit.trace.rehearse import observe
 from autosplit.trace.repeats import Repeats, equals
 from autosplit.trace.run import FlatInputs, record
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
+from autosplit.trace.ties import all_used, tied_layers
 from autosplit.trace.twins import Twins
 
 _HIDES = 0.4
@@ -107,12 +109,7 @@ def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | No
 
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
-    while True:
-        first = record_at(model, flat, BATCH_SIZES[0], scope)
-        more = _to_enter(model, first.calls) - scope.entered
-        if not more:
-            break
-        scope = replace(scope, entered=scope.entered | more)
+    first, scope = _first(model, flat, scope)
     alike = equals(first.calls, first.segments, {path: type(module) for path, module in model.named_modules()})
     try:
         merged = _with_others(model, flat, scope, first, alike)
@@ -132,6 +129,23 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     twins = partial(_twins, model, alike, first) if on_paper else None
     gathered.check_rows(model, flat, batch_rows(flat), repeats=twins)
     return gathered
+
+
+def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope]:
+    """Record at the first size, with those leaves entered whose parameters are used more than once."""
+    ties = tied_layers(model, scope)
+    if ties:  # most often a language model's embedding and head: recorded once with them entered, not twice
+        entered = replace(scope, entered=scope.entered | ties.keys())
+        with contextlib.suppress(Refusal, Unexpected):
+            first = record_at(model, flat, BATCH_SIZES[0], entered)
+            if all_used(ties, first.calls) and not _to_enter(model, first.calls) - entered.entered:
+                return first, entered
+    while True:
+        first = record_at(model, flat, BATCH_SIZES[0], scope)
+        more = _to_enter(model, first.calls) - scope.entered
+        if not more:
+            return first, scope
+        scope = replace(scope, entered=scope.entered | more)
 
 
 def _twins(model: nn.Module, alike: Mapping[str, str], first: Recording) -> Repeats:

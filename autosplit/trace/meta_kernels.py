@@ -41,6 +41,10 @@ class MetaKernels(TorchDispatchMode):
         self._makes_new: dict[Any, bool] = {}
         self._known: dict[Any, tuple[bool, tuple[_Made, ...]] | None] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
 

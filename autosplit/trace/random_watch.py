@@ -62,6 +62,10 @@ class RandomWatch(TorchDispatchMode):
         """What was drawn, in order; None where it cannot be told beforehand."""
         return None if self.runs_twice else tuple(self.drawn)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws_numbers(func, args, kwargs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ VALUE_READS = frozenset(
 GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
 _OWN = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_DECORATORS = str(contextlib.__file__)
 
 
 class Refusal(TraceError):
@@ -130,7 +132,7 @@ def source_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH, "<")):
+        if not name.startswith((_OWN, _TORCH, _DECORATORS, "<")):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

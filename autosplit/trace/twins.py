@@ -25,6 +25,7 @@ class Twins:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
+        self._kinds = {id(tensor): _kind(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._read: dict[int, set[str]] = defaultdict(set)
 
     @contextlib.contextmanager
@@ -46,27 +47,27 @@ class Twins:
             return False
         if len(pairs) != sum(1 for _ in self._modules[path].modules()):
             return False
-        return all(not (_differing(a, b) & (self._read[id(a)] | _TABLES)) for (_, a), (_, b) in pairs)
+        return all(self._equal(a, b) for (_, a), (_, b) in pairs)
+
+    def _equal(self, a: nn.Module, b: nn.Module) -> bool:
+        """Tell whether two modules of one class are equal in what was read of the first one."""
+        mine, other = vars(a), vars(b)
+        if mine.keys() != other.keys():
+            return False
+        read = (self._read[id(a)] & mine.keys()) - _TABLES
+        return all(_equal(mine[key], other[key], _DEPTH) for key in read) and all(
+            mine[table].keys() == other[table].keys()
+            and all(map(self._similar, mine[table].values(), other[table].values()))
+            for table in ("_parameters", "_buffers")
+        )
+
+    def _similar(self, a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+        kind = self._kinds.get(id(a))
+        return a is b or (kind is not None and kind == self._kinds.get(id(b)))
 
 
-def _differing(a: nn.Module, b: nn.Module) -> set[str]:
-    """Return the attributes in which two modules of one class differ."""
-    mine, other = vars(a), vars(b)
-    if mine.keys() != other.keys():
-        return set(_TABLES)
-    found = {key for key in mine.keys() - _TABLES if not _equal(mine[key], other[key], _DEPTH)}
-    for table in ("_parameters", "_buffers"):
-        pairs = zip(mine[table].values(), other[table].values(), strict=False)
-        if mine[table].keys() != other[table].keys() or not all(_similar(a, b) for a, b in pairs):
-            found.add(table)
-    return found
-
-
-def _similar(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    kinds = [(type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (a, b)]
-    return kinds[0] == kinds[1]
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _equal(a: Any, b: Any, depth: int) -> bool:

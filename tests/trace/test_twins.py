@@ -61,22 +61,22 @@ def test_a_block_that_reads_what_is_its_own_runs_at_the_callers_size() -> None:
 def test_what_was_read_must_be_equal(change: str) -> None:
     model = on_meta(*[plain] * 2)
     first, other = model.blocks
+    if change == "buffer":
+        other.table = torch.zeros(WIDTH + 1, device="meta")
     twins = Twins(model)
     other.index = first.index
     first.sizes, other.sizes = [1, {"a": 2}], [1, {"a": 2}]  # type: ignore[assignment]
     with twins.watch():
         model(torch.empty(3, WIDTH, device="meta"))
         assert first.sizes
-    assert twins.same("blocks.0", "blocks.1")
+    assert twins.same("blocks.0", "blocks.1") == (change != "buffer")
     if change == "number":
         other.factor = 2.0  # type: ignore[assignment]
     elif change == "list":
         other.sizes = [1, {"a": 3}]  # type: ignore[assignment]
     elif change == "new":
         other.more = 1  # type: ignore[assignment]
-    elif change == "buffer":
-        other.table = torch.zeros(WIDTH + 1, device="meta")
-    else:
+    elif change == "layer":
         other.down = nn.Sequential()
     assert not twins.same("blocks.0", "blocks.1")
 
@@ -129,3 +129,37 @@ def test_a_block_that_is_given_something_else_at_one_size_is_recorded_there(rows
     found, expected = gathered(told), gathered(never)
     assert repr(found.recording.calls).replace("told=True", "") == repr(expected.recording.calls)
     assert found.min_rows == expected.min_rows == 1
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight; the head is used or not, or its weight is used once more."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use, self.embed, self.head = use, nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11, bias=False)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.other(self.embed(x))
+        if self.use == "head":
+            return self.head(hidden)
+        if self.use == "weight":
+            return hidden @ self.embed.weight.t()
+        return self.other(hidden) if self.use == "twice" else hidden
+
+
+@pytest.mark.parametrize("use", ["head", "weight", "nothing", "twice"])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_tied_layers_are_entered_as_if_their_uses_had_been_seen_first(
+    use: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device(device):
+        model = Tied(use)
+    flat = flatten(model, Sample(torch.zeros(5, 3, dtype=torch.int64, device=device)))
+    found = gather(model, flat, atoms=False)
+    monkeypatch.setattr("autosplit.trace.gather.tied_layers", lambda *_: {})
+    expected = gather(model, flat, atoms=False)
+    assert repr(found.recording.calls) == repr(expected.recording.calls)
+    assert found.scope == expected.scope
+    assert bool(found.scope.entered) == (use != "nothing")
