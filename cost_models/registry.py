@@ -240,7 +240,9 @@ def _read_file(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except OSError as error:
         raise ValueError(f"cannot read the file {str(path)!r}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ValueError(f"{str(path)!r} is nested too deeply to be a device or a machine") from None
+    except ValueError as error:  # no JSON, no UTF-8, or a number of more digits than Python reads
         raise ValueError(f"{str(path)!r} is no JSON: {error}") from error
 
 

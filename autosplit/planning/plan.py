@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -18,9 +18,11 @@ from autosplit.planning.records import (
     Alternative,
     Boundary,
     Change,
+    Count,
     Fingerprint,
     LaneCurve,
     Record,
+    Seconds,
     StagePlan,
     Transfer,
     Unit,
@@ -30,6 +32,8 @@ from autosplit.schedule.action import Schedule
 from autosplit.trace.proof import Proof
 
 VERSION = 1
+MOST_CHUNKS = 2**16
+"""More microbatches than this are no plan that anybody could follow."""
 _WAY_OUT = "write one with plan.save(path)"
 _FITS = {"fits": True, "borderline": None, "no": False}
 
@@ -49,19 +53,19 @@ class Plan(Record):
     """One entry per lane."""
     stages: tuple[StagePlan, ...]
     boundaries: tuple[Boundary, ...]
-    chunks: int
-    microbatch_rows: tuple[int, ...]
+    chunks: Annotated[int, Field(ge=1, le=MOST_CHUNKS)]
+    microbatch_rows: tuple[Annotated[int, Field(ge=1, le=2**60)], ...]
     """Rows of each microbatch of the batch that was planned for."""
     schedule: str
-    virtual_stages: int = Field(default=1, ge=1)
+    virtual_stages: Count = Field(default=1, ge=1)
     """The most stages on one device."""
     actions: tuple[tuple[str, ...], ...] = ()
     """A schedule of the caller's own, lane by lane, in text form; empty where ``schedule`` is one of autosplit's."""
     optimizer: str
-    step_s: float
+    step_s: Seconds
     bubble: float
-    bottleneck_s: float
-    lower_bound_s: float
+    bottleneck_s: Seconds
+    lower_bound_s: Seconds
     status: Literal["optimal", "bounded"]
     objective: Literal["bottleneck", "step_time"] = "bottleneck"
     """What the cut makes least: ``bottleneck_s`` or ``step_s``; ``lower_bound_s`` bounds it over all cuts."""
@@ -77,7 +81,7 @@ class Plan(Record):
     """Modules that are one node because their Python cannot be recorded: ``path: reason``."""
     precision: str | None = None
     """The precision that costs were predicted for; None: the model's own."""
-    issue_threads: int = Field(default=1, ge=1)
+    issue_threads: Count = Field(default=1, ge=1)
     """How many host threads issue the devices' kernels, each an equal part of them."""
     machine: str | None = None
     """The machine on paper that was planned for; None: devices that are there."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+"""A time; files come from strangers, and sums of times are to stay numbers."""
+Count = Annotated[int, Field(ge=-(2**60), le=2**60)]
+"""A number of bytes or things, that a float holds nearly and a table shows."""
 
 
 class Record(BaseModel):
@@ -21,42 +26,42 @@ class StageMemory(Record):
     an early moment some are not there yet.
     """
 
-    parameter_bytes: int
-    buffer_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    transient_bytes: int
-    peak_bytes: int
-    capacity_bytes: int | None = None
-    low_bytes: int | None = None
+    parameter_bytes: Count
+    buffer_bytes: Count
+    gradient_bytes: Count
+    optimizer_bytes: Count
+    activation_bytes: Count
+    transient_bytes: Count
+    peak_bytes: Count
+    capacity_bytes: Count | None = None
+    low_bytes: Count | None = None
     """The least that the peak may come out as, where the prediction has a range; likewise ``high_bytes``, the most."""
-    high_bytes: int | None = None
+    high_bytes: Count | None = None
 
 
 class StagePlan(Record):
     """One stage: its device, the stable names of its nodes in model order, its times per microbatch and its memory."""
 
-    index: int
+    index: Count
     device: str
-    lane: int = Field(default_factory=lambda fields: fields["index"])
+    lane: Count = Field(default_factory=lambda fields: fields["index"])
     """Index into the plan's devices, each of which is one lane; a file without it has one stage per device."""
     nodes: tuple[str, ...]
     modules: tuple[str, ...]
     """Qualified names of the modules in whose forward the stage's nodes run, in model order."""
-    parameters: int
+    parameters: Count
     """Number of trainable and frozen parameter elements whose home is this stage."""
-    forward_s: float
-    backward_s: float
+    forward_s: Seconds
+    backward_s: Seconds
     recompute: Literal["never", "always", "except_last", "block"] = "never"
     """What the stage does again in its backward; ``backward_s`` counts that."""
-    weight_s: float = 0.0
+    weight_s: Seconds = 0.0
     """The part of ``backward_s`` that only weight gradients need: W of a backward in two parts."""
-    forward_issue_s: float = 0.0
+    forward_issue_s: Seconds = 0.0
     """How long a host thread takes to issue the kernels of one microbatch's forward; 0 where that is not known."""
-    backward_issue_s: float = 0.0
+    backward_issue_s: Seconds = 0.0
     """Likewise of its backward, with what is done again in it."""
-    replicas: int = 1
+    replicas: Count = 1
     memory: StageMemory
 
 
@@ -64,9 +69,9 @@ class Boundary(Record):
     """A value that crosses a cut: its producer stage (-1: a model input), its consumer stages, bytes per microbatch."""
 
     value: str
-    producer: int
-    consumers: tuple[int, ...]
-    bytes: int
+    producer: Count
+    consumers: tuple[Count, ...]
+    bytes: Count
     per_step: bool = False
     """Sent once per step (a shared value or a tied parameter), not once per microbatch."""
 
@@ -90,10 +95,10 @@ class Fingerprint(Record):
 class Transfer(Record):
     """How long one microbatch's values between two stages travel, and their gradients back."""
 
-    producer: int
-    consumer: int
-    forward_s: float
-    backward_s: float
+    producer: Count
+    consumer: Count
+    forward_s: Seconds
+    backward_s: Seconds
 
 
 class Unit(Record):
@@ -105,15 +110,15 @@ class Unit(Record):
     """
 
     name: str
-    stage: int
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    static_bytes: int
-    kept_bytes: int
-    transient_bytes: int
-    sent_bytes: int
-    block: int | None = None
+    stage: Count
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_s: Seconds
+    static_bytes: Count
+    kept_bytes: Count
+    transient_bytes: Count
+    sent_bytes: Count
+    block: Count | None = None
     """Units of one number are recomputed together under "block"; None is a block of its own."""
 
 
@@ -123,23 +128,23 @@ class LaneCurve(Record):
     Every tuple has one entry per action and a last one for the optimizer's step.
     """
 
-    parameter_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    optimizer_bytes: tuple[int, ...]
-    activation_bytes: tuple[int, ...]
-    transient_bytes: tuple[int, ...]
+    parameter_bytes: tuple[Count, ...]
+    gradient_bytes: tuple[Count, ...]
+    optimizer_bytes: tuple[Count, ...]
+    activation_bytes: tuple[Count, ...]
+    transient_bytes: tuple[Count, ...]
 
 
 class Alternative(Record):
     """Another plan that the search weighed: what it chose, its step and its largest peak."""
 
-    chunks: int
+    chunks: Count
     schedule: str
-    virtual_stages: int
+    virtual_stages: Count
     recompute: tuple[str, ...]
     """One entry, or one per stage."""
-    step_s: float
-    peak_bytes: int
+    step_s: Seconds
+    peak_bytes: Count
     """The largest of any device."""
     verdict: Literal["fits", "borderline", "no"]
     replayed: bool
@@ -154,8 +159,8 @@ class Change(Record):
     """What to change, in words and with the numbers: ``recompute="block": 61.2 GiB, the step is 31% longer``."""
     arguments: dict[str, str | int]
     """The arguments of `plan` that say it."""
-    step_s: float
-    peak_bytes: int
+    step_s: Seconds
+    peak_bytes: Count
     verdict: Literal["fits", "borderline", "no"]
     planned: bool = True
     """Whether it was planned anew, or estimated from this plan's units."""
