@@ -79,7 +79,8 @@ def test_make_targets_exist() -> None:
 
 
 def test_command_line_options_exist() -> None:
-    helps = [CliRunner().invoke(app, [name, "--help"]) for name in ("report", "verify", "profile", "solve", "devices")]
+    commands = ("plan", "report", "verify", "profile", "diff", "solve", "devices")
+    helps = [CliRunner().invoke(app, [*name, "--help"]) for name in ((), *((name,) for name in commands))]
     assert [result.exit_code for result in helps] == [0] * len(helps)
     known = "".join(result.stdout for result in helps)
     named = set(re.findall(r"--[a-z][a-z-]+", README))
