@@ -82,6 +82,7 @@ def test_arrow_keys_move_a_cut_and_escape_puts_it_back(opened):
     moved = [0] * 6 + [1] * 8 + [2] * 4 + [3] * 6
     check(page, plan, moved)
     assert page.text("#moves") == "layers.11 to layers.12 (2 units) → stage 1"
+    assert page.text("#command") == "--plan plan.json --move layers.11=1 --move layers.12=1"
     assert second.get_attribute("aria-valuenow") == "14"
     assert "behind layers.12, before layers.13" in second.get_attribute("aria-valuetext")
     assert "+" in page.text("#moved-step")
@@ -131,6 +132,31 @@ def test_a_cut_stops_at_its_neighbours(opened):
     page.all(".handle")[2].send_keys(Keys.END)
     assert stages_of(page)[-1] == 3
     assert stages_of(page).count(3) == 1
+
+
+def test_moves_are_named_as_the_command_line_takes_them(opened):
+    names = [
+        "embed",
+        "layers.0.norm",
+        "layers.0.up",
+        "layers.0 (2)",
+        "layers.1.norm",
+        "layers.1.up",
+        "layers.10",
+        "head",
+    ]
+    units = [unit.model_copy(update={"name": name}) for unit, name in zip(make_units(8, stages=2), names, strict=True)]
+    page = opened(paper_plan(units, stages=2))
+    page.find(".handle").send_keys(Keys.ARROW_LEFT)
+    page.settle()
+    assert page.text("#moves") == "layers.0 (2) → stage 1"
+    assert not page.find("#command").is_displayed()
+    page.find(".handle").send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    page.settle()
+    assert page.text("#command") == "--plan plan.json --move layers=1"
+    page.find(".handle").send_keys(*[Keys.ARROW_RIGHT] * 5)
+    page.settle()
+    assert page.text("#command") == "--plan plan.json --move layers.1=0"
 
 
 def test_memory_that_no_longer_fits_is_said(opened):

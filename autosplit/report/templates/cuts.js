@@ -144,13 +144,13 @@ class CutEditor {
       ...ends.slice(1).map((end, k) => {
         const wide = x(end) - x(ends[k]);
         const label = element("span", "", wide > 60 ? `stage ${k}` : wide > 14 ? String(k) : "");
-        label.style.left = `${(x(end) + x(ends[k])) / 2}px`;
+        label.style.left = `${(50 * (x(end) + x(ends[k]))) / width}%`;
         return label;
       }),
     );
     this.handles.forEach((handle, k) => {
       const [low, high] = this.limits(k);
-      handle.style.left = `${x(this.cuts[k])}px`;
+      handle.style.left = `${(100 * x(this.cuts[k])) / width}%`;
       handle.setAttribute("aria-valuemin", low);
       handle.setAttribute("aria-valuemax", high);
       handle.setAttribute("aria-valuenow", this.cuts[k]);
@@ -173,6 +173,22 @@ function movesOf(data, stages) {
     const count = last - first + 1;
     return `${name(first)}${count > 1 ? ` to ${name(last)} (${count} units)` : ""} → stage ${stage}`;
   });
+}
+
+/** The moves as the command line takes them; null where only a part of a module moved, which has no name there. */
+function commandOf(data, stages) {
+  const paths = data.units.name.map((name) => name.replace(/ \(\d+\)$/, ""));
+  const moves = new Set();
+  for (const [unit, stage] of stages.entries()) {
+    if (stage === data.units.stage[unit]) continue;
+    const parts = paths[unit].split(".");
+    const prefixes = parts.map((_, k) => parts.slice(0, k + 1).join("."));
+    const lies = (prefix, other) => paths[other] === prefix || paths[other].startsWith(`${prefix}.`);
+    const whole = prefixes.find((prefix) => stages.every((to, other) => to === stage || !lies(prefix, other)));
+    if (whole === undefined || !/^[\w.]+$/.test(whole)) return null;
+    moves.add(`--move ${whole}=${stage}`);
+  }
+  return ["--plan plan.json", ...moves].join(" ");
 }
 
 /** The rows that compare a moved cut with the plan: the whole, then every stage that changed. */

@@ -188,6 +188,9 @@ class App {
     byId("moved-bubble").textContent = percent(result.bubble);
     byId("moved-peak").textContent = `${bytes(Math.max(...this.peaks()))}${worst ? `, ${MARKS[worst]}` : ""}`;
     byId("moves").replaceChildren(...movesOf(data, this.stages).map((text) => element("li", "", text)));
+    const command = commandOf(data, this.stages);
+    byId("as-command").hidden = command === null;
+    byId("command").textContent = command ?? "";
     drawComparison(this, byId("comparison-rows"));
   }
 
