@@ -25,7 +25,7 @@ from autosplit.units import format_bytes
 
 MOST_BYTES = 4 * 2**30
 """The parameters that a config's model gets values for; nobody who names a config has asked for more memory."""
-_MOST_TOKENS = 4096
+_MOST_TOKENS, _TOKENS_UNSAID = 4096, 512
 _FETCHES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Entries that may name kernels of the hub, which transformers would fetch and run."""
 _HEADS = (
@@ -96,8 +96,7 @@ def default_inputs(model: nn.Module, *, batch: int, sequence: int | None) -> lis
         specs.append(InputSpec("input_ids", "int64", (batch, tokens), vocabulary))
     elif main == "pixel_values":
         frames = [config.num_frames] if hasattr(config, "num_frames") else []
-        size = getattr(config, "image_size", None) or 224
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        height, width = _image_size(config)
         specs.append(
             InputSpec(main, dtype, (batch, *frames, getattr(config, "num_channels", None) or 3, height, width))
         )
@@ -112,10 +111,22 @@ def default_inputs(model: nn.Module, *, batch: int, sequence: int | None) -> lis
 
 
 def _tokens(config: Any) -> int:
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 512
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if not isinstance(positions, int) or positions < 1:
+        positions = _TOKENS_UNSAID
     # The two first positions of RoBERTa's table stand for padding, and no row may be as long as the table.
     special = 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "longformer") else 0
-    return int(min(positions - special, _MOST_TOKENS))
+    return max(1, min(positions - special, _MOST_TOKENS))
+
+
+def _image_size(config: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", None) or 224
+    if isinstance(size, dict):
+        size = (size.get("height"), size.get("width"))
+    height, width = size if isinstance(size, (list, tuple)) and len(size) == 2 else (size, size)
+    if not (isinstance(height, int) and isinstance(width, int)):
+        raise InputError(f"the config has image_size={size!r}, no number of pixels; give --input")
+    return height, width
 
 
 def _read(target: str) -> dict[str, Any]:

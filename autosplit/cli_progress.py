@@ -46,7 +46,7 @@ class _Bars:
 @contextlib.contextmanager
 def bars() -> Iterator[None]:
     """Show the phases of the work inside the block while they last, where stderr is a terminal that can."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") in (None, "", "dumb"):
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") in (None, "", "dumb"):
         yield
         return
     from rich.console import Console

@@ -178,7 +178,13 @@ def test_no_file_and_no_transformers(written: Callable[..., str], monkeypatch: p
         (TINY | {"max_position_embeddings": 131072}, None, ["input_ids=int64[6,4096]<50"]),
         (TINY | {"max_position_embeddings": 131072}, 9000, ["input_ids=int64[6,9000]<50"]),
         (TINY | {"is_encoder_decoder": True}, 8, ["input_ids=int64[6,8]<50", "decoder_input_ids=int64[6,8]<50"]),
+        (TINY | {"max_position_embeddings": -1}, None, ["input_ids=int64[6,512]<50"]),
         (TINY | {"architectures": ["TinyVision"]}, None, ["pixel_values=float32[6,3,224,224]"]),
+        (
+            TINY | {"architectures": ["TinyVision"], "image_size": {"height": 32, "width": 16}},
+            None,
+            ["pixel_values=float32[6,3,32,16]"],
+        ),
         (
             TINY | {"architectures": ["TinyVision"], "image_size": [32, 16], "num_channels": 1, "dtype": "bfloat16"},
             None,
