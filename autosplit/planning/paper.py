@@ -31,6 +31,10 @@ from cost_models.specs import DeviceSpec
 
 _DTYPES = {"fp32": torch.float32, "amp_bf16": torch.float32, "amp_fp16": torch.float32}
 _DTYPES |= {"bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16}
+_MOST = 16
+"""Microbatches per device of a search at most, but for one more count."""
+_SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4))
+"""What schedule="auto" weighs, with how many stages per device."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +118,21 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
 def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
     """Return what is searched: what was asked for, and all that is worth a look where that was left open.
 
-    Microbatches of 1, 2, 4, ... rows, as far as each device has one at a time.
+    As many microbatches as devices, twice, four times, ... as many, as far as there are rows; behind 16 times as many a
+    step gets little shorter, and one more is for what only fits in smaller ones. A backward in two parts is left to
+    those who ask for it: what splitting costs is not in the profile.
     """
     lanes = len(options.devices)
-    halvings = [-(-rows // 2**power) for power in range(rows.bit_length())]
-    chunks = tuple(count for count in halvings if count >= min(lanes, rows)) if free_chunks else (options.chunks,)
-    name = "1f1b" if options.schedule == "auto" else options.schedule
-    return Space(chunks=chunks, schedules=((name, options.virtual_stages),), recompute=options.recompute)
+    chunks: tuple[int, ...] = (options.chunks,)
+    if free_chunks:
+        counts = [-(-rows // 2**power) for power in range(rows.bit_length()) if 2**power <= max(1, rows // lanes)]
+        chunks = tuple(count for count in counts if count <= _MOST * lanes) or tuple(counts[-1:])
+        chunks = (*[count for count in counts if count <= 4 * _MOST * lanes and count not in chunks][:1], *chunks)
+    if options.schedule != "auto":
+        schedules: tuple[tuple[str, int], ...] = ((options.schedule, options.virtual_stages),)
+    else:
+        schedules = _SCHEDULES if lanes > 1 else _SCHEDULES[:1]
+    return Space(chunks=chunks, schedules=schedules, recompute=options.recompute)
 
 
 def check_precision(precision: Any) -> str | None:

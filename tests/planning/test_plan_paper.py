@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from autosplit import DeviceError, InputError, Sample, plan
+from autosplit.options import Options
+from autosplit.planning.paper import resolve_machine, search_space, stand_ins
 
 
 class Block(nn.Module):
@@ -70,7 +72,7 @@ def test_a_precision_says_what_a_parameter_takes(
 
 def test_capacities_are_those_of_the_devices_less_the_reserve() -> None:
     def capacities(**asked: object) -> list[int | None]:
-        made = plan(blocks(4), ["A100-SXM4-80GB", "L4-24GB"], 2, sample=torch.randn(4, 64), **asked)
+        made = plan(blocks(4), ["A100-SXM4-80GB", "L4-24GB"], 2, sample=torch.randn(4, 64), schedule="1f1b", **asked)
         return [stage.memory.capacity_bytes for stage in made.stages]
 
     whole = capacities()
@@ -130,4 +132,27 @@ def test_a_forward_that_hangs_on_values_is_planned_with_them() -> None:
             return self.layers(value) if self.gate.item() > 0 else value
 
     found = plan(Gated(), "2xL4-24GB", 2, sample=torch.randn(4, 64))
-    assert len(found.stages) == 2
+    assert sum(stage.parameters for stage in found.stages) == 1 + sum(own.numel() for own in blocks(4).parameters())
+
+
+def test_chunks_and_schedules_are_searched_where_they_are_left_open() -> None:
+    asked = {"sample": torch.empty(16, 512), "precision": "bf16", "devices": "2xH100-SXM5-80GB"}
+    found = plan(blocks(4, 512), **asked)
+    assert found.step_s <= min(plan(blocks(4, 512), chunks=count, schedule="1f1b", **asked).step_s for count in (2, 16))
+
+
+@pytest.mark.parametrize(
+    ("rows", "lanes", "chunks"),
+    [
+        (32, 8, {32, 16, 8}),
+        (4, 8, {4}),
+        (1, 1, {1}),
+        (96, 4, {96, 48, 24, 12, 6}),
+        (4096, 4, {256, 64, 32, 16, 8, 4}),
+    ],
+)
+def test_chunks_that_are_weighed(rows: int, lanes: int, chunks: set[int]) -> None:
+    machine = resolve_machine(f"{lanes}xH100-SXM5-80GB")
+    options = Options(stand_ins(machine), 8, schedule="auto", machine=machine)
+    assert set(search_space(options, rows=rows, free_chunks=True).chunks) == chunks
+    assert search_space(options, rows=rows, free_chunks=False).chunks == (8,)
