@@ -87,9 +87,9 @@ def _first(sketch: Sketch, candidates: Iterator[_Candidate]) -> _Found | None:
         best = sketch.best(candidate.settings)
         if best is None:
             continue
-        if best.verdict == "fits":
+        if best.verdict != "borderline":
             return _estimated(candidate, best)
-        if best.verdict == "borderline" and borderline is None:
+        if borderline is None:
             borderline = _estimated(candidate, best)
     return borderline
 

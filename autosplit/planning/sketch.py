@@ -1,8 +1,8 @@
 """What a plan's model would come to in another setting, from its units alone: quick, and near enough to rank changes.
 
-Units in model order are cut into one run per device: the fastest such cut that fits, else the one that needs the
-least. A device holds its units' state, what every microbatch in flight keeps, and the worst of what lives inside one
-unit. Both figures are scaled by how the plan's own came out beside the same sums.
+Units in model order, in pieces of a few, are cut into one run per device: the fastest such cut that fits. A device
+holds its units' state, what every microbatch in flight keeps, and the worst of what lives inside one unit. Both figures
+are scaled by how the plan's own came out beside the same sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from autosplit.planning.verdicts import Verdict, device_verdicts, judged
 from autosplit.schedule.catalog import build, in_flight
 from autosplit.schedule.simulate import TransferTime, simulate
 
-_HALVINGS = 40
+_HALVINGS = 24
+_PIECES = 256
+"""Units of one block are taken together until there are so many."""
 _RATIOS = (0.5, 2.0)
 """How far a plan's own figures may scale an estimate."""
 _RANGE = (0.97, 1.03)
@@ -56,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a setting would come to: its step (infinite where it does not fit), its largest peak, its verdict."""
+    """What a setting would come to: its step, its largest peak, and whether that surely fits."""
 
     setting: Setting
     step_s: float
@@ -71,7 +73,7 @@ class Sketch:
         """Raise ValueError where the plan does not hold its model in units."""
         if not plan.units:
             raise ValueError("the plan does not hold its model in units; plan again")
-        self.plan, self.units = plan, plan.units
+        self.plan, self.units = plan, _pieces(plan.units)
         self.rows = max(plan.microbatch_rows)
         self.update = _update_share(plan)
         self.gradient = sum(m.parameter_bytes for m in (stage.memory for stage in plan.stages)) / max(
@@ -105,17 +107,20 @@ class Sketch:
         )
 
     def estimate(self, setting: Setting) -> Estimate | None:
-        """Return what a setting would come to; None where the schedule or the units are too few for the devices."""
+        """Return what a setting would come to; None where it cannot fit, or there are too few units for the devices."""
         if setting.devices * setting.virtual_stages > len(self.units):
             return None
-        weights = _Weights(self, setting)
-        cut = weights.fastest() or weights.leanest()
+        weights, capacity = _Weights(self, setting), setting.capacity_bytes
+        limits = (math.inf,) if capacity is None else (capacity / self.high, capacity / self.low)
+        cut = next((found for found in map(weights.fastest, limits) if found is not None), None)
+        if cut is None:
+            return None
         peak = max(map(weights.peak, range(setting.devices), cut))
-        verdict = judged(peak, setting.capacity_bytes, low=round(self.low * peak), high=round(self.high * peak))
-        return Estimate(setting, self._step_s(setting, cut) if verdict != "no" else math.inf, peak, verdict)
+        verdict = judged(peak, capacity, low=math.floor(self.low * peak), high=math.floor(self.high * peak))
+        return Estimate(setting, self._step_s(setting, cut), peak, verdict)
 
     def best(self, settings: Sequence[Setting]) -> Estimate | None:
-        """Return the best of several: one that fits before one that may, the fastest of those, else the leanest."""
+        """Return the best of several: one that fits before one that may, of those the fastest."""
         found = [own for own in map(self.estimate, settings) if own is not None]
         return min(found, key=_rank, default=None)
 
@@ -280,28 +285,14 @@ class _Weights:
         working = static + self.scale * (self.held[device] * own.kept + own.inside)
         return max(working, (1 + self.sketch.update) * static)
 
-    def fastest(self) -> list[Run] | None:
-        """Return the cut with the least load of any device among those that fit; None where none does."""
-        capacity = self.setting.capacity_bytes
-        limit = float("inf") if capacity is None else capacity / self.sketch.high
+    def fastest(self, limit: float) -> list[Run] | None:
+        """Return the cut with the least load of any device among those that need at most so much; None: none does."""
         low, high = max(self.loads), sum(self.loads)
         best = self._filled(high, limit)
         for _ in range(_HALVINGS if best is not None else 0):
             middle = (low + high) / 2
             found = self._filled(middle, limit)
             low, high, best = (low, middle, found) if found is not None else (middle, high, best)
-        return best
-
-    def leanest(self) -> list[Run]:
-        """Return the cut whose fullest device needs the least."""
-        everything = Run(0, len(self.units))
-        low, high = 0.0, float(max(self.peak(device, everything) for device in range(self.setting.devices)))
-        best = self._filled(float("inf"), high)
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            found = self._filled(float("inf"), middle)
-            low, high, best = (low, middle, found) if found is not None else (middle, high, best)
-        assert best is not None
         return best
 
     def _filled(self, load_s: float, limit: float) -> list[Run] | None:
@@ -350,6 +341,35 @@ def _fixed_share(plan: Plan) -> float:
     return min(1.0, _START * issue_s / works_s) if works_s else 0.0
 
 
-def _rank(found: Estimate) -> tuple[int, float]:
-    order = {"fits": 0, None: 0, "borderline": 1, "no": 2}[found.verdict]
-    return order, float(found.peak_bytes) if order == 2 else found.step_s
+def _rank(found: Estimate) -> tuple[bool, float]:
+    return found.verdict == "borderline", found.step_s
+
+
+def _pieces(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Return the units, neighbours of one block and stage taken together where there are very many."""
+    together = -(-len(units) // _PIECES)
+    found: list[Unit] = []
+    joined = 1
+    for unit in units:
+        last = found[-1] if found else None
+        alike = last is not None and unit.block is not None and (unit.block, unit.stage) == (last.block, last.stage)
+        if last is None or not alike or joined >= together:
+            found.append(unit)
+            joined = 1
+        else:
+            found[-1] = _joined(last, unit)
+            joined += 1
+    return tuple(found)
+
+
+def _joined(first: Unit, second: Unit) -> Unit:
+    return second.model_copy(
+        update={
+            "forward_s": first.forward_s + second.forward_s,
+            "backward_s": first.backward_s + second.backward_s,
+            "weight_s": first.weight_s + second.weight_s,
+            "static_bytes": first.static_bytes + second.static_bytes,
+            "kept_bytes": first.kept_bytes + second.kept_bytes,
+            "transient_bytes": max(first.transient_bytes, second.transient_bytes),
+        }
+    )
