@@ -77,8 +77,12 @@ def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes
     Raises DeviceError with a node's name where the device cannot do what it does, as in a dtype that it lacks.
     """
 
+    known: dict[int, float] = {}  # by the lists that nodes of repeated blocks share
+
     def seconds(operations: Sequence[Operation]) -> float:
-        return sum(model.seconds(work_of(operation)) for operation in operations)
+        if id(operations) not in known:
+            known[id(operations)] = sum(model.seconds(work_of(operation)) for operation in operations)
+        return known[id(operations)]
 
     times = {}
     for name, node in costs.nodes.items():

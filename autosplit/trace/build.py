@@ -61,6 +61,8 @@ class _Builder:
         self.lengths = {length.name: self._length(length.name) for length in merged.lengths}
         self.used = _used_projections(merged)
         self.constants = dict(merged.recording.constants)
+        self.kinds: dict[int, tuple[tuple[Callable[..., Any], bool] | None, bool]] = {}
+        """By a function's id: the operator that it is, and whether generated code can name it."""
 
     def emit(self, index: int, merged: MergedCall) -> None:
         call = merged.call
@@ -137,13 +139,15 @@ class _Builder:
 
     def _function(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
         name = getattr(function, "__name__", "")
-        swapped = _operator(function, name)
+        if id(function) not in self.kinds:
+            self.kinds[id(function)] = _operator(function, name), _importable(function)
+        swapped, importable = self.kinds[id(function)]
         if swapped is not None:
             op, swap = swapped
             return self.graph.call_function(op, tuple(reversed(args)) if swap else args, kwargs)
         if getattr(torch.Tensor, name, None) is function:
             return self.graph.call_method(name, args, kwargs)
-        if _importable(function):
+        if importable:
             return self.graph.call_function(function, args, kwargs)
         held = f"_function{len(self.constants)}"
         self.constants[held] = function

@@ -247,8 +247,9 @@ class _Namer:
         return value
 
     def call(self, call: Call, refs: Callable[[Any], Any], storages: Mapping[int, int]) -> Call:
-        return dataclasses.replace(
-            call,
+        made = Call.__new__(Call)
+        made.__dict__.update(call.__dict__)
+        made.__dict__.update(
             target=self.name(call.target) if call.kind == "module" else call.target,
             args=self.value(call.args, refs),
             kwargs=self.value(call.kwargs, refs),
@@ -263,3 +264,4 @@ class _Namer:
             storages=[storages[n] for n in call.storages],
             reads_storages=[storages[n] for n in call.reads_storages],
         )
+        return made
