@@ -41,6 +41,12 @@ def check_outputs(**paths: Path | None) -> None:
         raise InputError(f"{' and '.join(same)} name the same file {str(given[same[0]])!r}; give each its own")
 
 
+def check_form(*, as_json: bool, as_markdown: bool) -> None:
+    """Raise InputError, before the work, where two forms of the answer are asked for."""
+    if as_json and as_markdown:
+        raise InputError("--json and --markdown are two forms of one answer; give one of them")
+
+
 def _why_not(path: Path) -> str | None:
     try:
         if path.is_dir():
@@ -92,8 +98,6 @@ def _write(option: str, path: Path, *, text: str) -> None:
 
 def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False) -> int:
     """Print a plan on stdout and return the exit code: 1 when it does not fit."""
-    if as_json and as_markdown:
-        raise InputError("--json and --markdown are two forms of one answer; give one of them")
     from autosplit.report.markdown import render_markdown
     from autosplit.report.table import render
 

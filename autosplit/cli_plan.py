@@ -34,7 +34,17 @@ from autosplit.cli_common import (
     recompute_of,
 )
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
-from autosplit.cli_outputs import AsMarkdown, Dot, Html, Save, Trace, check_outputs, print_plan, write_outputs
+from autosplit.cli_outputs import (
+    AsMarkdown,
+    Dot,
+    Html,
+    Save,
+    Trace,
+    check_form,
+    check_outputs,
+    print_plan,
+    write_outputs,
+)
 from autosplit.errors import InputError, TraceError
 
 if TYPE_CHECKING:
@@ -108,6 +118,7 @@ def plan_command(
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
 
     def answer() -> int:
+        check_form(as_json=as_json, as_markdown=as_markdown)
         check_outputs(save=save, html=html, trace=trace, dot=dot)
         spec = ModelSpec.parse(
             model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train

@@ -34,7 +34,17 @@ from autosplit.cli_common import (
     recompute_of,
 )
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
-from autosplit.cli_outputs import AsMarkdown, Dot, Html, Save, Trace, check_outputs, print_plan, write_outputs
+from autosplit.cli_outputs import (
+    AsMarkdown,
+    Dot,
+    Html,
+    Save,
+    Trace,
+    check_form,
+    check_outputs,
+    print_plan,
+    write_outputs,
+)
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -82,6 +92,7 @@ def report_command(
     """Plan a model and print its partition: stages, times, memory, boundaries."""
 
     def answer() -> int:
+        check_form(as_json=as_json, as_markdown=as_markdown)
         check_outputs(save=save, html=html, trace=trace, dot=dot)
         spec = ModelSpec.parse(
             model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train

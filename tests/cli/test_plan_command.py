@@ -70,3 +70,29 @@ def test_what_cannot_be_planned_is_said_in_a_line(run: Run, arguments: tuple[str
     assert result.stdout == ""
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_plan_is_printed_as_markdown(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *TWO, *X, "--markdown")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("# Partition of ")
+    assert "## Verdict per device" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--json", "--markdown"), "--json and --markdown are two forms of one answer"),
+        (("--smallest", "--largest-batch"), "--smallest and --largest-batch are two questions"),
+    ],
+)
+def test_one_answer_has_one_form_and_one_question(run: Run, flags: tuple[str, ...], text: str) -> None:
+    result = run(f"{NETS}:make_mlp", *TWO, *X, *flags)
+    assert result.exit_code == 2
+    assert text in result.output
+
+
+def test_the_fewest_devices_are_found_from_the_command_line(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *TWO, *X, "--smallest")
+    assert result.exit_code == 0, result.output
+    assert "1xL4-24GB is the least that holds the model" in result.stdout
