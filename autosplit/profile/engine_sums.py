@@ -11,7 +11,7 @@ Private torch API, used in this file only, tried on torch 2.13: ``torch._C._curr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,13 @@ _HOLDERS, _STORAGE_HOLDERS = 4, 2
 """How often a tensor and its storage are held inside a dispatch mode when only the engine's buffer has it."""
 
 
-def summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the sum of two gradients in one of them, where the engine would have added so; None for any other call."""
+def summed_in_place(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, run: Callable[[Any, Any, Any], Any]
+) -> torch.Tensor | None:
+    """Return the sum of two gradients in one of them, where the engine would have added so; None for any other call.
+
+    ``run`` runs the operation that adds.
+    """
     if func is not torch.ops.aten.add.Tensor or len(args) != 2 or kwargs:
         return None
     if not all(isinstance(value, torch.Tensor) for value in args) or torch._C._current_autograd_node() is None:
@@ -29,9 +34,11 @@ def summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if torch.is_grad_enabled():  # a sum of the model's own, which is run again in the backward
         return None
     first: torch.Tensor = args[0]
-    if not _is_alone(first) or first.shape != args[1].shape or first.dtype != torch.result_type(first, args[1]):
+    if not _is_alone(first) or first.shape != args[1].shape:
         return None
-    torch.ops.aten.add_.Tensor(first, args[1])
+    if first.dtype != args[1].dtype and first.dtype != torch.result_type(first, args[1]):
+        return None
+    run(torch.ops.aten.add_.Tensor, (first, args[1]), {})
     return first
 
 

@@ -25,7 +25,7 @@ from autosplit.profile.assumptions import parameters_met, why_estimated
 from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes, tensors_of
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.lowering import CudaKernels
-from autosplit.profile.quick_fake import QuickFake
+from autosplit.profile.quick_fake import QuickFake, blank
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.run import quiet_log
@@ -264,11 +264,7 @@ def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """Return a fake twin of a tensor, on the CPU."""
     if tensor.device.type == "cpu":
         return mode.from_tensor(tensor, static_shapes=True)
-    with mode:
-        twin = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=_CPU)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    return twin.requires_grad_(tensor.requires_grad)
+    return blank(mode, tensor)
 
 
 def empty_value(node: fx.Node, rows: int, *, needs_grad: bool) -> Any:

@@ -16,6 +16,7 @@ from autosplit.profile.opaque import true_results, workspace
 from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.workspaces import Workspace
 
+_ADD = torch.ops.aten.add.Tensor
 _FREE = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operations that are no views and yet do no work: they only make a tensor."""
 
@@ -128,9 +129,11 @@ class Ledger(TorchDispatchMode):
         """Run the operation and enter its work and its results."""
         if func.namespace == "prim":
             return self._run(func, args, kwargs or {})
-        if self.kernels is not None and (total := summed_in_place(func, args, kwargs or {})) is not None:
-            self._enter(func, args, [total])
-            return total
+        if self.kernels is not None and func is _ADD:
+            total = summed_in_place(func, args, kwargs or {}, run=self._run)
+            if total is not None:
+                self._enter(func, args, [total])
+                return total
         out = self._run(func, args, kwargs or {})
         if func.is_view:
             return out

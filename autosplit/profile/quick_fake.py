@@ -91,6 +91,15 @@ class QuickFake:
         return made
 
 
+def blank(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor on the CPU that looks like a tensor, on a storage of its own; a parameter for one."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    twin = FakeTensor(mode, empty, _CPU, requires_grad=tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        twin._is_param = True  # what makes isinstance(twin, Parameter) true, as torch's own conversion does
+    return twin
+
+
 def _is_suited(func: Any) -> bool:
     """Tell whether results follow from what the arguments look like, and are views only where the operation says so."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
