@@ -158,6 +158,16 @@ def test_a_pointer_chooses_zooms_and_drags_the_view(opened):
     assert page.js("page.view.from") == 0
 
 
+def test_marks_of_an_axis_differ(opened):
+    plan = searched(paper_plan())
+    near = tuple(one.model_copy(update={"step_s": 1.62 + 0.002 * k}) for k, one in enumerate(plan.frontier))
+    page = opened(plan.model_copy(update={"frontier": near}))
+    marks = [mark.text for mark in page.all("#frontier text[text-anchor=middle]")]
+    assert len(marks) > 3
+    assert len(set(marks)) == len(marks)
+    assert marks[0].endswith(" s")
+
+
 def shares(values):
     """How far each lies on the way from the first to the last."""
     return [(value - values[0]) / (values[-1] - values[0]) for value in values]

@@ -88,11 +88,13 @@ class LaneChart {
     context.textAlign = "center";
     context.beginPath();
     let end = -Infinity;
-    for (const time of ticks(view.from, view.to, Math.max(2, this.plot / 90))) {
+    const times = ticks(view.from, view.to, Math.max(2, this.plot / 90));
+    const labels = timeLabels(times);
+    for (const [k, time] of times.entries()) {
       const x = Math.round(this.x(time)) + 0.5;
       context.moveTo(x, this.top - 6);
       context.lineTo(x, this.rowTop(this.lanes.length) - this.gap);
-      const text = seconds(time);
+      const text = labels[k];
       const half = context.measureText(text).width / 2;
       const centre = Math.min(Math.max(x, half), this.width - half);
       if (centre - half > end + 6) {

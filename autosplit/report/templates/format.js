@@ -57,6 +57,15 @@ function ticks(from, to, count) {
   return found;
 }
 
+/** Times on an axis, in one unit and with as many digits as tell neighbours apart. */
+function timeLabels(times) {
+  const most = Math.max(...times.map(Math.abs));
+  const [scale, unit] = [[1, "s"], [1e-3, "ms"]].find(([size]) => most >= size) ?? [1e-6, "µs"];
+  const step = times.length > 1 ? (times[1] - times[0]) / scale : most / scale || 1;
+  const places = Math.min(Math.max(Math.ceil(-Math.log10(step) - 1e-9), 0), 9);
+  return times.map((time) => (time ? `${(time / scale).toFixed(places)} ${unit}` : "0 s"));
+}
+
 /** The same for bytes: steps that are round in their own unit. */
 function byteTicks(most, count) {
   const unit = 1024 ** Math.max(0, Math.floor(Math.log(Math.max(most, 1)) / Math.log(1024)));

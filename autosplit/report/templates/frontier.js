@@ -26,9 +26,11 @@ class FrontierChart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.setAttribute("height", height);
     const drawn = [];
-    for (const step of ticks(from, to, Math.max(2, (width - left - right) / 90))) {
+    const times = ticks(from, to, Math.max(2, (width - left - right) / 90));
+    const labels = timeLabels(times);
+    for (const [k, step] of times.entries()) {
       drawn.push(svgElement("line", { class: "grid", x1: x(step), x2: x(step), y1: top, y2: height - bottom }));
-      drawn.push(svgElement("text", { class: "axis", x: x(step), y: height - 22, "text-anchor": "middle" }, seconds(step)));
+      drawn.push(svgElement("text", { class: "axis", x: x(step), y: height - 22, "text-anchor": "middle" }, labels[k]));
     }
     for (const size of byteTicks(most, 5)) {
       drawn.push(svgElement("line", { class: "grid", x1: left, x2: width - right, y1: y(size), y2: y(size) }));
