@@ -36,7 +36,7 @@ ODD = (
     "__import__('os').system('x')", "!!python/object/apply:os.system ['x']", ["cpu"] * 3, {"a": 1},
 )  # fmt: skip
 WATCHED: list[str] | None = None
-fuzzed = settings(max_examples=120, suppress_health_check=list(HealthCheck), deadline=None)
+fuzzed = settings(max_examples=50, suppress_health_check=list(HealthCheck), deadline=None)
 
 
 def _watch(event: str, _: Any) -> None:

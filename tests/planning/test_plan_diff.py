@@ -87,7 +87,7 @@ def stages_of(counts: list[int], prefix: str = "") -> dict[str, int]:
 
 
 # -- differences -----------------------------------------------------------------------------------------------------
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(before=plans(), after=plans())
 def test_plans_differ_exactly_where_they_are_not_equal(before: Plan, after: Plan) -> None:
     assert not before.diff(before)

@@ -19,7 +19,6 @@ from autosplit.planning.schedules import ask
 from autosplit.planning.timeline import StepTimeline
 from autosplit.runtime.clock import StepClock
 from autosplit.schedule.action import Action
-from tests.equivalence.equality import LANES
 from tests.runtime import lane_models
 from tests.runtime.gates import Boom
 from tests.runtime.happens_before import HOST, Keep, Record, Wait, problems
@@ -30,8 +29,11 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 WIDTH, ROWS, CHUNKS, DEVICES = 6, 9, 4, 2
 CASES = [
-    *((schedule, lanes, "never") for schedule in ("gpipe", "1f1b", "looped_bfs", "zb_v") for lanes in LANES),
-    *(("1f1b", "threads", recompute) for recompute in ("always", "except_last", "block")),
+    ("gpipe", "inline", "never"),
+    ("1f1b", "threads", "except_last"),
+    ("looped_bfs", "threads", "never"),
+    ("zb_v", "inline", "never"),
+    ("zb_v", "threads", "never"),
     ("zb_h1", "inline", "always"),
     ("interleaved", "threads", "block"),
 ]
