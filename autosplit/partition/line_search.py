@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,14 @@ Ints = NDArray[np.int64]
 
 _LONGEST = 3.0
 """Stages of so many times the average seconds are looked at, longer ones only where nothing else fits."""
-_SHARES = ((0.0, (1.0, 1.02, 1.1)), (1.0, (1.0, 1.05)))
+_SHARES = ((0.0, (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)), (1.0, (1.0, 1.05)))
 """Shares of the transfers in a stage's length, and how far above the shortest possible the longest may be."""
 _SLACK = (1.0, 1.15, 1.4)
 """Of a device with several stages each is given its share of the room, or so much more: the others may need less."""
 _TIES = 1e-9
 _ROUNDS = 8
+_PAIRED = 16
+"""Of at most so many stages two boundaries move at a time."""
 _MOVED = 2_000_000
 """Actions that are simulated in moving boundaries, about: chains times the schedule's actions."""
 
@@ -298,7 +300,7 @@ def _widest(search: LineSearch) -> int:
 
 
 def _near(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts with one boundary a unit or two elsewhere, or all from one on or up to one."""
+    """Yield the cuts with one boundary a unit or two elsewhere, or all from one on or up to one, or two apart."""
     last = len(bounds) - 1
     for place in range(1, last):
         for by in (-2, -1, 1, 2):
@@ -307,6 +309,11 @@ def _near(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 moved = tuple(own + by * (start <= index < stop) for index, own in enumerate(bounds))
                 if all(left < right for left, right in pairwise(moved)):
                     yield moved
+    for first, second in combinations(range(1, last), 2) if last <= _PAIRED else ():
+        for by in (-1, 1):
+            moved = tuple(own + by * (index == first) - by * (index == second) for index, own in enumerate(bounds))
+            if all(left < right for left, right in pairwise(moved)):
+                yield moved
 
 
 def _chain(line: Line) -> Graph:

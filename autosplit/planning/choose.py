@@ -1,8 +1,9 @@
 """The search over microbatches, schedules and recompute: for each of them the best cut, of all of these the best plan.
 
-A plan that fits is better than one that does not; among those that fit the fastest is best, among those that do not the
-one that comes closest. All configurations are weighed in units by the additive formula (`sweep`). Then the fastest is
-replayed; what its devices hold above the formula is taken off their room, its next cut waits its turn among the others:
+A plan that surely fits is better than a borderline one, that better than one that does not fit; among those that fit
+the fastest is best, among those that do not the one that comes closest. All configurations are weighed in units by the
+additive formula (`sweep`). Then the fastest is replayed; what its devices hold above the formula is taken off their
+room, its next cut waits its turn among the others:
 
     weighed, the fastest first ─► replay ─► fits: done
              ▲                       └────► less room ─► next cut of the same configuration ─┐
@@ -120,7 +121,7 @@ class _Search:
             )
 
     def run(self) -> Finished:
-        """Return the best that fits when it is replayed, or what comes closest."""
+        """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
         self.weigh()
         heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.weighed) if self._fits(each)]
         heapq.heapify(heap)
@@ -131,20 +132,22 @@ class _Search:
             over = self._over(best)
             if over is None:
                 finished = self._finish(best.entry, best.cut)
-                if not finished.over:
+                if finished.sure:
                     return finished
-                over = [max(0, peak - held) for peak, held in zip(finished.peaks, best.cut.device_bytes, strict=True)]
+                over = [max(0, high - held) for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
             following = self._less_room(best, over)
             if following is not None:
                 heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + turns, following))
-        return self._leanest()
+        if not any(each.worst <= 1.0 for each in self.finished):
+            self._leanest()
+        return min(self.finished, key=lambda each: each.rank)
 
     def _finish(self, entry: Entry, cut: LineCut) -> Finished:
         """Replay a cut, and keep by how much at least cuts of its kind come out above the formula."""
         finished = finish(self.sweep, entry, cut)
         self.finished.append(finished)
-        pairs = zip(finished.peaks, cut.device_bytes, strict=True)
-        above = max(peak / max(held, 1) for peak, held in pairs)
+        pairs = zip(finished.highs, cut.device_bytes, strict=True)
+        above = max(high / max(held, 1) for high, held in pairs)
         kind = frozenset(cut.recompute)
         self.above[kind] = min(above, self.above.get(kind, above))
         return finished
@@ -177,8 +180,8 @@ class _Search:
                 return Weighed(weighed.entry, way, cut, tuple(room))
         return None
 
-    def _leanest(self) -> Finished:
-        """Return what comes closest to fitting: of the leanest cuts of all configurations a few are replayed."""
+    def _leanest(self) -> None:
+        """Replay a few of the leanest cuts of all configurations, to find what comes closest to fitting."""
         found = []
         for place, entry in enumerate(self.entries):
             limits = self.sweep.room(entry.search.problem)
@@ -190,7 +193,6 @@ class _Search:
                 found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
         for _, _, place, cut in sorted(found, key=lambda each: each[:3])[:_LEANEST]:
             self._finish(self.entries[place], cut)
-        return min(self.finished, key=lambda each: (round(each.worst, 2), each.writer.partition.value_s))
 
     def alternatives(self) -> list[Alternative]:
         """Return what was weighed, as the plan's file has it; what was replayed with its peak."""

@@ -43,9 +43,22 @@ class Finished:
         return max((peak / max(limit, 1.0) for peak, limit in zip(self.peaks, self.limits, strict=False)), default=0.0)
 
     @property
-    def over(self) -> bool:
-        """Whether a device needs more than it has."""
-        return any(peak > limit for peak, limit in zip(self.peaks, self.limits, strict=False))
+    def highs(self) -> list[int]:
+        """The most that each device's peak may come out as."""
+        return self.writer.highs()
+
+    @property
+    def sure(self) -> bool:
+        """Whether every device has room for the most that it may need."""
+        return all(high <= limit for high, limit in zip(self.highs, self.limits, strict=False))
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The less the better: what fits for sure by its step, then what is predicted to fit, then what is closest."""
+        step_s = self.writer.partition.value_s
+        if self.sure:
+            return (0.0, step_s)
+        return (1.0, step_s) if self.worst <= 1.0 else (2.0, round(self.worst, 2), step_s)
 
 
 def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:
@@ -66,12 +79,13 @@ def refined(sweep: Sweep, finished: Finished) -> Finished:
     fine = coarsened(case.problem, apart)
     search = LineSearch(Line(fine.problem), fine.problem, stages=entry.settled.stages)
     limits, held = finished.limits, search.device_bytes(_bounds(fine, finished.writer.partition), cut.recompute)
-    room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, finished.peaks, held, strict=False)]
+    above = finished.highs if finished.sure else finished.peaks
+    room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, above, held, strict=False)]
     better = search.listed(cut.recompute, [*room, *limits[len(room) :]])
     if better is None or better.step_s >= cut.step_s * (1 - _GAIN):
         return _bounded(finished)
     moved = _replayed(sweep, entry, replace(better, bounds=cut.bounds), case, fine.assignment(better.bounds))
-    return _bounded(finished if moved.over else moved)
+    return _bounded(min(finished, moved, key=lambda each: each.rank))
 
 
 def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
