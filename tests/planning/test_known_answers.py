@@ -1,8 +1,10 @@
-"""What is known without planning: how much of Llama-70B eight devices of 80 GB hold."""
+"""What is known without planning: how much of Llama-70B eight devices of 80 GB hold, what torchgpipe's runs took."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from autosplit.planning.choose import Space, choose_plan
 from autosplit.planning.paper import OnPaper, prepare, resolve_machine, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.verdicts import binding, device_verdicts
+from benchmarks import published
+from benchmarks.published_torchgpipe import experiments, predicted, stages_of
 from tests.planning.llama import Llama
 
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 SEQUENCES, LENGTH = 32, 4096
 PARAMETERS = 68_976_648_192
@@ -64,3 +69,19 @@ def test_llama_70b_in_pure_bf16_is_borderline_with_fewer_layers_at_both_ends(lla
     layers = layers_of(plan)
     assert sum(layers) == pytest.approx(80, abs=0.01)
     assert max(layers[0], layers[-1]) < min(layers[1:-1])
+
+
+@pytest.mark.parametrize("name", ["U-Net (6,72)", "U-Net (11,128) chunks32 [505]"])
+def test_torchgpipes_runs_reserve_what_was_published(name: str) -> None:
+    row = next(row for row in published.rows() if row.get("model") == name)
+    experiment = experiments()[name]
+    found = predicted(experiment, stages_of(experiment), scratch=False).reserved_bytes
+    assert found == pytest.approx(row["total_reserved_GiB"] * GIB, rel=0.10)
+
+
+def test_all_of_torchgpipes_runs_were_within_a_tenth() -> None:
+    """The others take minutes: what `benchmarks.published` found is kept beside it."""
+    kept = json.loads((ROOT / "benchmarks/results/published.json").read_text(encoding="utf-8"))["figures"]
+    found = {line["row"]: line["error"] for line in kept if line["figure"] == "reserved" and line["published"]}
+    assert len(found) == 5
+    assert all(abs(error) <= 0.10 for error in found.values()), found
