@@ -147,7 +147,7 @@ class _Search:
         finished = finish(self.sweep, entry, cut)
         self.finished.append(finished)
         pairs = zip(finished.highs, cut.device_bytes, strict=True)
-        above = max(high / max(held, 1) for high, held in pairs)
+        above = min(high / max(held, 1) for high, held in pairs)
         kind = frozenset(cut.recompute)
         self.above[kind] = min(above, self.above.get(kind, above))
         return finished
