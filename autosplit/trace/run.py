@@ -139,27 +139,31 @@ def record(
         if scope.capture is not None:
             with quiet_log():
                 forward = scope.capture.forward(recorder, args, kwargs)
-        try:
-            watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
-            modes = sizes, mode, recorder.random, recorder, watch
-            with torch.inference_mode(False), quiet_log(), patched(recorder), contextlib.ExitStack() as stack:
-                for each in modes:
-                    stack.enter_context(each)
-                output = forward(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
-            raise Refusal(
-                f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]})"
-                f"{_notes(error)}; a graph cannot follow that",
-                recorder.failed_in or "",
-            ) from error
-        except (Refusal, Unanswered):
-            raise
-        except Exception as error:
-            raise Unexpected(error, recorder.failed_in or "") from error
+        watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
+        output = _forward(forward, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch))
         _check_attributes(model, scope, recorder, before, held)
         if torch.initial_seed() != seed:
             raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
         return recorder.finish(output, dict(model.named_buffers()))
+
+
+def _forward(forward: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, modes: tuple[Any, ...]) -> Any:
+    """Run the forward while it is recorded, and tell what a graph cannot follow from what the model itself raises."""
+    try:
+        with torch.inference_mode(False), quiet_log(), patched(recorder), contextlib.ExitStack() as stack:
+            for each in modes:
+                stack.enter_context(each)
+            return forward(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        raise Refusal(
+            f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]})"
+            f"{_notes(error)}; a graph cannot follow that",
+            recorder.failed_in or "",
+        ) from error
+    except (Refusal, Unanswered):
+        raise
+    except Exception as error:
+        raise Unexpected(error, recorder.failed_in or "") from error
 
 
 class _AsItIs(contextlib.nullcontext[None]):
