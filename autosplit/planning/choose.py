@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,9 +33,9 @@ from autosplit.trace.ladder import Trace
 
 __all__ = ["Space", "choose_plan", "weigh"]
 
-_REPLAYS = 6
+_REPLAYS = 10
 """How many cuts are replayed at most before the leanest is taken."""
-_LEANEST = 2
+_LEANEST = 4
 """How many of the leanest cuts are replayed where nothing fits."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
@@ -113,7 +113,6 @@ class _Search:
                 held = entry.best(way, limits)
                 if held is not None:
                     self.weighed.append(Weighed(entry, way, held, tuple(limits)))
-                    break
         if not self.entries:
             raise InputError(
                 f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "
@@ -125,19 +124,22 @@ class _Search:
         self.weigh()
         heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.weighed) if self._fits(each)]
         heapq.heapify(heap)
+        known: set[tuple[int, LineCut]] = set()
         turns = 0
         while heap and len(self.finished) < _REPLAYS:
             turns += 1
             _, _, best = heapq.heappop(heap)
             over = self._over(best)
             if over is None:
+                if (id(best.entry), best.cut) in known:
+                    continue
+                known.add((id(best.entry), best.cut))
                 finished = self._finish(best.entry, best.cut)
                 if finished.sure:
                     return finished
                 over = [max(0, high - held) for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
-            following = self._less_room(best, over)
-            if following is not None:
-                heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + turns, following))
+            for place, following in enumerate(self._less_room(best, over)):
+                heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + 10 * turns + place, following))
         if not any(each.worst <= 1.0 for each in self.finished):
             self._leanest()
         return min(self.finished, key=lambda each: each.rank)
@@ -165,20 +167,23 @@ class _Search:
             return None
         return [held * above for held in weighed.cut.device_bytes]
 
-    def _less_room(self, weighed: Weighed, over: Sequence[float]) -> Weighed | None:
-        """Return the next cut of a configuration: with as much less room as devices come out above the formula."""
+    def _less_room(self, weighed: Weighed, over: Sequence[float]) -> Iterator[Weighed]:
+        """Yield the next cuts of a configuration: with as much less room as devices come out above the formula.
+
+        Where nothing was recomputed all ways follow, else the same one.
+        """
         limits = self.sweep.room(weighed.entry.search.problem)
         assert limits is not None, "what is over a limit has one"
         room = [*(limit - more for limit, more in zip(limits, over, strict=False)), *limits[len(over) :]]
         if weighed.room is not None:
             room = [min(pair) for pair in zip(room, weighed.room, strict=True)]
         if min(room) <= 0 or tuple(room) == weighed.room:
-            return None
-        for way in self.sweep.ways(weighed.entry.settled.stages):
+            return
+        free = weighed.way == ["never"]
+        for way in self.sweep.ways(weighed.entry.settled.stages) if free else (weighed.way,):
             cut = weighed.entry.best(way, room)
             if cut is not None:
-                return Weighed(weighed.entry, way, cut, tuple(room))
-        return None
+                yield Weighed(weighed.entry, way, cut, tuple(room))
 
     def _leanest(self) -> None:
         """Replay a few of the leanest cuts of all configurations, to find what comes closest to fitting."""
@@ -186,11 +191,13 @@ class _Search:
         for place, entry in enumerate(self.entries):
             limits = self.sweep.room(entry.search.problem)
             assert limits is not None, "without limits everything fits"
+            own = []
             for way in self.sweep.ways(entry.settled.stages):
                 cut = entry.search.leanest(way, limits)
                 self.weighed.append(Weighed(entry, way, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
-                found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
+                own.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
+            found += sorted(own, key=lambda each: each[:3])[:1]
         for _, _, place, cut in sorted(found, key=lambda each: each[:3])[:_LEANEST]:
             self._finish(self.entries[place], cut)
 

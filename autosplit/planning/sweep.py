@@ -88,7 +88,6 @@ class Sweep:
         self.memo = TraceMemo()
         self._units: tuple[int, ...] | None = None
         self._parts = 0
-        self._slowdowns: tuple[float, ...] | None = None
         self.group_of: tuple[int, ...] = ()
         """Of each work the group that cannot be separated, in an order that may be cut anywhere."""
 
@@ -114,11 +113,10 @@ class Sweep:
         costs = profiled(self.model, self.found, options, sizes)
         formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes))
         if self._units is None:
-            self._slowdowns = slowdowns(self.model, self.found, options, sizes, costs)
             graph = base_graph(formulation.problem)
             self.group_of = graph.group_of
             self._parts, self._units = graph.size, runs(formulation.problem, graph, most=self._most(graph))
-        formulation = slowed(formulation, self._slowdowns)
+        formulation = slowed(formulation, slowdowns(self.model, self.found, options, sizes, costs))
         coarse = coarsened(formulation.problem, self._units)
         return Sized(sizes, costs, formulation, coarse, Line(coarse.problem), shared_s(self.found.graph, costs))
 
@@ -153,7 +151,7 @@ class Sweep:
         """Return what stages may recompute, one way after the other: a list to choose from, or a tuple of theirs."""
         asked = self.space.recompute
         if asked is None:
-            return [["never"], list(RECOMPUTE)]
+            return [["never"], list(RECOMPUTE), *([option] for option in RECOMPUTE if option != "never")]
         if len(asked) == 1:
             return [list(asked)]
         return [asked] if len(asked) == stages else []
