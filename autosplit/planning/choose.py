@@ -191,14 +191,13 @@ class _Search:
         for place, entry in enumerate(self.entries):
             limits = self.sweep.room(entry.search.problem)
             assert limits is not None, "without limits everything fits"
-            own = []
             for way in self.sweep.ways(entry.settled.stages):
                 cut = entry.search.leanest(way, limits)
                 self.weighed.append(Weighed(entry, way, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
-                own.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
-            found += sorted(own, key=lambda each: each[:3])[:1]
-        for _, _, place, cut in sorted(found, key=lambda each: each[:3])[:_LEANEST]:
+                found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
+        leanest = dict.fromkeys((place, cut) for _, _, place, cut in sorted(found, key=lambda each: each[:3]))
+        for place, cut in list(leanest)[:_LEANEST]:
             self._finish(self.entries[place], cut)
 
     def alternatives(self) -> list[Alternative]:

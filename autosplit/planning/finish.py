@@ -54,11 +54,14 @@ class Finished:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The less the better: what fits for sure by its step, then what is predicted to fit, then what is closest."""
+        """The less the better: what fits for sure, what is predicted to, what may, and of the rest the closest."""
         step_s = self.writer.partition.value_s
         if self.sure:
             return (0.0, step_s)
-        return (1.0, step_s) if self.worst <= 1.0 else (2.0, round(self.worst, 2), step_s)
+        if self.worst <= 1.0:
+            return (1.0, step_s)
+        may = all(low <= limit for low, limit in zip(self.writer.lows(), self.limits, strict=False))
+        return (2.0 if may else 3.0, round(self.worst, 2), step_s)
 
 
 def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:

@@ -80,6 +80,11 @@ class Writer:
         ranges = self._ranges
         return [ranges[lane].high_bytes if lane in ranges else peak for lane, peak in enumerate(self.peaks())]
 
+    def lows(self) -> list[int]:
+        """Return the least that the peak of every device may come out as."""
+        ranges = self._ranges
+        return [ranges[lane].low_bytes if lane in ranges else peak for lane, peak in enumerate(self.peaks())]
+
     def over_capacity(self) -> bool:
         """Tell whether a device needs more than a capacity that the solver kept by its formula."""
         limits = self.formulation.problem.capacity_bytes
