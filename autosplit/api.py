@@ -11,6 +11,7 @@ from torch import nn
 
 from autosplit.choices import BATCH_NORM, FIND
 from autosplit.errors import InfeasibleError, InputError, PlanError
+from autosplit.garbage import rare_collections
 from autosplit.options import (
     Options,
     Sample,
@@ -136,6 +137,7 @@ def autosplit(
     return pipe
 
 
+@rare_collections()
 def plan(
     model: nn.Module,
     devices: Any = _MACHINE,

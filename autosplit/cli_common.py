@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ import typer
 from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
 from autosplit.cli_progress import bars
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
+from autosplit.garbage import rare_collections
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
@@ -135,15 +135,9 @@ def page_width() -> int | None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import torch and the like inside: the garbage collector, which would find nothing there, waits."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        with phase("importing"):
-            yield
-    finally:
-        if before:
-            gc.enable()
+    """Import torch and the like inside: the garbage collector, which would find nothing there, comes rarely."""
+    with rare_collections(), phase("importing"):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,0 +1,52 @@
+"""The garbage collector comes rarely while a plan is made, and as the caller has set it before and after."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import api
+from autosplit.garbage import rare_collections
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_a_plan_is_made_with_rare_collections_and_leaves_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        seen.append(gc.get_threshold()[0])
+        return own(*args, **kwargs)
+
+    own = api.prepare
+    monkeypatch.setattr(api, "prepare", prepare)
+    gc.set_threshold(500, 7, 3)
+    api.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2xL4-24GB", sample=torch.empty(8, 4))
+    assert len(seen) == 1
+    assert seen[0] > 500
+    assert gc.get_threshold() == (500, 7, 3)
+
+
+@pytest.mark.parametrize("own", [(0, 10, 10), (1_000_000, 5, 5)], ids=["off", "rarer still"])
+def test_a_collector_that_is_off_or_rarer_stays_so(own: tuple[int, int, int]) -> None:
+    gc.set_threshold(*own)
+    with rare_collections():
+        assert gc.get_threshold() == own
+    assert gc.get_threshold() == own
+
+
+def test_an_error_brings_the_callers_own_back() -> None:
+    gc.set_threshold(500, 7, 3)
+    with pytest.raises(ZeroDivisionError), rare_collections():
+        1 // 0  # noqa: B018
+    assert gc.get_threshold() == (500, 7, 3)
