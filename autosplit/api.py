@@ -9,18 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.checks import (
+    check_chunks,
+    check_memory_limit,
+    check_optimizer,
+    check_precision,
+    check_recompute,
+    check_reserve,
+    choose,
+    resolve_machine,
+)
 from autosplit.choices import BATCH_NORM, FIND
 from autosplit.errors import InfeasibleError, InputError, PlanError
 from autosplit.garbage import rare_collections
 from autosplit.options import (
     Options,
     Sample,
-    check_chunks,
-    check_memory_limit,
-    check_optimizer,
-    check_recompute,
-    check_reserve,
-    choose,
     resolve_devices,
     resolve_lanes,
     resolve_rng,
@@ -28,7 +32,7 @@ from autosplit.options import (
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.edit import recosted
 from autosplit.planning.explain import answered
-from autosplit.planning.paper import check_precision, prepare, resolve_machine, search_space, stand_ins
+from autosplit.planning.paper import prepare, search_space, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.schedules import Asked, ask
 from autosplit.runtime.ambient import without_saved_tensor_hooks

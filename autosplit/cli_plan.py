@@ -167,8 +167,8 @@ def _find(*, smallest: bool, largest_batch: bool) -> str:
 def _planned(spec: ModelSpec, *, devices: str | list[str], **choices: Any) -> Plan:
     """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
     with importing():
+        from autosplit.checks import resolve_machine
         from autosplit.cli_models import make_model
-        from autosplit.planning.paper import resolve_machine
 
     machine = resolve_machine(devices)
     made = make_model(spec, blank=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
-from autosplit.choices import LANES, OPTIMIZER_COPIES, RECOMPUTE, RNG
+from autosplit.checks import choose
+from autosplit.choices import LANES, OPTIMIZER_COPIES, RNG
 from autosplit.errors import DeviceError, InputError
-from autosplit.units import parse_bytes
 from cost_models.machines import MachineSpec
 from cost_models.specs import DeviceSpec
 
@@ -141,65 +141,6 @@ class Options:
     def model_device(self) -> DeviceSpec | str:
         """The device whose cost model gives the times that are not measured: the first one on paper, or a CPU lane."""
         return "cpu-lane" if self.machine is None else self.machine.devices[0]
-
-
-def choose(name: str, value: Any, valid: Iterable[Any]) -> Any:
-    """Return ``value`` when it is one of ``valid``, else raise an InputError that lists them."""
-    options = tuple(valid)
-    if value not in options:
-        raise InputError(f"{name}={value!r} is not available; valid: {', '.join(map(repr, options))}")
-    return value
-
-
-def check_chunks(chunks: Any) -> int:
-    """Return ``chunks`` as an int of at least one."""
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise InputError(f"chunks={chunks!r}: give the number of microbatches as an int of at least 1")
-    return chunks
-
-
-def check_optimizer(optimizer: Any) -> str | int:
-    """Return the optimizer's name, or its state bytes per parameter element."""
-    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
-        return optimizer
-    return str(choose("optimizer", optimizer, OPTIMIZER_COPIES))
-
-
-def check_memory_limit(limit: int | float | str | None) -> int | None:
-    """Return bytes from a number or a text such as "70GiB"."""
-    if limit is None:
-        return None
-    limit_bytes = parse_bytes(limit)
-    if limit_bytes <= 0:
-        raise InputError(f"memory_limit={limit!r}: give a positive number of bytes, or text such as '70GiB'")
-    return limit_bytes
-
-
-def check_reserve(reserve: int | float | str | None) -> int:
-    """Return the bytes that every device keeps free, from a number or a text such as "2GiB"; None is none."""
-    reserve_bytes = 0 if reserve is None else parse_bytes(reserve)
-    if reserve_bytes < 0:
-        raise InputError(f"reserve={reserve!r}: give a number of bytes that is not negative, or text such as '2GiB'")
-    return reserve_bytes
-
-
-def check_recompute(recompute: Any, *, stages: int) -> tuple[str, ...] | None:
-    """Return what every stage recomputes as a tuple of one, or one entry per stage; None for "auto"."""
-    if isinstance(recompute, str):
-        choose("recompute", recompute, ("auto", *RECOMPUTE))
-        return None if recompute == "auto" else (recompute,)
-    valid = (
-        f"'auto', {', '.join(map(repr, RECOMPUTE))}, or a list with one of {', '.join(map(repr, RECOMPUTE))} per stage"
-    )
-    if not isinstance(recompute, (list, tuple)):
-        raise InputError(f"recompute={recompute!r} is not available; valid: {valid}")
-    if len(recompute) != stages:
-        raise InputError(f"recompute={recompute!r} has {len(recompute)} entries for {stages} stages; valid: {valid}")
-    unknown = next((entry for entry in recompute if entry not in RECOMPUTE), None)
-    if unknown is not None:
-        place = list(recompute).index(unknown)
-        raise InputError(f"recompute[{place}]={unknown!r} is not available; valid: {valid}")
-    return tuple(recompute) if len(set(recompute)) > 1 else (recompute[0],)
 
 
 def check_seconds(name: str, seconds: Any) -> float | None:

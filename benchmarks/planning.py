@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autosplit.checks import resolve_machine
 from autosplit.errors import InfeasibleError, ScheduleError
 from autosplit.options import Options, Sample
 from autosplit.partition.problem import RECOMPUTE
 from autosplit.planning.choose import Space, choose_plan
-from autosplit.planning.paper import OnPaper, prepare, resolve_machine, stand_ins
+from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.search import make_plan
 from autosplit.planning.sizes import sizes_of

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from autosplit.checks import resolve_machine
 from autosplit.planning.changes import Arguments, changes
 from autosplit.planning.choose import Space, choose_plan
 from autosplit.planning.extremes import largest_batch, smallest
-from autosplit.planning.paper import OnPaper, resolve_machine, stand_ins
+from autosplit.planning.paper import OnPaper, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.reasons import reasons
 

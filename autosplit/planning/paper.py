@@ -10,24 +10,20 @@ What a forward decides by values cannot be followed there; a model that has valu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-import cost_models
-from autosplit.choices import PRECISIONS
-from autosplit.errors import DeviceError, InputError, TraceError
-from autosplit.options import Options, Sample, choose
+from autosplit.errors import InputError, TraceError
+from autosplit.options import Options, Sample
 from autosplit.planning.choose import Space
 from autosplit.planning.paper_loss import paper_loss
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.shadow import shadow
 from autosplit.trace.ladder import Trace, trace
 from cost_models.machines import MachineSpec
-from cost_models.specs import DeviceSpec
 
 _DTYPES = {"fp32": torch.float32, "amp_bf16": torch.float32, "amp_fp16": torch.float32}
 _DTYPES |= {"bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16}
@@ -48,32 +44,6 @@ class OnPaper:
     found: Trace
     options: Options
     by_values: bool = False
-
-
-def resolve_machine(devices: Any) -> MachineSpec:
-    """Return the machine that is planned for: a text, a machine file, or a list of names of devices, files or specs.
-
-    Raises DeviceError for a name that is not known, with the nearest ones.
-    """
-    if isinstance(devices, MachineSpec):
-        return devices
-    if not isinstance(devices, (str, Path, list, tuple)) or not all(_names_device(entry) for entry in _listed(devices)):
-        raise DeviceError(
-            f"devices={devices!r} names no devices to plan for; give a text such as '8xH100-SXM5-80GB', or a list of "
-            "names, for example ['A100-SXM4-80GB', 'L4-24GB'] (autosplit devices lists them)"
-        )
-    try:
-        return cost_models.machine(devices)
-    except ValueError as error:
-        raise DeviceError(str(error)) from error
-
-
-def _listed(devices: Any) -> list[Any]:
-    return list(devices) if isinstance(devices, (list, tuple)) else [devices]
-
-
-def _names_device(entry: Any) -> bool:
-    return isinstance(entry, (str, Path, DeviceSpec))
 
 
 def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
@@ -133,12 +103,6 @@ def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
     else:
         schedules = _SCHEDULES if lanes > 1 else _SCHEDULES[:1]
     return Space(chunks=chunks, schedules=schedules, recompute=options.recompute)
-
-
-def check_precision(precision: Any) -> str | None:
-    """Return the precision; None is the model's own."""
-    found: str | None = choose("precision", precision, (None, *PRECISIONS))
-    return found
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

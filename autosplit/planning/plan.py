@@ -29,7 +29,7 @@ from autosplit.planning.records import (
 )
 from autosplit.planning.schedules import schedule_of
 from autosplit.schedule.action import Schedule
-from autosplit.trace.proof import Proof
+from autosplit.trace.findings import Proof
 
 VERSION = 1
 MOST_CHUNKS = 2**16

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autosplit.checks import meant
 from autosplit.choices import SCHEDULES
 from autosplit.errors import InputError, ScheduleError
-from autosplit.options import Options
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build, least_per_device, stages_per_device
 from autosplit.schedule.files import from_rows, read_actions
 from autosplit.schedule.validate import validate
+
+if TYPE_CHECKING:
+    from autosplit.options import Options
 
 _DEFAULT_CHUNKS = 8
 """What `autosplit` takes for ``chunks`` when nothing is said; it gives way to what a file has."""
@@ -45,7 +48,8 @@ def ask(schedule: Any, *, virtual_stages: Any, devices: int, chunks: int) -> Ask
         return Asked(name, each, each * devices, chunks)
     if not _is_path(schedule):
         valid = ", ".join(map(repr, SCHEDULES))
-        raise InputError(f"schedule={schedule!r} is not available; valid: {valid}, or the path of an action file")
+        near = meant(schedule, SCHEDULES)
+        raise InputError(f"schedule={schedule!r} is not available{near}; valid: {valid}, or the path of an action file")
     own = read_actions(schedule)
     return _fitting(own, virtual_stages=virtual_stages, devices=devices, chunks=chunks)
 

@@ -1,8 +1,12 @@
-"""What the value probe has found out about a model."""
+"""What the value probe has found out about a model, and how a plan keeps it; without torch, as plans are read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autosplit.trace.run import FlatInputs
 
 
 @dataclass(frozen=True)
@@ -26,3 +30,21 @@ class Findings:
             self.backward | later.backward,
             later.batch_dims,
         )
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A recording by its identity, and the nodes in which its value probe saw rows influence each other."""
+
+    recording: str
+    values: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+
+    def findings(self, names: frozenset[str], flat: FlatInputs) -> Findings:
+        """Return what the probe found, for the nodes of the recording."""
+        return Findings(names, frozenset(self.values), frozenset(self.gradients), flat.batch_dims)
+
+    @classmethod
+    def of(cls, recording: str, findings: Findings) -> Proof:
+        """Write down what was found about a recording."""
+        return cls(recording, tuple(sorted(findings.suspects)), tuple(sorted(findings.backward)))

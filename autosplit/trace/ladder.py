@@ -23,7 +23,7 @@ from autosplit.trace.check import Runnable, check_recording
 from autosplit.trace.classes import batched_nodes, classify, with_classes
 from autosplit.trace.decompose import decompose, is_decomposed
 from autosplit.trace.effects import Effects, effects
-from autosplit.trace.findings import Findings
+from autosplit.trace.findings import Findings, Proof
 from autosplit.trace.formula import LEAST, Length
 from autosplit.trace.gather import Gathered, gather
 from autosplit.trace.generalise import Domain, for_one_row, generalise
@@ -32,7 +32,7 @@ from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.kinds import function_of
 from autosplit.trace.merge import MergedRecording
 from autosplit.trace.probe import run_probe
-from autosplit.trace.proof import Proof, identity
+from autosplit.trace.proof import identity
 from autosplit.trace.readings import Shares, best, shares
 from autosplit.trace.reads import Guard, guard_of, without_reads
 from autosplit.trace.recording import Refusal, Unexpected

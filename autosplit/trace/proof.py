@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from autosplit.trace.calls import Ambient
-from autosplit.trace.findings import Findings
 from autosplit.trace.formula import Formula
 from autosplit.trace.gather import Gathered
 from autosplit.trace.own_code import OwnCode
@@ -40,24 +39,6 @@ class _Plain:
 
 class _Unknown(Exception):
     """A value of which nothing can be told that holds in another process."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """A recording by its identity, and the nodes in which its value probe saw rows influence each other."""
-
-    recording: str
-    values: tuple[str, ...] = ()
-    gradients: tuple[str, ...] = ()
-
-    def findings(self, names: frozenset[str], flat: FlatInputs) -> Findings:
-        """Return what the probe found, for the nodes of the recording."""
-        return Findings(names, frozenset(self.values), frozenset(self.gradients), flat.batch_dims)
-
-    @classmethod
-    def of(cls, recording: str, findings: Findings) -> Proof:
-        """Write down what was found about a recording."""
-        return cls(recording, tuple(sorted(findings.suspects)), tuple(sorted(findings.backward)))
 
 
 def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> str | None:

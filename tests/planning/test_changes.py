@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import autosplit
+from autosplit.checks import resolve_machine
 from autosplit.options import Options
 from autosplit.planning.changes import changes, device_counts
 from autosplit.planning.choose import Space
-from autosplit.planning.paper import resolve_machine, stand_ins
+from autosplit.planning.paper import stand_ins
 from autosplit.planning.records import Change
 from autosplit.planning.timeline import predicted
 from tests.report.paper_plans import paper_plan

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from autosplit.checks import resolve_machine
 from autosplit.options import Options, Sample
 from autosplit.planning.choose import Space, choose_plan
-from autosplit.planning.paper import OnPaper, prepare, resolve_machine, stand_ins
+from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.verdicts import binding, device_verdicts
 from benchmarks import published

@@ -1,0 +1,134 @@
+"""The checks of what callers choose by name or number; without torch, so that a wrong word costs no second.
+
+The functions of `autosplit` and the command line ask the same ones: `autosplit` before it looks at the model, the
+command line before it imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE
+from autosplit.errors import DeviceError, InputError
+from autosplit.units import parse_bytes
+
+if TYPE_CHECKING:
+    from cost_models.machines import MachineSpec
+
+_MOST_BYTES, _MOST_STATE = 2**60, 2**20
+"""Of a device, and of a parameter element's state: what is above is a slip, and would not fit a plan's numbers."""
+
+
+def choose(name: str, value: Any, valid: Iterable[Any]) -> Any:
+    """Return ``value`` when it is one of ``valid``, else raise an InputError that lists them."""
+    options = tuple(valid)
+    if value not in options:
+        raise InputError(not_available(f"{name}={value!r}", value, options))
+    return value
+
+
+def not_available(what: str, value: Any, valid: Iterable[Any]) -> str:
+    """Say that a value is not available, what near it is, and what there is; ``what`` is how the caller wrote it."""
+    options = tuple(valid)
+    return f"{what} is not available{meant(value, options)}; valid: {', '.join(map(repr, options))}"
+
+
+def meant(value: Any, valid: Iterable[Any]) -> str:
+    """Return `` (did you mean ...?)`` where a text is near one of the valid ones, else nothing."""
+    names = [name for name in valid if isinstance(name, str)]
+    near = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def check_chunks(chunks: Any) -> int:
+    """Return ``chunks`` as an int of at least one."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise InputError(f"chunks={chunks!r}: give the number of microbatches as an int of at least 1")
+    return chunks
+
+
+def check_optimizer(optimizer: Any) -> str | int:
+    """Return the optimizer's name, or its state bytes per parameter element."""
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool):
+        if 0 <= optimizer <= _MOST_STATE:
+            return optimizer
+        raise InputError(f"optimizer={optimizer}: give 0 to {_MOST_STATE} bytes of state per parameter element")
+    return str(choose("optimizer", optimizer, OPTIMIZER_COPIES))
+
+
+def check_memory_limit(limit: int | float | str | None) -> int | None:
+    """Return bytes from a number or a text such as "70GiB"."""
+    if limit is None:
+        return None
+    limit_bytes = _bytes("memory_limit", limit)
+    if limit_bytes <= 0:
+        raise InputError(f"memory_limit={limit!r}: give a positive number of bytes, or text such as '70GiB'")
+    return limit_bytes
+
+
+def check_reserve(reserve: int | float | str | None) -> int:
+    """Return the bytes that every device keeps free, from a number or a text such as "2GiB"; None is none."""
+    reserve_bytes = 0 if reserve is None else _bytes("reserve", reserve)
+    if reserve_bytes < 0:
+        raise InputError(f"reserve={reserve!r}: give a number of bytes that is not negative, or text such as '2GiB'")
+    return reserve_bytes
+
+
+def _bytes(name: str, value: Any) -> int:
+    try:
+        found = parse_bytes(value)
+    except (InputError, OverflowError, ValueError) as error:
+        reason = error if isinstance(error, InputError) else f"{value!r} is no number of bytes"
+        raise InputError(f"{name}={reason}") from error
+    if found > _MOST_BYTES:
+        raise InputError(f"{name}={value!r} is more than 1024 PiB; give what one device has, such as '70GiB'")
+    return found
+
+
+def check_recompute(recompute: Any, *, stages: int) -> tuple[str, ...] | None:
+    """Return what every stage recomputes as a tuple of one, or one entry per stage; None for "auto"."""
+    if isinstance(recompute, str):
+        choose("recompute", recompute, ("auto", *RECOMPUTE))
+        return None if recompute == "auto" else (recompute,)
+    valid = (
+        f"'auto', {', '.join(map(repr, RECOMPUTE))}, or a list with one of {', '.join(map(repr, RECOMPUTE))} per stage"
+    )
+    if not isinstance(recompute, (list, tuple)):
+        raise InputError(f"recompute={recompute!r} is not available; valid: {valid}")
+    if len(recompute) != stages:
+        raise InputError(f"recompute={recompute!r} has {len(recompute)} entries for {stages} stages; valid: {valid}")
+    unknown = next((entry for entry in recompute if entry not in RECOMPUTE), None)
+    if unknown is not None:
+        place = list(recompute).index(unknown)
+        raise InputError(f"recompute[{place}]={unknown!r} is not available{meant(unknown, RECOMPUTE)}; valid: {valid}")
+    return tuple(recompute) if len(set(recompute)) > 1 else (recompute[0],)
+
+
+def check_precision(precision: Any) -> str | None:
+    """Return the precision; None is the model's own."""
+    found: str | None = choose("precision", precision, (None, *PRECISIONS))
+    return found
+
+
+def resolve_machine(devices: Any) -> MachineSpec:
+    """Return the machine that is planned for: a text, a machine file, or a list of names of devices, files or specs.
+
+    Raises DeviceError for a name that is not known, with the nearest ones.
+    """
+    import cost_models
+
+    if isinstance(devices, cost_models.MachineSpec):
+        return devices
+    entries = list(devices) if isinstance(devices, (list, tuple)) else [devices]
+    if not all(isinstance(entry, (str, Path, cost_models.DeviceSpec)) for entry in entries):
+        raise DeviceError(
+            f"devices={devices!r} names no devices to plan for; give a text such as '8xH100-SXM5-80GB', or a list of "
+            "names, for example ['A100-SXM4-80GB', 'L4-24GB'] (autosplit devices lists them)"
+        )
+    try:
+        return cost_models.machine(devices)
+    except ValueError as error:
+        raise DeviceError(str(error)) from error
