@@ -7,28 +7,27 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from autosplit.errors import DeviceError, PlanError
+from autosplit.errors import DeviceError
 from autosplit.lower.locate import add_location
 from autosplit.lower.program import STATE, emit
+from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan import Plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.timeline import StepTimeline
 from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, free_names
 from autosplit.recordings import Recordings
-from autosplit.report.table import render
-from autosplit.report.trace_file import write_trace
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.clock import StepClock, Whole
 from autosplit.runtime.lanes import Lane, caller_lane
+from autosplit.runtime.memory_clock import MemoryClock
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.proof import Proofs
 from autosplit.runtime.threads import LaneThreads
@@ -52,9 +51,11 @@ class _Core:
     off_tape: tuple[str, ...] = ()
     """The random operations of the kind of call that was prepared last whose numbers are not the plain model's."""
     names: dict[str, str] = field(default_factory=dict)
+    measured: StepTimeline | None = None
+    """What the profiled steps found."""
 
 
-class PipelinedModule(fx.GraphModule):
+class PipelinedModule(Measured, fx.GraphModule):
     """A model that runs as a pipeline over several devices; made by :func:`autosplit.autosplit`.
 
     It shares the model's own tree: parameters, buffers and child modules are the same objects under the same names, so
@@ -89,12 +90,6 @@ class PipelinedModule(fx.GraphModule):
     def draws_as_model(self) -> bool:
         """Whether random operations draw the plain model's own numbers, in the kind of call that was prepared last."""
         return self._core.options.rng == "plain" and not self._core.off_tape
-
-    def report(self) -> str:
-        """Return the partition report as text."""
-        if self.plan is None:
-            return "not planned yet: the pipe plans itself on its first call, or give autosplit a sample="
-        return render(self.plan) + self._core.recordings.uncompiled()
 
     def prepare(self, sample: Sample) -> None:
         """Record, plan and compile for a kind of call without running it.
@@ -151,26 +146,6 @@ class PipelinedModule(fx.GraphModule):
         """
         with random_state_on_refusal():
             return self._train_step(args, kwargs, target, loss_fn, loss_reduction)
-
-    def profile_step(
-        self, *args: Any, target: Any = None, loss_fn: Any = None, loss_reduction: str = "auto", **kwargs: Any
-    ) -> StepTimeline:
-        """Run a training step as :meth:`train_step` does, to every bit, and return when each action and transfer ran.
-
-        The host waits for all devices before the first action and behind the last. What a kind of step needs the first
-        time (recording it, a proof of its loss) is not in the times; :meth:`save_trace` puts them beside the plan's.
-        """
-        clock = StepClock()
-        with random_state_on_refusal():
-            self._train_step(args, kwargs, target, loss_fn, loss_reduction, clock)
-        assert self.plan is not None
-        return clock.timeline([stage.lane for stage in self.plan.stages])
-
-    def save_trace(self, path: str | Path, measured: StepTimeline | None = None) -> None:
-        """Write the plan's step as a file for Perfetto (Chrome's trace format), with what `profile_step` returned."""
-        if self.plan is None:
-            raise PlanError("there is no plan yet: call the pipe first, or give autosplit a sample=")
-        write_trace(path, self.plan, measured)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward in eval mode without gradients, and return the model's output for the whole batch.
@@ -243,7 +218,7 @@ class PipelinedModule(fx.GraphModule):
             reduction=reduction,
             proofs=self._core.proofs,
             whole=lambda: self._run(replace(step, state=step.state.fresh())),
-            threads=None if needs_one_thread() else self._core.threads,
+            threads=None if needs_one_thread() or isinstance(clock, MemoryClock) else self._core.threads,
         )
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:

@@ -36,6 +36,19 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class HeldBytes:
+    """What a lane's device held in a recorded step.
+
+    Attributes:
+        before_bytes: what tensors had on it before the step, the caller's own too; None where nobody counts them.
+        grown_bytes: the most that they had above that during the step.
+    """
+
+    before_bytes: int | None
+    grown_bytes: int
+
+
+@dataclass(frozen=True)
 class StepTimeline:
     """What every lane does over a step.
 
@@ -45,6 +58,10 @@ class StepTimeline:
         once_s: measured: how long the step took beside its bars, before the first and behind the last.
         loss: measured: the loss of the step.
         whole: measured: why the step ran as one piece, so that it has no bars or forwards and then backwards.
+        memory: measured: what each lane's device held; None where nobody counts that. Lanes of one device have the
+            same.
+        rows: measured: the rows of its microbatches.
+        timed: measured: whether its times are a step's; not where one thread ran the lanes in turn to count bytes.
     """
 
     bars: tuple[Bar, ...]
@@ -54,6 +71,9 @@ class StepTimeline:
     once_s: float = 0.0
     loss: float | None = None
     whole: str | None = None
+    memory: tuple[HeldBytes | None, ...] = ()
+    rows: tuple[int, ...] = ()
+    timed: bool = True
 
 
 def predicted(plan: Plan) -> StepTimeline:

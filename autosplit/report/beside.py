@@ -1,35 +1,199 @@
-"""A recorded step beside the predicted one."""
+"""A recorded step beside the predicted one: times of devices and stages, and the most bytes that devices held."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import StepTimeline, predicted
-from autosplit.report.document import Section, column
-from autosplit.units import format_seconds
+from autosplit.planning.verdicts import device_verdicts
+from autosplit.report.document import Column, Section, column
+from autosplit.report.words import numbers
+from autosplit.units import format_bytes, format_seconds
+
+_BACKWARD = ("B", "I", "W")
 
 
-def measured_section(plan: Plan, timeline: StepTimeline) -> Section:
-    """Return one row per device: how long it works in the predicted and in the recorded step, and the two steps."""
+@dataclass(frozen=True)
+class DeviceBeside:
+    """One lane's device in both steps; None where something was not measured.
+
+    Attributes:
+        busy_s: how long its actions ran.
+        idle: the share of the step in which none did.
+        peak_bytes: the most that it held. Where nobody counts what a device held before the step (the CPU), that is
+            taken as planned: parameters, buffers and optimizer state.
+        before_bytes: what it held before the step, where that was counted.
+    """
+
+    lane: int
+    device: str
+    predicted_busy_s: float
+    busy_s: float | None
+    predicted_idle: float
+    idle: float | None
+    predicted_peak_bytes: int
+    peak_bytes: int | None
+    before_bytes: int | None
+
+
+@dataclass(frozen=True)
+class StageBeside:
+    """One stage's times per microbatch, the medians over a step's microbatches; None where none was measured."""
+
+    stage: int
+    predicted_forward_s: float
+    forward_s: float | None
+    predicted_backward_s: float
+    backward_s: float | None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Both steps, without what runs once beside the bars; ``step_s`` is None where the recorded times are no step's."""
+
+    predicted_step_s: float
+    step_s: float | None
+    devices: tuple[DeviceBeside, ...]
+    stages: tuple[StageBeside, ...]
+
+
+def beside(plan: Plan, measured: StepTimeline) -> Beside:
+    """Return the figures of a recorded step beside those that the plan predicts."""
     foreseen = predicted(plan)
-    rows = range(len(plan.devices))
-    before, after = _busy_s(foreseen, len(rows)), _busy_s(timeline, len(rows))
-    return Section(
+    timed = measured.timed
+    return Beside(
+        predicted_step_s=foreseen.step_s,
+        step_s=measured.step_s if timed else None,
+        devices=tuple(_devices(plan, foreseen, measured)),
+        stages=tuple(_stages(plan, measured if timed and measured.whole is None else None)),
+    )
+
+
+def _devices(plan: Plan, foreseen: StepTimeline, measured: StepTimeline) -> Iterator[DeviceBeside]:
+    before, after = (_busy_s(step, len(plan.devices)) for step in (foreseen, measured))
+    barred = measured.timed and bool(measured.bars)
+    for lane, verdict in enumerate(device_verdicts(plan)):
+        held = measured.memory[lane] if lane < len(measured.memory) else None
+        peak = None
+        if held is not None:
+            states = _states(plan, lane) if held.before_bytes is None else held.before_bytes
+            peak = states + held.grown_bytes
+        yield DeviceBeside(
+            lane=lane,
+            device=plan.devices[lane],
+            predicted_busy_s=before[lane],
+            busy_s=after[lane] if barred else None,
+            predicted_idle=_idle(before[lane], foreseen.step_s),
+            idle=_idle(after[lane], measured.step_s) if barred else None,
+            predicted_peak_bytes=verdict.peak_bytes,
+            peak_bytes=peak,
+            before_bytes=None if held is None else held.before_bytes,
+        )
+
+
+def _states(plan: Plan, lane: int) -> int:
+    """Return what a device has before a step, as planned: gradients are None then."""
+    own = [stage.memory for stage in plan.stages if stage.lane == lane]
+    return sum(m.parameter_bytes + m.buffer_bytes + m.optimizer_bytes for m in own)
+
+
+def _stages(plan: Plan, measured: StepTimeline | None) -> Iterator[StageBeside]:
+    took: dict[tuple[int, str, int], float] = {}
+    for bar in () if measured is None else measured.bars:
+        took[bar.stage, bar.kind, bar.microbatch] = bar.end_s - bar.start_s
+    for stage in plan.stages:
+        microbatches = sorted({m for s, _, m in took if s == stage.index})
+        forward = [took[key] for m in microbatches if (key := (stage.index, "F", m)) in took]
+        parts = ([took.get((stage.index, kind, m)) for kind in _BACKWARD] for m in microbatches)
+        backward = [sum(part for part in found if part is not None) for found in parts if any(found)]
+        yield StageBeside(
+            stage=stage.index,
+            predicted_forward_s=stage.forward_s,
+            forward_s=median(forward) if forward else None,
+            predicted_backward_s=stage.backward_s,
+            backward_s=median(backward) if backward else None,
+        )
+
+
+def measured_sections(plan: Plan, measured: StepTimeline) -> Iterator[Section]:
+    """Yield what was predicted and measured: a row per device, and one per stage where its actions were timed."""
+    found = beside(plan, measured)
+    rows = found.devices
+    columns = [column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")]
+    if any(row.busy_s is not None for row in rows):
+        columns += _pair("busy", rows, lambda row: row.predicted_busy_s, lambda row: row.busy_s, format_seconds)
+        columns += _pair("idle", rows, lambda row: row.predicted_idle, lambda row: row.idle, _percent)
+    if any(row.peak_bytes is not None for row in rows):
+        columns += _pair("peak", rows, lambda row: row.predicted_peak_bytes, lambda row: row.peak_bytes, format_bytes)
+    yield Section(
         "Predicted beside measured",
-        facts=(
-            (
-                "step",
-                f"{format_seconds(foreseen.step_s)} predicted, {format_seconds(timeline.step_s)} measured"
-                f"{_ratio(timeline.step_s, foreseen.step_s)}",
+        facts=tuple(_facts(plan, measured, found)),
+        columns=tuple(columns) if len(columns) > 1 else (),
+        below=tuple(_below(found)),
+    )
+    if any(stage.forward_s is not None for stage in found.stages):
+        yield _stage_section(found.stages)
+
+
+def _pair(
+    title: str,
+    rows: Sequence[Any],
+    foreseen: Callable[[Any], float],
+    measured: Callable[[Any], float | None],
+    words: Callable[..., str],
+) -> list[Column]:
+    def seen(row: Any) -> str:
+        value = measured(row)
+        return "-" if value is None else words(value)
+
+    return [column(title, rows, lambda row: words(foreseen(row))), column("measured", rows, seen)]
+
+
+def _stage_section(stages: Sequence[StageBeside]) -> Section:
+    return Section(
+        "Stages, predicted beside measured (per microbatch, the median)",
+        columns=(
+            column("stage", stages, lambda row: str(row.stage)),
+            *_pair("forward", stages, lambda row: row.predicted_forward_s, lambda row: row.forward_s, format_seconds),
+            *_pair(
+                "backward", stages, lambda row: row.predicted_backward_s, lambda row: row.backward_s, format_seconds
             ),
         ),
-        columns=(
-            column("device", rows, lambda lane: f"{lane}: {plan.devices[lane]}", align="left"),
-            column("predicted busy", rows, lambda lane: format_seconds(before[lane])),
-            column("measured busy", rows, lambda lane: format_seconds(after[lane])),
-            column("idle predicted", rows, lambda lane: _idle(before[lane], foreseen.step_s)),
-            column("idle measured", rows, lambda lane: _idle(after[lane], timeline.step_s)),
-        ),
     )
+
+
+def _facts(plan: Plan, measured: StepTimeline, found: Beside) -> Iterator[tuple[str, str]]:
+    if found.step_s is None:
+        yield "step", f"{format_seconds(found.predicted_step_s)} predicted; only bytes were counted, not the time"
+    else:
+        words = f"{format_seconds(found.predicted_step_s)} predicted, {format_seconds(found.step_s)} measured"
+        yield "step", words + _ratio(found.step_s, found.predicted_step_s)
+    if measured.whole is not None:
+        yield "as one", f"the step ran as one piece: {measured.whole}"
+    if measured.rows and measured.rows != plan.microbatch_rows:
+        now, then = (f"{sum(rows)} in {len(rows)} microbatches" for rows in (measured.rows, plan.microbatch_rows))
+        yield "rows", f"{now} were measured, {then} planned: compare with care"
+
+
+def _below(found: Beside) -> Iterator[str]:
+    """Yield what a peak that was measured is of."""
+    seen = [row for row in found.devices if row.peak_bytes is not None]
+    if any(row.before_bytes is None for row in seen):
+        yield (
+            "peaks on the CPU: parameters, buffers and optimizer state as planned, and what the allocator gave out for "
+            "the lane's own actions and copies during the step"
+        )
+    counted = [row for row in seen if row.before_bytes is not None]
+    if counted:
+        yield "peaks elsewhere: all that the device's allocator has given out, the caller's own tensors too"
+    for device in dict.fromkeys(row.device for row in counted):
+        lanes = [row.lane for row in counted if row.device == device]
+        if len(lanes) > 1:
+            yield f"{device} has lanes {numbers(lanes)}: its measured peak is of all of them together"
 
 
 def _busy_s(timeline: StepTimeline, lanes: int) -> list[float]:
@@ -39,8 +203,12 @@ def _busy_s(timeline: StepTimeline, lanes: int) -> list[float]:
     return busy_s
 
 
-def _idle(busy_s: float, step_s: float) -> str:
-    return f"{max(0.0, 1 - busy_s / step_s):.1%}" if step_s else "-"
+def _idle(busy_s: float, step_s: float) -> float:
+    return max(0.0, 1 - busy_s / step_s) if step_s else 0.0
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
 
 
 def _ratio(measured_s: float, predicted_s: float) -> str:

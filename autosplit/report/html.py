@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.planning.plan import Plan
+from autosplit.planning.timeline import StepTimeline
 from autosplit.planning.verdicts import binding
 from autosplit.report.document import Section, printable
 from autosplit.report.html_data import as_script, page_data
@@ -36,8 +37,11 @@ _KINDS = (
 )
 
 
-def page(plan: Plan) -> str:
-    """Return the page of ``plan`` as HTML text; what an older plan does not hold the page says instead."""
+def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
+    """Return the page of ``plan`` as HTML text, with a recorded step beside it.
+
+    What an older plan does not hold the page says instead.
+    """
     # A report without a page need not wait for the import.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -52,9 +56,9 @@ def page(plan: Plan) -> str:
     own = [(_TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
     script = '"use strict";\n(() => {\n' + "\n".join(own) + "})();\n"
     style = (_TEMPLATES / "page.css").read_text(encoding="utf-8")
-    data = page_data(plan)
+    data = page_data(plan, measured)
     verdict = "unknown" if binding(plan) is None else plan.verdict
-    found = sections(plan, width=None)
+    found = sections(plan, width=None, measured=measured)
     return environment.get_template("page.html").render(
         plan=plan,
         data=data,

@@ -8,13 +8,16 @@ from typing import Any
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, LaneCurve
 from autosplit.planning.recost import curves_match, parts
+from autosplit.planning.timeline import Bar, StepTimeline
+from autosplit.report.beside import beside
 from autosplit.report.document import printable
 from autosplit.report.words import plural, recompute_words, schedule_words
+from autosplit.schedule.action import Action, Schedule
 
 _KINDS = "FBIW"
 
 
-def page_data(plan: Plan) -> dict[str, Any]:
+def page_data(plan: Plan, measured: StepTimeline | None = None) -> dict[str, Any]:
     """Return what the page's script reads; seconds and bytes, a list entry per device, stage or unit."""
     schedule = plan.schedule_for(len(plan.microbatch_rows))
     return {
@@ -43,6 +46,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "units": _units(plan),
         "curves": [_curve(curve) for curve in plan.curves] if curves_match(plan, schedule) else None,
         "frontier": [_alternative(plan, one) for one in plan.frontier],
+        "recorded": None if measured is None else _recorded(plan, schedule, measured),
     }
 
 
@@ -107,3 +111,32 @@ def _alternative(plan: Plan, one: Alternative) -> dict[str, Any]:
         "replayed": one.replayed,
         "plan": setting == (plan.chunks, plan.schedule, plan.virtual_stages) and listed == chosen,
     }
+
+
+def _recorded(plan: Plan, schedule: Schedule, measured: StepTimeline) -> dict[str, Any]:
+    """Return a recorded step: per lane, the start and end of each of the schedule's actions, and what was held then.
+
+    No lanes where it did not run this schedule, or where its times are not a step's.
+    """
+    bars = {Action(bar.stage, bar.kind, bar.microbatch): bar for bar in measured.bars}
+    same = measured.timed and measured.whole is None and set(bars) == set(schedule)
+    lanes = [[bars[action] for action in lane] for lane in schedule.lanes] if same else []
+    return {
+        "step": round(measured.step_s, 9),
+        "lanes": [[round(time, 9) for bar in lane for time in (bar.start_s, bar.end_s)] for lane in lanes],
+        "held": [[bar.held_bytes for bar in lane] for lane in lanes] if _counted(lanes) else None,
+        "peaks": [one.peak_bytes for one in beside(plan, measured).devices],
+        "why": None if same else _why_not_drawn(measured),
+    }
+
+
+def _counted(lanes: list[list[Bar]]) -> bool:
+    return any(bar.held_bytes is not None for lane in lanes for bar in lane)
+
+
+def _why_not_drawn(measured: StepTimeline) -> str:
+    if measured.whole is not None:
+        return f"The recorded step ran as one piece: {printable(measured.whole)}."
+    if not measured.timed:
+        return "Of the recorded step only bytes were counted, not the time."
+    return "The recorded step had another number of microbatches than the plan, and is not drawn."

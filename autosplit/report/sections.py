@@ -9,7 +9,7 @@ Prediction                imbalance, bubble, step time, proof, node classes, mem
 What would make it fit    changes, and what each costs
 Other plans               those that no other beats in both step and peak
 Reasons, Notes            why the plan is as it is, and what else the planner has to say
-Measured                  a recorded step beside the predicted one
+Predicted beside measured a recorded step beside the predicted one, by device and by stage
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import groupby
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Boundary, StagePlan
 from autosplit.planning.timeline import StepTimeline
-from autosplit.report.beside import measured_section
+from autosplit.report.beside import measured_sections
 from autosplit.report.choices import changes, frontier, verdicts
 from autosplit.report.document import Column, Section, column, room_beside, table_width
 from autosplit.report.prediction import prediction, shares
@@ -42,7 +42,7 @@ def sections(plan: Plan, *, width: int | None, measured: StepTimeline | None = N
         *verdicts(plan, width=width),
         _boundaries(plan, width=width),
         prediction(plan),
-        *([] if measured is None else [measured_section(plan, measured)]),
+        *([] if measured is None else measured_sections(plan, measured)),
         *changes(plan),
         *frontier(plan, width=width),
     ]

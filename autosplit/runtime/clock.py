@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.planning.timeline import Bar, Sent, StepTimeline
+from autosplit.planning.timeline import Bar, HeldBytes, Sent, StepTimeline
 from autosplit.runtime.lanes import Lane
 from autosplit.schedule.action import Action, Kind
 
@@ -59,14 +59,23 @@ class StepClock:
         self._begun: dict[Action, Any] = {}
         self._ended: dict[Action, tuple[Any, int | None]] = {}
         self._copies: list[tuple[_Way, Any, Any]] = []
+        self._before: dict[Lane, int | None] = {}
+        self._peaks: dict[Lane, int | None] = {}
         self._started_s = self._whole_s = 0.0
         self._loss: torch.Tensor | None = None
+        self._rows: tuple[int, ...] = ()
         self._runs = False
 
-    def start(self, lanes: Sequence[Lane]) -> None:
-        """Begin: ``lanes`` has one per stage. The host waits until they are through with what they were given."""
-        self._lanes = tuple(lanes)
+    def start(self, lanes: Sequence[Lane], *, rows: Sequence[int] = ()) -> None:
+        """Begin: ``lanes`` has one per stage and the caller's, ``rows`` those of each microbatch.
+
+        The host waits until they are through with what they were given.
+        """
+        self._lanes, self._rows = tuple(lanes), tuple(rows)
         self._zeros = {lane: _Zero.of(lane) for lane in self._lanes}
+        for lane in self._zeros:
+            lane.watch_peak()
+        self._before = {lane: lane.held_bytes() for lane in self._zeros}
         self._started_s, self._runs = time.perf_counter(), True
 
     def finish(self, loss: torch.Tensor) -> None:
@@ -74,12 +83,16 @@ class StepClock:
         self._runs = False
         for lane in self._zeros:
             _Zero.of(lane)
+        self._peaks = {lane: lane.peak_bytes() for lane in self._zeros}
         self._whole_s, self._loss = time.perf_counter() - self._started_s, loss
 
     def start_whole(self, lanes: Sequence[Lane], why: str) -> None:
         """Begin as :meth:`start` does; the step will run as one piece, for the reason given."""
         self._whole = why
         self.start(lanes)
+
+    def close(self) -> None:
+        """End what the clock itself has under way, whatever became of the step: nothing here."""
 
     # -- what the cells tell -------------------------------------------------------------------------------------
     def begins(self, action: Action) -> None:
@@ -132,7 +145,18 @@ class StepClock:
             once_s=max(0.0, self._whole_s - (last_s - first_s)),
             loss=None if self._loss is None else float(self._loss),
             whole=self._whole,
+            memory=self.memory(stage_lane),
+            rows=self._rows,
         )
+
+    def memory(self, stage_lane: Sequence[int]) -> tuple[HeldBytes | None, ...]:
+        """Return what each lane's device held, as its allocator counts it; nothing where no device's does."""
+        found: list[HeldBytes | None] = [None] * (max(stage_lane) + 1)
+        for number, lane in zip(stage_lane, self._lanes, strict=False):
+            before, peak = self._before.get(lane), self._peaks.get(lane)
+            if before is not None and peak is not None:
+                found[number] = HeldBytes(before, peak - before)
+        return tuple(found) if any(found) else ()
 
     def _host_s(self, stage: int, stamp: Any) -> float:
         lane = self._lanes[stage]

@@ -64,6 +64,12 @@ class Lane(Protocol):
     def held_bytes(self) -> int | None:
         """Return the bytes of the lane's device that tensors have now; None where nobody counts them."""
 
+    def watch_peak(self) -> None:
+        """Forget the most bytes that tensors had on the lane's device so far."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that they had since then; None where nobody counts them."""
+
     def now(self) -> Lane:
         """Return this lane as it is now, for another thread: a caller's lane with its stream of this moment."""
 
@@ -111,6 +117,12 @@ class CpuLane:
 
     def held_bytes(self) -> None:
         """Return None: nobody counts the host's tensors."""
+
+    def watch_peak(self) -> None:
+        """Do nothing: nobody counts them."""
+
+    def peak_bytes(self) -> None:
+        """Return None."""
 
     def now(self) -> CpuLane:
         """Return the lane itself."""
@@ -223,6 +235,14 @@ class CudaLane:
     def held_bytes(self) -> int | None:
         """Return what the device's allocator has given out."""
         return self.streams.held_bytes(self.device)
+
+    def watch_peak(self) -> None:
+        """Reset the peak of the device's allocator."""
+        self.streams.watch_peak(self.device)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that the device's allocator has given out at once."""
+        return self.streams.peak_bytes(self.device)
 
     def now(self) -> CudaLane:
         """Return the lane itself: its streams are the same everywhere."""

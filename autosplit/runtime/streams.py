@@ -39,6 +39,12 @@ class Streams(Protocol):
     def held_bytes(self, device: torch.device) -> int | None:
         """Return the bytes of a device that tensors have now, by the host's clock; None where nobody counts them."""
 
+    def watch_peak(self, device: torch.device) -> None:
+        """Forget the most bytes that tensors had on a device so far."""
+
+    def peak_bytes(self, device: torch.device) -> int | None:
+        """Return the most bytes that tensors had on a device since `watch_peak`; None where nobody counts them."""
+
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return the device that a tensor lies on."""
 
@@ -94,6 +100,14 @@ class CudaStreams:
     def held_bytes(self, device: torch.device) -> int:
         """Return what the caching allocator has given out."""
         return torch.cuda.memory_allocated(device)
+
+    def watch_peak(self, device: torch.device) -> None:
+        """Reset the caching allocator's peak, which is the whole process's."""
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Return the most that the caching allocator has given out at once."""
+        return torch.cuda.max_memory_allocated(device)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return the tensor's device."""

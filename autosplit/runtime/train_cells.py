@@ -44,7 +44,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
     with torch.inference_mode(False), torch.enable_grad():
         with step.entered() as used:
             if step.clock is not None:
-                step.clock.start(step.lanes)
+                step.clock.start(step.lanes, rows=step.sizes)
             cells = _TrainCells(step, loss, check)
             hooks = held_back(p for parameters in cells.parameters for p in parameters)
             if threads is None:

@@ -67,6 +67,8 @@ class RecordingStreams:
         self.forgotten = 0
         self.host = Stream(CPU, HOST)
         self.quiet = False
+        self.watched: list[torch.device] = []
+        """Devices whose peak was asked to be watched."""
         self._numbers = 0
         self._memories: dict[int, _Held] = {}
         self._pinned: set[int] = set()
@@ -110,6 +112,14 @@ class RecordingStreams:
     def held_bytes(self, device: torch.device) -> int:
         self.collect()
         return sum(held.device == device for held in self._memories.values())
+
+    def watch_peak(self, device: torch.device) -> None:
+        self.watched.append(device)
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Return one more than is held: a block is a byte here."""
+        assert device in self.watched
+        return self.held_bytes(device) + 1
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         held = self._memories.get(tensor.untyped_storage()._cdata)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import pipelined
+from autosplit import measured
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.schedules import ask
@@ -229,7 +229,7 @@ def clocked(devices: list[str], schedule: str, monkeypatch: pytest.MonkeyPatch) 
     torch.manual_seed(1)
     pipe = RecordedPipe(Skips(), devices, "cuda:0", schedule=schedule)
     taken: list[StepClock] = []
-    monkeypatch.setattr(pipelined, "StepClock", lambda: taken.append(StepClock()) or taken[-1])
+    monkeypatch.setattr(measured, "StepClock", lambda: taken.append(StepClock()) or taken[-1])
     value, target = torch.randn(lane_models.ROWS, lane_models.WIDTH), torch.randn(lane_models.ROWS, lane_models.WIDTH)
     with pipe.recording():
         batch, goal = pipe.put(value), pipe.put(target)
@@ -256,6 +256,9 @@ def test_streams_keep_their_order_and_take_the_times(
     for bar in found.timeline.bars:
         assert (bar.held_bytes is None) == (devices[bar.lane] == "cpu")
         assert bar.end_s > bar.start_s
+    counted = [own is not None and own.before_bytes is not None for own in found.timeline.memory]
+    assert counted == [device != "cpu" for device in devices]
+    assert all(own is None or own.grown_bytes > 0 for own in found.timeline.memory)
     for sent in found.timeline.sent:
         assert (sent.end_s > sent.start_s) == (devices[sent.source] != devices[sent.target])
     torch.manual_seed(1)

@@ -1,0 +1,119 @@
+"""What the caller of a pipe is told of it: the plan's report, and what steps really did beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autosplit.errors import InputError, PlanError
+from autosplit.planning.timeline import StepTimeline
+from autosplit.report.html import page
+from autosplit.report.json_text import render_json
+from autosplit.report.markdown import render_markdown
+from autosplit.report.table import render
+from autosplit.report.trace_file import write_trace
+from autosplit.runtime.clock import StepClock
+from autosplit.runtime.memory_clock import MemoryClock
+from autosplit.runtime.modes import random_state_on_refusal
+
+if TYPE_CHECKING:
+    from autosplit.planning.plan import Plan
+
+FORMS = ("text", "markdown", "json")
+
+
+class Measured:
+    """The part of a pipe that reports: its plan, and the steps that were profiled."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def plan(self) -> Plan | None:
+            """The plan; None before the first call when no sample was given."""
+
+        _core: Any
+        _train_step: Any
+
+    def report(self, form: Literal["text", "markdown", "json"] = "text", *, width: int | None = None) -> str:
+        """Return the partition report; what `profile_step` measured stands beside what was predicted.
+
+        Args:
+            form: "text" for a terminal, "markdown", or "json": the plan's fields, and "recorded" for what was measured.
+            width: columns of a text; None: 120.
+
+        Raises:
+            InputError: there is no such form.
+        """
+        if form not in FORMS:
+            raise InputError(f"form={form!r} is none of {', '.join(map(repr, FORMS))}")
+        if self.plan is None:
+            return "not planned yet: the pipe plans itself on its first call, or give autosplit a sample="
+        measured = self._core.measured
+        if form == "json":
+            return render_json(self.plan, measured=measured)
+        if form == "markdown":
+            return render_markdown(self.plan, measured=measured)
+        return render(self.plan, width=width, measured=measured) + str(self._core.recordings.uncompiled())
+
+    def profile_step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Any = None,
+        loss_reduction: str = "auto",
+        memory: bool = False,
+        **kwargs: Any,
+    ) -> StepTimeline:
+        """Run a training step as `train_step` does, to every bit, and return when each action and transfer ran.
+
+        The host waits for all devices before the first action and behind the last. What a kind of step needs the first
+        time (recording it, a proof of its loss) is not in the times. :meth:`report`, :meth:`save_trace` and
+        :meth:`save_page` put what was found beside the plan.
+
+        CUDA devices tell the most bytes that they held, by their allocator's peak, which is reset. With ``memory`` CPU
+        lanes do too: one thread runs them in turn under torch's profiler, and what goes from lane to lane is copied, as
+        between devices. The times are then not a step's.
+        """
+        clock = MemoryClock() if memory else StepClock()
+        with random_state_on_refusal():
+            try:
+                self._train_step(args, kwargs, target, loss_fn, loss_reduction, clock)
+            finally:
+                clock.close()
+        assert self.plan is not None
+        found = clock.timeline([stage.lane for stage in self.plan.stages])
+        self._core.measured = _together(self._core.measured, found)
+        return found
+
+    def save_trace(self, path: str | Path, measured: StepTimeline | None = None) -> None:
+        """Write the plan's step as a file for Perfetto (Chrome's trace format), beside the step that was profiled last.
+
+        Raises OSError, and PlanError where nothing is planned yet.
+        """
+        write_trace(path, self._planned(), self._shown(measured))
+
+    def save_page(self, path: str | Path, measured: StepTimeline | None = None) -> None:
+        """Write the plan as one HTML page that needs nothing but a browser, beside the step that was profiled last.
+
+        Raises OSError, and PlanError where nothing is planned yet.
+        """
+        text = page(self._planned(), measured=self._shown(measured))
+        Path(path).write_text(text, encoding="utf-8")
+
+    def _planned(self) -> Plan:
+        if self.plan is None:
+            raise PlanError("there is no plan yet: call the pipe first, or give autosplit a sample=")
+        return self.plan
+
+    def _shown(self, measured: StepTimeline | None) -> StepTimeline | None:
+        return self._core.measured if measured is None else measured
+
+
+def _together(before: StepTimeline | None, found: StepTimeline) -> StepTimeline:
+    """Return the times of the last step that was timed with the bytes of the last one in which they were counted."""
+    if before is None:
+        return found
+    if not found.timed:
+        return replace(before, memory=found.memory) if before.timed else found
+    return found if found.memory else replace(found, memory=before.memory)
