@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.checks import (
-    check_chunks,
-    check_memory_limit,
-    check_optimizer,
-    check_precision,
-    check_recompute,
-    check_reserve,
-    choose,
-    resolve_machine,
-)
+from autosplit.checks import choose, resolve_machine
 from autosplit.choices import BATCH_NORM, FIND
 from autosplit.errors import InfeasibleError, InputError, PlanError
 from autosplit.garbage import rare_collections
@@ -30,11 +21,11 @@ from autosplit.options import (
     resolve_rng,
 )
 from autosplit.pipelined import PipelinedModule
+from autosplit.planning.chosen import chosen
 from autosplit.planning.edit import recosted
 from autosplit.planning.explain import answered
 from autosplit.planning.paper import prepare, search_space, stand_ins
 from autosplit.planning.plan import Plan
-from autosplit.planning.schedules import Asked, ask
 from autosplit.runtime.ambient import without_saved_tensor_hooks
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.state import random_state
@@ -114,19 +105,19 @@ def autosplit(
     choose("mesh", mesh, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     resolved = resolve_devices(devices)
-    count = check_chunks(chunks) if pinned is None else _pinned_chunks(pinned, check_chunks(chunks))
-    asked = ask(schedule, virtual_stages=virtual_stages, devices=len(resolved), chunks=count)
-    if pinned is not None:
-        _check_schedule(asked, pinned)
+    asked = chosen(
+        devices=len(resolved),
+        chunks=chunks,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        recompute=recompute,
+        memory_limit=memory_limit,
+        optimizer=optimizer,
+        pinned=pinned,
+    )
     options = Options(
         devices=resolved,
-        chunks=asked.chunks,
-        schedule=asked.schedule,
-        virtual_stages=asked.virtual_stages,
-        actions=asked.actions,
-        recompute=_recompute(recompute, stages=asked.stages, pinned=pinned),
-        memory_limit=check_memory_limit(memory_limit),
-        optimizer=check_optimizer(_optimizer(optimizer, pinned)),
+        **asked.settings(),
         batch_dims=batch_dims,
         compile=choose("compile", compile, (False, True)),
         lanes=resolve_lanes(lanes, resolved),
@@ -201,26 +192,19 @@ def plan(
         devices = (pinned.machine if devices == _MACHINE else None) or devices
         precision = pinned.precision if precision is None else precision
     own = resolve_machine(devices)
-    count = 8 if chunks == "auto" else check_chunks(chunks)
-    count = count if pinned is None else _pinned_chunks(pinned, count)
-    asked = ask(schedule, virtual_stages=virtual_stages, devices=len(own), chunks=count)
-    if pinned is not None:
-        _check_schedule(asked, pinned)
-    options = Options(
-        devices=stand_ins(own),
-        chunks=asked.chunks,
-        schedule=asked.schedule,
-        virtual_stages=asked.virtual_stages,
-        actions=asked.actions,
-        recompute=_recompute(recompute, stages=asked.stages, pinned=pinned),
-        memory_limit=check_memory_limit(memory_limit),
-        reserve_bytes=check_reserve(reserve),
-        optimizer=check_optimizer(_optimizer(optimizer, pinned)),
-        precision=check_precision(precision),
-        batch_dims=batch_dims,
-        measure=False,
-        machine=own,
+    asked = chosen(
+        devices=len(own),
+        chunks=chunks,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        recompute=recompute,
+        memory_limit=memory_limit,
+        reserve=reserve,
+        optimizer=optimizer,
+        precision=precision,
+        pinned=pinned,
     )
+    options = Options(devices=stand_ins(own), **asked.settings(), batch_dims=batch_dims, measure=False, machine=own)
     with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
         paper = prepare(model, _given(model, sample), options, loss_fn=loss_fn)
         if pinned is not None:
@@ -257,46 +241,6 @@ def _check_model(model: Any) -> None:
             f"{on_meta} is on the meta device and has no values; build the model on a real device, or call "
             "model.to_empty(device='cpu') and initialise it"
         )
-
-
-def _pinned_chunks(plan: Plan, chunks: int) -> int:
-    """Return the plan's chunks; the default 8 gives way to them, any other number that differs is an error."""
-    if chunks not in (8, plan.chunks):
-        raise PlanError(
-            f"the plan has chunks={plan.chunks}, chunks={chunks} was given; leave chunks out, or plan again"
-        )
-    return plan.chunks
-
-
-def _check_schedule(asked: Asked, plan: Plan) -> None:
-    """Raise PlanError where a schedule is asked for that is not the plan's; "auto" is any."""
-    planned = plan.schedule, plan.virtual_stages, plan.actions
-    if asked.schedule != "auto" and planned != (asked.schedule, asked.virtual_stages, asked.actions):
-        raise PlanError(
-            f"the plan has schedule={plan.schedule!r} with virtual_stages={plan.virtual_stages}, "
-            f"schedule={asked.schedule!r} with virtual_stages={asked.virtual_stages} was given; leave schedule and "
-            "virtual_stages out, or plan again"
-        )
-
-
-def _optimizer(optimizer: Any, plan: Plan | None) -> Any:
-    """Return what keeps state; the default "adamw" gives way to a plan's."""
-    if plan is None or optimizer != "adamw":
-        return optimizer
-    return int(plan.optimizer) if plan.optimizer.isdecimal() else plan.optimizer
-
-
-def _recompute(recompute: Any, *, stages: int, pinned: Plan | None) -> tuple[str, ...] | None:
-    """Return what stages recompute; with a plan it is the plan's, and anything else but "auto" is an error."""
-    asked = check_recompute(recompute, stages=stages)
-    if pinned is None or asked is None:
-        return asked
-    planned = [stage.recompute for stage in pinned.stages]
-    if planned != (list(asked) * len(planned) if len(asked) == 1 else list(asked)):
-        raise PlanError(
-            f"the plan has recompute={planned}, recompute={recompute!r} was given; leave recompute out, or plan again"
-        )
-    return asked
 
 
 def _try_own(pipe: PipelinedModule, own: Any) -> None:

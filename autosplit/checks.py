@@ -39,7 +39,7 @@ def not_available(what: str, value: Any, valid: Iterable[Any]) -> str:
 def meant(value: Any, valid: Iterable[Any]) -> str:
     """Return `` (did you mean ...?)`` where a text is near one of the valid ones, else nothing."""
     names = [name for name in valid if isinstance(name, str)]
-    near = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
+    near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.55) if isinstance(value, str) else []
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

@@ -15,3 +15,5 @@ PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master")
 """How training computes and what it keeps, for what it costs: it sets no dtype of what runs."""
 FIND = ("best", "smallest", "largest_batch")
 """What a plan on paper answers: the best for these devices, the fewest devices, the largest batch."""
+EXPORTS = ("torch-csv", "torchtitan", "megatron")
+"""The forms in which other tools take a plan: torch's schedule, torchtitan's modules, Megatron's layout."""

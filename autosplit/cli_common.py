@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
 from autosplit.cli_progress import bars
-from autosplit.errors import AutosplitError, InfeasibleError, InputError
+from autosplit.errors import AutosplitError, DeviceError, InfeasibleError, InputError
 from autosplit.garbage import rare_collections
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
 
+Given = TypeVar("Given")
+_MOST_DEVICES = 4096
 DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 MODEL_FORM = "package.module:factory, file.py:factory or hf:config.json"
 MODEL_HELP = f"{MODEL_FORM}: a callable that makes the model, an nn.Module, or a transformers config."
@@ -98,9 +101,35 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def devices_of(text: str) -> int | list[str]:
-    """Return a number of devices, or the names between the commas."""
-    return int(text) if text.strip().isdecimal() else [part.strip() for part in text.split(",")]
+def needed(option: str, value: Given | None, form: str) -> Given:
+    """Return the value of an option that a model needs; InputError where it was left out."""
+    if value is None:
+        raise InputError(f"Missing option {option!r}; give {form}")
+    return value
+
+
+def torch_devices(text: str | None) -> int | list[str]:
+    """Return a number of devices, or the names between the commas; whether they are there torch knows."""
+    form = "a number of devices, or torch devices such as cpu,cuda:0"
+    given = needed("--devices", text, form).strip()
+    if given.isascii() and given.isdecimal():
+        count = int(given)
+        if not 1 <= count <= _MOST_DEVICES:
+            raise DeviceError(f"devices={count}: give at least one device, and at most {_MOST_DEVICES}")
+        return count
+    names = [part.strip() for part in given.split(",")]
+    for name in names:
+        if re.fullmatch(r"(cpu|cuda)(:[0-9]{1,6})?", name) is None:
+            paper = "; autosplit plan takes devices that are not there, such as 8xH100-SXM5-80GB"
+            raise DeviceError(f"devices={text!r}: {name!r} is no torch device; give {form}{paper}")
+    return names
+
+
+def check_choices(devices: int | list[str], pinned: Plan | None, choices: Mapping[str, Any]) -> None:
+    """Raise an error, before torch is imported and the model made, for a choice that these devices cannot have."""
+    from autosplit.planning.chosen import chosen
+
+    chosen(devices=devices if isinstance(devices, int) else len(devices), pinned=pinned, **choices)
 
 
 def recompute_of(text: str) -> str | list[str]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import json
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from autosplit.cli_common import importing
-from autosplit.cli_inputs import CONFIG_PREFIX, InputSpec, pointed
+from autosplit.cli_inputs import CONFIG_PREFIX, InputSpec, read_config
 from autosplit.errors import InputError
 from autosplit.units import format_bytes
 
@@ -47,7 +45,7 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
     CPU, where these are no more than `MOST_BYTES`. InputError: the file cannot be read, its ``model_type`` is unknown
     to the installed transformers, no model can be made of it, or it is too large for values.
     """
-    data = _harmless(_read(target) | dict(kwargs))
+    data = _harmless(read_config(target) | dict(kwargs))
     dtype = _dtype(data.pop("torch_dtype", None), data.pop("dtype", None), target=target)
     with importing():
         transformers = _transformers()
@@ -127,26 +125,6 @@ def _image_size(config: Any) -> tuple[int, int]:
     if not (isinstance(height, int) and isinstance(width, int)):
         raise InputError(f"the config has image_size={size!r}, no number of pixels; give --input")
     return height, width
-
-
-def _read(target: str) -> dict[str, Any]:
-    path = Path(target.removeprefix(CONFIG_PREFIX))
-    if path.is_dir():
-        path = path / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"{target}: {error.strerror}: {str(path)!r}; {CONFIG_PREFIX} takes the config.json of a model, from disk"
-        ) from error
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise InputError(f"{target} is no JSON, {place}: {pointed(error.doc, error.pos, error.msg)}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{target} is no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise InputError(f"{target} holds a JSON {type(data).__name__}, no config: a config is an object with entries")
-    return data
 
 
 def _harmless(data: Mapping[str, Any]) -> dict[str, Any]:

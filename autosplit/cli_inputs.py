@@ -7,8 +7,10 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
+from autosplit.cli_common import MODEL_FORM
 from autosplit.errors import InputError
 
 DTYPES = "float32 float64 float16 bfloat16 complex64 complex128 bool int64 int32 int16 int8 uint8".split()
@@ -156,6 +158,45 @@ class _Reader:
         raise InputError(f"--input cannot be read: {pointed(self.text, place, reason)}\nwrite {INPUT_FORM}")
 
 
+def check_target(target: str) -> None:
+    """Raise InputError for a MODEL that names no factory, or a file that is not there or holds no config."""
+    if target.startswith(CONFIG_PREFIX):
+        read_config(target)
+        return
+    source, _, name = target.rpartition(":")
+    if not source or not name:
+        saved = f"; a saved plan is shown by: autosplit report {target}" if is_plan_file(target) else ""
+        raise InputError(f"MODEL {target!r} names no factory; write {MODEL_FORM}{saved}")
+    if source.endswith(".py") and not Path(source).is_file():
+        raise InputError(f"MODEL: there is no file {source!r}; write {MODEL_FORM}")
+
+
+def is_plan_file(target: str) -> bool:
+    """Tell whether MODEL is the file of a saved plan."""
+    return target.endswith(".json") and not target.startswith(CONFIG_PREFIX)
+
+
+def read_config(target: str) -> dict[str, Any]:
+    """Return what a config file says, as data; InputError where it cannot be read or is no JSON object."""
+    path = Path(target.removeprefix(CONFIG_PREFIX))
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{target}: {error.strerror}: {str(path)!r}; {CONFIG_PREFIX} takes the config.json of a model, from disk"
+        ) from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise InputError(f"{target} is no JSON, {place}: {pointed(error.doc, error.pos, error.msg)}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{target} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{target} holds a JSON {type(data).__name__}, no config: a config is an object with entries")
+    return data
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """What the command line says of a model and its inputs."""
@@ -200,4 +241,5 @@ class ModelSpec:
         if given is not None and (found.inputs or not found.is_config):
             reason = "--input gives the sizes" if found.inputs else f"{target} is none; give --input"
             raise InputError(f"{given} is for the inputs that an {CONFIG_PREFIX} config describes; {reason}")
+        check_target(target)
         return found

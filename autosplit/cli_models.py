@@ -23,7 +23,7 @@ from torch import nn
 from autosplit import cli_hf
 from autosplit.api import own_sample
 from autosplit.cli_common import MODEL_FORM
-from autosplit.cli_inputs import CONFIG_PREFIX, INPUT_FORM, InputSpec, ModelSpec, pointed
+from autosplit.cli_inputs import CONFIG_PREFIX, INPUT_FORM, InputSpec, ModelSpec, check_target, pointed
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.progress import phase
@@ -122,9 +122,8 @@ def load_model(target: str, *, kwargs: Mapping[str, Any] | None = None, blank: b
     given = dict(kwargs or {})
     if target.startswith(CONFIG_PREFIX):
         return cli_hf.build(target, kwargs=given, blank=blank)
+    check_target(target)
     source, _, name = target.rpartition(":")
-    if not source or not name:
-        raise InputError(f"MODEL {target!r} names no factory; write {MODEL_FORM}")
     module = _import(source)
     if not hasattr(module, name):
         raise InputError(f"{source} has no {name!r}; it has {', '.join(_factories(module)) or 'no factory'}")
@@ -173,8 +172,6 @@ def _made(factory: Callable[[], Any], *, blank: bool) -> Any:
 def _import(source: str) -> ModuleType:
     path = Path(source)
     is_file = path.suffix == ".py"
-    if is_file and not path.is_file():
-        raise InputError(f"MODEL: there is no file {source!r}; write {MODEL_FORM}")
     folder = str(path.resolve().parent if is_file else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)

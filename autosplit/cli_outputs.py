@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autosplit.cli_common import ANSWER_IS_NO, DONE, page_width
-from autosplit.errors import InputError
+from autosplit.checks import not_available
+from autosplit.choices import EXPORTS
+from autosplit.cli_common import ANSWER_IS_NO, DONE, complete, page_width
+from autosplit.errors import AutosplitError, InputError
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
+
+EXPORT_FORM = "FORM:FILE"
+_EXAMPLES = {"torch-csv": "schedule.csv", "torchtitan": "modules.json", "megatron": "layout.txt"}
+_MOST_NAME = 200
+"""Characters of a file's name that the file beside it, while it is written, has too."""
 
 Trace = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the step as a trace (JSON) that Perfetto opens.")
@@ -21,24 +31,84 @@ Trace = Annotated[
 Dot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write stages and boundaries as a graph for dot.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to this file.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as an HTML page.")]
+Exports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--export",
+        metavar=EXPORT_FORM,
+        help=f"Write the plan for another tool; FORM is {', '.join(EXPORTS)}. May be given several times.",
+        autocompletion=complete(*(f"{form}:" for form in EXPORTS)),
+    ),
+]
 
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print markdown instead of a table.")]
 
 
-def check_outputs(**paths: Path | None) -> None:
-    """Raise InputError for a path that cannot be written, before the work is done that it is meant for.
+@dataclass(frozen=True)
+class Outputs:
+    """The files that were asked for: option, path, and what writes the text of a plan. Made by `Outputs.of`."""
 
-    The keywords are the options' names (``save=path``); None is no output. Nothing is made or changed.
-    """
-    given = {f"--{option.replace('_', '-')}": path for option, path in paths.items() if path is not None}
-    for option, path in given.items():
-        reason = _why_not(path)
-        if reason is not None:
-            raise InputError(f"{option} {str(path)!r}: {reason}")
-    counts = Counter(path.resolve() for path in given.values())
-    same = [option for option, path in given.items() if counts[path.resolve()] > 1]
-    if same:
-        raise InputError(f"{' and '.join(same)} name the same file {str(given[same[0]])!r}; give each its own")
+    files: tuple[tuple[str, Path], ...] = ()
+
+    @classmethod
+    def of(cls, *, exports: Sequence[str] | None = None, **paths: Path | None) -> Outputs:
+        """Return the outputs by their options' names (``save=path``); None is no output. ``exports``: FORM:FILE.
+
+        Raises InputError for a path that cannot be written, before the work is done that it is meant for. Nothing is
+        made or changed.
+        """
+        given = [(option, path) for option, path in paths.items() if path is not None]
+        given += [(f"export {form}", path) for form, path in map(_export, exports or ())]
+        for option, path in given:
+            reason = _why_not(path)
+            if reason is not None:
+                raise InputError(f"--{option} {str(path)!r}: {reason}")
+        counts = Counter(path.resolve() for _, path in given)
+        same = [(option, path) for option, path in given if counts[path.resolve()] > 1]
+        if same:
+            names = " and ".join(dict.fromkeys(f"--{option}" for option, _ in same))
+            raise InputError(f"{names} name the same file {str(same[0][1])!r}; give each its own")
+        return cls(tuple(given))
+
+    def write(self, plan: Plan) -> AutosplitError | None:
+        """Write the files, and name each on stderr; return the error of the first that could not be made.
+
+        The others are written all the same: making the plan may have taken minutes.
+        """
+        refusal = None
+        for option, path in self.files:
+            try:
+                write_text(option, path, text=_text(plan, option))
+            except AutosplitError as error:
+                refusal = refusal or error
+        return refusal
+
+
+def _export(text: str) -> tuple[str, Path]:
+    form, colon, path = text.partition(":")
+    if form not in EXPORTS:
+        raise InputError(not_available(f"--export {text!r}: the form {form!r}", form, EXPORTS))
+    if not colon or not path:
+        raise InputError(f"--export {text!r} names no file; write {EXPORT_FORM}, for example {form}:{_EXAMPLES[form]}")
+    return form, Path(path)
+
+
+def _text(plan: Plan, option: str) -> str:
+    if option == "save":
+        return plan.to_json() + "\n"
+    if option == "html":
+        from autosplit.report.html import page
+
+        return page(plan)
+    if option == "trace":
+        from autosplit.report.trace_file import trace_text
+
+        return trace_text(plan)
+    if option == "dot":
+        from autosplit.report.dot import dot_text
+
+        return dot_text(plan)
+    return plan.export(option.removeprefix("export "))
 
 
 def check_form(*, as_json: bool, as_markdown: bool) -> None:
@@ -63,37 +133,39 @@ def _why_not(path: Path) -> str | None:
         return getattr(error, "strerror", None) or str(error)
 
 
-def write_outputs(
-    plan: Plan,
-    *,
-    save: Path | None = None,
-    html: Path | None = None,
-    trace: Path | None = None,
-    dot: Path | None = None,
-) -> None:
-    """Write the files that were asked for, and name each on stderr; raise InputError where one cannot be written."""
-    if save is not None:
-        _write("save", save, text=plan.to_json() + "\n")
-    if html is not None:
-        from autosplit.report.html import page
-
-        _write("html", html, text=page(plan))
-    if trace is not None:
-        from autosplit.report.trace_file import trace_text
-
-        _write("trace", trace, text=trace_text(plan))
-    if dot is not None:
-        from autosplit.report.dot import dot_text
-
-        _write("dot", dot, text=dot_text(plan))
-
-
-def _write(option: str, path: Path, *, text: str) -> None:
+def write_text(option: str, path: Path, *, text: str) -> None:
+    """Write a file and name it on stderr; what is interrupted leaves the file as it was. InputError: it cannot be."""
     try:
-        path.write_text(text, encoding="utf-8")
+        _replace(path, text)
     except OSError as error:
         raise InputError(f"--{option} {str(path)!r}: {error.strerror}") from error
     typer.echo(f"wrote {path}", err=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write beside a file and then take its place; what is no plain file, or lies in a locked folder, as it is."""
+    target = path.resolve()
+    plain = not target.exists() or target.is_file()
+    if not plain or not os.access(target.parent, os.W_OK | os.X_OK):
+        path.write_text(text, encoding="utf-8", newline="")
+        return
+    beside = target.with_name(f".{target.name[:_MOST_NAME]}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="")
+        if target.exists():
+            shutil.copymode(target, beside)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def answered(plan: Plan, outputs: Outputs, *, as_json: bool, as_markdown: bool) -> int:
+    """Write what was asked for and print the plan; what cannot be written is raised when all else has been."""
+    refusal = outputs.write(plan)
+    code = print_plan(plan, as_json=as_json, as_markdown=as_markdown)
+    if refusal is not None:
+        raise refusal
+    return code
 
 
 def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,13 +38,13 @@ from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli_outputs import (
     AsMarkdown,
     Dot,
+    Exports,
     Html,
+    Outputs,
     Save,
     Trace,
+    answered,
     check_form,
-    check_outputs,
-    print_plan,
-    write_outputs,
 )
 from autosplit.errors import InputError, TraceError
 
@@ -62,6 +63,8 @@ EXAMPLES = """Examples:
   autosplit plan nets.py:make --devices 2x8xH100-SXM5-80GB --chunks 64 --schedule 1f1b --recompute block \\
                               --optimizer 12 --reserve 2GiB --input "x=float32[512,3,224,224]" --save plan.json
   autosplit plan my.gpt:GPT --devices H100-SXM5-80GB --smallest --input "input_ids=int64[256,1024]<50257"
+  autosplit plan my.gpt:GPT --schedule 1f1b --export torch-csv:schedule.csv --export torchtitan:modules.json \\
+                            --input "input_ids=int64[256,1024]<50257"
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
 
 Nothing is allocated: the model is made on the meta device and the inputs have no values, only where the forward
@@ -111,6 +114,7 @@ def plan_command(
     html: Html = None,
     trace: Trace = None,
     dot: Dot = None,
+    export: Exports = None,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     debug: Debug = False,
@@ -119,7 +123,7 @@ def plan_command(
 
     def answer() -> int:
         check_form(as_json=as_json, as_markdown=as_markdown)
-        check_outputs(save=save, html=html, trace=trace, dot=dot)
+        outputs = Outputs.of(save=save, html=html, trace=trace, dot=dot, exports=export)
         spec = ModelSpec.parse(
             model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
         )
@@ -133,13 +137,12 @@ def plan_command(
             "precision": precision,
             "memory_limit": memory_limit,
             "reserve": reserve,
-            "find": _find(smallest=smallest, largest_batch=largest_batch),
-            "plan": pinned,
         }
+        find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
+        machine = _checked(_devices(devices, pinned), pinned, choices)
         with beside_stdout():
-            found = _planned(spec, devices=_devices(devices, pinned), **choices)
-        write_outputs(found, save=save, html=html, trace=trace, dot=dot)
-        return print_plan(found, as_json=as_json, as_markdown=as_markdown)
+            found = _planned(spec, machine=machine, plan=pinned, find=find, **choices)
+        return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))
 
@@ -158,19 +161,30 @@ def _chunks(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def _find(*, smallest: bool, largest_batch: bool) -> str:
+def _find(*, smallest: bool, largest_batch: bool, pinned: Plan | None) -> str:
     if smallest and largest_batch:
         raise InputError("--smallest and --largest-batch are two questions; ask one of them")
+    if pinned is not None and (smallest or largest_batch):
+        option = "--smallest" if smallest else "--largest-batch"
+        raise InputError(f"{option} searches, --plan is followed as it is; give one of them")
     return "smallest" if smallest else "largest_batch" if largest_batch else "best"
 
 
-def _planned(spec: ModelSpec, *, devices: str | list[str], **choices: Any) -> Plan:
-    """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
-    with importing():
-        from autosplit.checks import resolve_machine
-        from autosplit.cli_models import make_model
+def _checked(devices: str | list[str], pinned: Plan | None, choices: Mapping[str, Any]) -> MachineSpec:
+    """Return the machine, where the choices can be made for it; torch, which takes seconds, is not imported yet."""
+    from autosplit.checks import resolve_machine
+    from autosplit.planning.chosen import chosen
 
     machine = resolve_machine(devices)
+    chosen(devices=len(machine), pinned=pinned, **choices)
+    return machine
+
+
+def _planned(spec: ModelSpec, *, machine: MachineSpec, **choices: Any) -> Plan:
+    """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
+    with importing():
+        from autosplit.cli_models import make_model
+
     made = make_model(spec, blank=True)
     try:
         return _plan_of(made, spec, machine=machine, **choices)

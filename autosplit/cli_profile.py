@@ -23,7 +23,7 @@ from autosplit.cli_common import (
     page_width,
 )
 from autosplit.cli_inputs import ModelSpec
-from autosplit.cli_outputs import check_outputs
+from autosplit.cli_outputs import Outputs
 from autosplit.errors import InputError
 
 EXAMPLES = """Examples:
@@ -79,7 +79,7 @@ def profile_command(
 
     def answer() -> int:
         if calibration:
-            check_outputs(save=save)
+            Outputs.of(save=save)
             from autosplit.cli_costs import calibrate_here
 
             calibrate_here(model, device=device, quick=quick, save=save)

@@ -1,17 +1,16 @@
-"""``autosplit report MODEL``: plan a model for the devices of this machine and print the partition."""
+"""``autosplit report MODEL``: plan a model for the devices of this machine, or take a saved plan, and print it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autosplit.cli_common import (
+    MODEL_HELP,
     AsJson,
     Batch,
-    Chunks,
     Debug,
-    Devices,
     Inputs,
     Kwargs,
     MemoryLimit,
@@ -23,28 +22,30 @@ from autosplit.cli_common import (
     ScheduleName,
     Seed,
     Sequence,
-    Target,
     VirtualStages,
     beside_stdout,
-    devices_of,
+    check_choices,
     exit_code,
     importing,
+    needed,
     optimizer_of,
     pinned_plan,
     recompute_of,
+    torch_devices,
 )
-from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
+from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec, is_plan_file
 from autosplit.cli_outputs import (
     AsMarkdown,
     Dot,
+    Exports,
     Html,
+    Outputs,
     Save,
     Trace,
+    answered,
     check_form,
-    check_outputs,
-    print_plan,
-    write_outputs,
 )
+from autosplit.errors import InputError
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -56,18 +57,28 @@ EXAMPLES = """Examples:
   autosplit report my.gpt:GPT --devices 2 --chunks 4 --input "input_ids=int64[4,128]<50257"
   autosplit report nets.py:make --devices cpu,cpu --chunks 4 --input "0=float32[8,16]" --json
   autosplit report nets.py:make --devices 4 --chunks 8 --save plan.json --memory-limit 70GiB
+  autosplit report plan.json --html plan.html --export torchtitan:modules.json
 
 Inputs are random: float32[8,3,32,32] is normal, int64[4,128]<50257 lies in 0 to 50256 (without a limit: 0 or 1),
 bool[4,128] is either. Without --input the model's own example_input_array or dummy_inputs is used.
+A saved plan is shown as it is: no model is made.
 
 Exit codes: 0 done; 1 done, and the plan does not fit; 2 bad usage or input.
 """
 
 
+ModelOrPlan = Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a saved plan, a .json file.")]
+OwnDevices = Annotated[
+    str | None, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0; a MODEL needs them.")
+]
+OwnChunks = Annotated[int | None, typer.Option(help="Number of microbatches; a MODEL needs it.")]
+
+
 def report_command(
-    model: Target,
-    devices: Devices,
-    chunks: Chunks,
+    context: typer.Context,
+    model: ModelOrPlan,
+    devices: OwnDevices = None,
+    chunks: OwnChunks = None,
     inputs: Inputs = None,
     kwargs: Kwargs = None,
     batch: Batch = None,
@@ -85,34 +96,64 @@ def report_command(
     html: Html = None,
     trace: Trace = None,
     dot: Dot = None,
+    export: Exports = None,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     debug: Debug = False,
 ) -> None:
-    """Plan a model and print its partition: stages, times, memory, boundaries."""
+    """Plan a model and print its partition: stages, times, memory, boundaries; or print a saved plan."""
 
     def answer() -> int:
         check_form(as_json=as_json, as_markdown=as_markdown)
-        check_outputs(save=save, html=html, trace=trace, dot=dot)
-        spec = ModelSpec.parse(
-            model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
-        )
-        with beside_stdout():
-            found = _plan(
-                spec,
-                devices=devices_of(devices),
-                chunks=chunks,
-                schedule=schedule,
-                virtual_stages=virtual_stages,
-                recompute=recompute_of(recompute),
-                optimizer=optimizer_of(optimizer),
-                memory_limit=memory_limit,
-                plan=pinned_plan(plan, move),
+        outputs = Outputs.of(save=save, html=html, trace=trace, dot=dot, exports=export)
+        if is_plan_file(model):
+            _check_alone(context, model)
+            found = _saved(model)
+        else:
+            spec = ModelSpec.parse(
+                model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
             )
-        write_outputs(found, save=save, html=html, trace=trace, dot=dot)
-        return print_plan(found, as_json=as_json, as_markdown=as_markdown)
+            own = torch_devices(devices)
+            choices = {
+                "chunks": needed("--chunks", chunks, "a number of microbatches"),
+                "schedule": schedule,
+                "virtual_stages": virtual_stages,
+                "recompute": recompute_of(recompute),
+                "optimizer": optimizer_of(optimizer),
+                "memory_limit": memory_limit,
+            }
+            pinned = pinned_plan(plan, move)
+            check_choices(own, pinned, choices)
+            with beside_stdout():
+                found = _plan(spec, devices=own, plan=pinned, **choices)
+        return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))
+
+
+def _check_alone(context: typer.Context, path: str) -> None:
+    """Raise InputError where more is said of a saved plan than how to show it."""
+    shows = ("model", "save", "html", "trace", "dot", "export", "as_json", "as_markdown", "debug")
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in shows and source is not None and source.name == "COMMANDLINE":
+            raise InputError(
+                f"report {path} shows a saved plan as it is, without {parameter.opts[0]}; name the model, and the plan "
+                f"by --plan {path}"
+            )
+
+
+def _saved(path: str) -> Plan:
+    from autosplit.planning.plan import Plan
+
+    found = Plan.load(path)
+    if found.edited:
+        typer.echo(
+            "warning: the plan was edited; times and memory are those of before: autosplit plan MODEL --plan "
+            f"{path} costs it anew",
+            err=True,
+        )
+    return found
 
 
 def _plan(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Plan:

@@ -24,10 +24,12 @@ from autosplit.cli_common import (
     Target,
     VirtualStages,
     beside_stdout,
-    devices_of,
+    check_choices,
     exit_code,
     importing,
+    pinned_plan,
     recompute_of,
+    torch_devices,
 )
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
 
@@ -64,16 +66,17 @@ def verify_command(
 
     def answer() -> int:
         spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed)
+        own = torch_devices(devices)
+        choices = {
+            "chunks": chunks,
+            "schedule": schedule,
+            "virtual_stages": virtual_stages,
+            "recompute": recompute_of(recompute),
+        }
+        pinned = pinned_plan(plan, None)
+        check_choices(own, pinned, {**choices, "optimizer": "adamw", "memory_limit": None})
         with beside_stdout():
-            found = _verified(
-                spec,
-                devices=devices_of(devices),
-                chunks=chunks,
-                schedule=schedule,
-                virtual_stages=virtual_stages,
-                recompute=recompute_of(recompute),
-                plan=plan,
-            )
+            found = _verified(spec, devices=own, plan=pinned, **choices)
         typer.echo(found.to_json() if as_json else str(found))
         return DONE if found else ANSWER_IS_NO
 

@@ -13,27 +13,28 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from autosplit.checks import not_available
+from autosplit.choices import EXPORTS
 from autosplit.errors import InputError
 from autosplit.schedule.files import dump_actions
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
 
-FORMS = ("torch-csv", "torchtitan", "megatron")
 _NAMED = 4
 _RUN = 3
 """So many equal stages of a layout are written as one and a number."""
 
 
 def export(plan: Plan, form: str) -> str:
-    """Return the plan in one of ``FORMS``; raises InputError for any other, and where a form cannot say the plan."""
+    """Return the plan in one of ``EXPORTS``; raises InputError for any other, and where a form cannot say the plan."""
     if form == "torch-csv":
         return dump_actions(plan.schedule_for(plan.chunks))
     if form == "torchtitan":
         return _torchtitan(plan)
     if form == "megatron":
         return _megatron(plan)
-    raise InputError(f"export({form!r}) is not available; valid: {', '.join(map(repr, FORMS))}")
+    raise InputError(not_available(f"export({form!r})", form, EXPORTS))
 
 
 def _torchtitan(plan: Plan) -> str:

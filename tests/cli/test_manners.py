@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autosplit import cli, progress
-from autosplit.cli_outputs import check_outputs
+from autosplit.cli_outputs import Outputs
 from autosplit.errors import InputError
 
 ROOT = Path(cli.__file__).parent.parent
@@ -172,7 +172,7 @@ def test_completion(words: str, found: str) -> None:
 
 def test_paths_are_tried_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    check_outputs(save=tmp_path / "new.json", html=tmp_path / "file", trace=None)
+    Outputs.of(save=tmp_path / "new.json", html=tmp_path / "file", trace=None)
     assert not (tmp_path / "new.json").exists()
     for path, reason in [
         (tmp_path, "is a folder; name a file in it"),
@@ -181,9 +181,9 @@ def test_paths_are_tried_before_the_work(tmp_path: Path) -> None:
         (Path("x" * 300), "File name too long"),
     ]:
         with pytest.raises(InputError, match=f"^--save .*{reason}"):
-            check_outputs(save=path)
+            Outputs.of(save=path)
     with pytest.raises(InputError, match=r"--save and --html name the same file"):
-        check_outputs(save=tmp_path / "a", html=tmp_path / ".." / tmp_path.name / "a")
+        Outputs.of(save=tmp_path / "a", html=tmp_path / ".." / tmp_path.name / "a")
 
 
 def test_a_path_that_cannot_be_written_is_said_before_the_model_is_made(tmp_path: Path) -> None:

@@ -238,8 +238,11 @@ def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
         ((*TWO_BY_FOUR, "--input", "x=float32"), "--input cannot be read: [ is missing"),
         ((*TWO_BY_FOUR, "--input", "y=float32[8,16]"), "Mlp.forward has no input of that name; it has x, scale"),
         (TWO_BY_FOUR, "no inputs are known for Mlp; give --input NAME=dtype[shape]"),
-        (("--devices", "2,cpu", "--chunks", "4", *X), "'2' is no torch device"),
-        (("--devices", "toaster", "--chunks", "4", *X), "'toaster' is no torch device; valid here: 'cpu'"),
+        (("--devices", "2,cpu", "--chunks", "4", *X), "'2' is no torch device; give a number of devices"),
+        (
+            ("--devices", "toaster", "--chunks", "4", *X),
+            "'toaster' is no torch device; give a number",
+        ),
         (("--devices", "0", "--chunks", "4", *X), "devices=0: give at least one device"),
         (("--devices", "2", "--chunks", "0", *X), "chunks=0"),
         ((*TWO_BY_FOUR, *X, "--schedule", "wild"), "schedule='wild' is not available; valid: 'auto', 'gpipe', '1f1b'"),

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import cost_models
+from autosplit.choices import EXPORTS
 from autosplit.errors import InputError, PlanError, ScheduleError
 from autosplit.partition.workload import load_workload, parse_workload
 from autosplit.planning.diff import diff
-from autosplit.planning.export import FORMS
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import predicted
 from autosplit.report.dot import dot_text
@@ -128,7 +128,7 @@ def shown(plan: Plan) -> None:
     assert not diff(plan, plan)
     for show in (render, render_markdown, dot_text, trace_text):
         show(plan)
-    for form in FORMS:
+    for form in EXPORTS:
         with warnings.catch_warnings(), contextlib.suppress(InputError):
             warnings.simplefilter("ignore")
             plan.export(form)

@@ -1,0 +1,180 @@
+"""Saved plans on the command line: shown without their model, and exported; what is refused before torch is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autosplit import cli
+from autosplit.cli_outputs import Outputs
+from autosplit.errors import InputError
+from autosplit.planning.plan import Plan
+
+ROOT = Path(cli.__file__).parent.parent
+NETS = str(Path(__file__).parent / "nets.py")
+X = ("--input", "x=float32[8,16]")
+PLANNED = ("plan", f"{NETS}:Mlp", "--devices", "2xL4-24GB", "--chunks", "4", "--schedule", "1f1b", *X)
+WATCHED = """import sys
+from autosplit import cli
+code = 0
+try: cli.main()
+except SystemExit as ended: code = ended.code
+assert 'torch' not in sys.modules
+sys.exit(code)
+"""
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return lambda *arguments: CliRunner().invoke(cli.app, list(arguments))
+
+
+@pytest.fixture
+def saved(run: Run, tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    result = run(*PLANNED, "--save", str(path))
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WATCHED, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_saved_plan_is_shown_and_exported_without_torch(saved: Path, tmp_path: Path) -> None:
+    csv, parts, page = tmp_path / "schedule.csv", tmp_path / "modules.json", tmp_path / "plan.html"
+    exports = ("--export", f"torch-csv:{csv}", "--export", f"torchtitan:{parts}", "--html", str(page))
+    done = without_torch("report", str(saved), *exports)
+    assert (done.returncode, done.stdout.startswith("Partition of Mlp\n  devices    2: 2 x L4-24GB\n")) == (0, True)
+    assert done.stderr.splitlines() == [f"wrote {path}" for path in (page, csv, parts)]
+    plan = Plan.load(saved)
+    assert csv.read_bytes().decode() == plan.export("torch-csv")
+    assert parts.read_bytes().decode() == plan.export("torchtitan")
+    assert without_torch("report", str(saved), "--json").stdout == plan.to_json() + "\n"
+
+
+def test_several_exports_of_a_new_plan(run: Run, tmp_path: Path) -> None:
+    layout = tmp_path / "layout.txt"
+    result = run(*PLANNED, "--export", f"megatron:{layout}")
+    assert result.exit_code == 0, result.output
+    assert layout.read_text(encoding="utf-8") == "Ett|ttL\n"
+
+
+def test_what_a_form_cannot_say_costs_neither_the_plan_nor_the_other_files(run: Run, tmp_path: Path) -> None:
+    csv = tmp_path / "schedule.csv"
+    exports = ("--export", f"megatron:{tmp_path / 'layout.txt'}", "--export", f"torch-csv:{csv}")
+    result = run(*PLANNED, "--schedule", "zb_v", *exports)
+    assert result.exit_code == 2
+    assert result.stdout.startswith("Partition of Mlp")
+    assert csv.exists()
+    assert not (tmp_path / "layout.txt").exists()
+    assert "error: export('megatron'): schedule 'zb_v' has its stages on lanes [0, 1, 1, 0]" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--export", "torchtitn:x"),
+            "form 'torchtitn' is not available (did you mean 'torchtitan'?); valid: 'torch-csv'",
+        ),
+        (("--export", "megatron"), "names no file; write FORM:FILE, for example megatron:layout.txt"),
+        (("--export", "megatron:no/x"), "--export megatron 'no/x': there is no folder 'no'; make it first"),
+        (("--export", "megatron:x", "--dot", "x"), "--dot and --export megatron name the same file 'x'"),
+        (("--precision", "bf8"), "precision='bf8' is not available (did you mean 'bf16'?)"),
+        (("--schedule", "zbh1"), "schedule='zbh1' is not available (did you mean 'zb_h1'?)"),
+        (("--schedule", "zb_v", "--virtual-stages", "3"), "zb_v puts 2 stages on a device, not 3"),
+        (("--optimizer", "Adam"), "optimizer='Adam' is not available (did you mean 'adam'?)"),
+        (("--optimizer", "9" * 30), "give 0 to 1048576 bytes of state per parameter element"),
+        (("--recompute", "blocks"), "recompute='blocks' is not available (did you mean 'block'?)"),
+        (("--recompute", "block,nver"), "recompute[1]='nver' is not available (did you mean 'never'?)"),
+        (("--memory-limit", "70Gig"), "memory_limit='70Gig' is no size in bytes"),
+        (("--memory-limit", "9" * 400 + "GiB"), "is no number of bytes"),
+        (("--reserve", "9999999999TiB"), "is more than 1024 PiB"),
+        (("--devices", "2xL5-24GB"), "the nearest: L4-24GB"),
+        (("--plan", "absent.json", "--smallest"), "cannot read the plan 'absent.json'"),
+    ],
+)
+def test_a_wrong_word_is_said_before_torch_is_imported(arguments: tuple[str, ...], message: str) -> None:
+    done = without_torch(*PLANNED, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_not_there_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    for command in (("plan",), ("report", "--devices", "2", "--chunks", "2")):
+        done = without_torch(*command, str(tmp_path / "no.py:make"))
+        assert (done.returncode, "there is no file" in done.stderr) == (2, True)
+    done = without_torch("plan", "plan.json")
+    assert "a saved plan is shown by: autosplit report plan.json" in done.stderr
+
+
+def test_a_saved_plan_is_shown_as_it_is(run: Run, saved: Path) -> None:
+    result = run("report", str(saved), "--chunks", "4")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (
+        f"shows a saved plan as it is, without --chunks; name the model, and the plan by --plan {saved}"
+        in result.stderr
+    )
+    Plan.load(saved).move({"layers.1": 1}).save(saved)
+    edited = run("report", str(saved))
+    assert edited.exit_code == 0, edited.output
+    assert "warning: the plan was edited; times and memory are those of before" in edited.stderr
+    result = run(*PLANNED, "--plan", str(saved), "--smallest")
+    assert (result.exit_code, "--smallest searches, --plan is followed as it is" in result.stderr) == (2, True)
+
+
+def test_a_file_is_as_it_was_where_writing_it_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("before", encoding="utf-8")
+
+    def interrupted(self: Path, text: str, **_: Any) -> None:
+        with self.open("w", encoding="utf-8") as file:
+            file.write("half")
+        raise KeyboardInterrupt
+
+    class Text:
+        def to_json(self) -> str:
+            return "after"
+
+    outputs = Outputs.of(save=path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            outputs.write(Text())  # type: ignore[arg-type]
+    assert path.read_text(encoding="utf-8") == "before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+    path.chmod(0o640)
+    assert outputs.write(Text()) is None  # type: ignore[arg-type]
+    assert (path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777) == ("after\n", 0o640)
+
+
+def test_a_link_stays_one_and_a_locked_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Text:
+        def to_json(self) -> str:
+            return "{}"
+
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    assert Outputs.of(save=tmp_path / "link.json").write(Text()) is None  # type: ignore[arg-type]
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "target.json").read_text(encoding="utf-8") == "{}\n"
+    outputs = Outputs.of(save=tmp_path / "full.json")
+
+    def full(self: Path, text: str, **_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    refusal = outputs.write(Text())  # type: ignore[arg-type]
+    assert isinstance(refusal, InputError)
+    assert str(refusal) == f"--save {str(tmp_path / 'full.json')!r}: No space left on device"
