@@ -22,7 +22,8 @@ from autosplit.progress import phase
 from autosplit.trace.again import Mixed
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
-from autosplit.trace.merge import BATCH_SIZES, MergedRecording, matches, merge
+from autosplit.trace.merge import BATCH_SIZES, MergedRecording, merge
+from autosplit.trace.one_row import holds_at
 from autosplit.trace.reads import Scout, Unanswered
 from autosplit.trace.recording import Call, Recording, Refusal, Unexpected
 from autosplit.trace.rehearse import observe
@@ -55,10 +56,10 @@ class Gathered:
         lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
         again = record_at(model, flat, rows, self.scope, hooks=False, repeats=repeats and repeats())
         try:
-            holds = matches(self.recording, again, rows=rows, lengths=lengths)
+            holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
         except Mixed:
             again = record_at(model, flat, rows, self.scope, hooks=False)
-            holds = matches(self.recording, again, rows=rows, lengths=lengths)
+            holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
         if not holds:
             raise Refusal(
                 f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
@@ -161,9 +162,9 @@ def _holds_for_one(
     alike: Mapping[str, str],
 ) -> bool:
     try:
-        return matches(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first)), rows=1)
+        return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first)), rows=1)
     except Mixed:
-        return matches(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike)), rows=1)
+        return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike)), rows=1)
 
 
 def _one_row_misleads(model: nn.Module, call: Call) -> bool:

@@ -141,11 +141,17 @@ def matches(
             return False
         if [t.shape_at(rows, lengths) for t in expected.tensors] != call.shapes:
             return False
-        if not _equals((expected.args, expected.kwargs), (call.args, call.kwargs), sizes):
+        if not equal((expected.args, expected.kwargs), (call.args, call.kwargs), sizes):
             return False
-        if expected.draws is not None and not _equals(expected.draws, call.draws or (), sizes):
+        if expected.draws is not None and not equal(expected.draws, call.draws or (), sizes):
             return False
-    return True
+    return same_constants(merged.recording, recording) and equal(merged.output, recording.output, sizes)
+
+
+def same_constants(one: Recording, other: Recording) -> bool:
+    """Tell whether the tensors that a recording holds are those of another one."""
+    tensors = {name: value for name, value in one.constants.items() if isinstance(value, torch.Tensor)}
+    return all(other.constants.get(name) is tensor for name, tensor in tensors.items())
 
 
 def _same_calls(first: Recording, other: Recording) -> None:
@@ -239,14 +245,30 @@ def number_at(number: Any, sizes: Mapping[str, int]) -> Any:
     return evaluate(number, sizes) if isinstance(number, (Formula, Symbol)) else number
 
 
-def _equals(expected: Any, value: Any, sizes: Mapping[str, int]) -> bool:
+def evaluated(value: Any, sizes: Mapping[str, int]) -> Any:
+    """Return nested arguments of a merged recording with the numbers that they have at given sizes."""
+    if isinstance(value, slice):
+        return slice(*(evaluated(part, sizes) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(evaluated(part, sizes) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(evaluated(part, sizes) for part in value)
+    if isinstance(value, dict):
+        return {key: evaluated(part, sizes) for key, part in value.items()}
+    return number_at(value, sizes)
+
+
+def equal(expected: Any, value: Any, sizes: Mapping[str, int] = MappingProxyType({})) -> bool:
+    """Tell whether nested arguments are those of a merged recording at given sizes."""
     if isinstance(expected, (Affine, Formula, Symbol)):
         return bool(number_at(expected, sizes) == value)
+    if isinstance(expected, (dict, list, tuple, slice)) and not isinstance(value, type(expected)):
+        return False
     if isinstance(expected, dict):
-        return list(expected) == list(value) and all(_equals(expected[k], value[k], sizes) for k in expected)
+        return list(expected) == list(value) and all(equal(expected[k], value[k], sizes) for k in expected)
     if isinstance(expected, (list, tuple)):
-        return len(expected) == len(value) and all(_equals(e, v, sizes) for e, v in zip(expected, value, strict=True))
+        return len(expected) == len(value) and all(equal(e, v, sizes) for e, v in zip(expected, value, strict=True))
     if isinstance(expected, slice):
         parts = ("start", "stop", "step")
-        return all(_equals(getattr(expected, p), getattr(value, p), sizes) for p in parts)
+        return all(equal(getattr(expected, p), getattr(value, p), sizes) for p in parts)
     return bool(expected is value or expected == value or (expected != expected and value != value))

@@ -127,6 +127,15 @@ def refs_in(value: Any) -> Iterator[Ref]:
         yield from refs_in(list(value.values()))
 
 
+def attributes_in(value: Any) -> bool:
+    """Tell whether there are parameters, buffers, modules or constants inside nested arguments."""
+    if isinstance(value, slice):
+        return attributes_in((value.start, value.stop, value.step))
+    if isinstance(value, dict):
+        return attributes_in(list(value.values()))
+    return isinstance(value, Attribute) or (isinstance(value, (list, tuple)) and any(map(attributes_in, value)))
+
+
 def source_line() -> str:
     """Return ``file:line`` of the innermost caller that is neither torch's code nor the recorder's; "" when none is."""
     frame = sys._getframe(1)
