@@ -115,7 +115,7 @@ def _resnet() -> tuple[nn.Module, Sample]:
 
 
 def _unet() -> tuple[nn.Module, Sample]:
-    return UNet(widths=(32, 64)), Sample(torch.empty(16, 3, 128, 128))
+    return UNet(inputs=3, widths=(32, 64)), Sample(torch.empty(16, 3, 128, 128))
 
 
 PAIRS = (

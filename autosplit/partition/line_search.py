@@ -61,26 +61,33 @@ class LineSearch:
         self.each = max(map(len, self.stages_on))
         self.tables: dict[str, StageTable] = {}
 
-    def fastest(self, options: Sequence[str], room: Sequence[float] | None = None) -> LineCut | None:
+    def fastest(
+        self, options: Sequence[str], room: Sequence[float] | None = None, *, near: LineCut | None = None
+    ) -> LineCut | None:
         """Return the cut with the shortest step whose devices hold no more than ``room``, None where none is found.
 
-        Every stage takes of ``options`` the fastest with which its device has room.
+        Every stage takes of ``options`` the fastest with which its device has room. The neighbours of ``near`` are
+        looked at too.
         """
-        return self._fastest(self._ranked(options), room)
+        return self._fastest(self._ranked(options), room, near)
 
-    def listed(self, recompute: Sequence[str], room: Sequence[float] | None = None) -> LineCut | None:
+    def listed(
+        self, recompute: Sequence[str], room: Sequence[float] | None = None, *, near: LineCut | None = None
+    ) -> LineCut | None:
         """Return the like cut whose stages recompute as listed, one entry per stage."""
-        return self._fastest(tuple(recompute), room)
+        return self._fastest(tuple(recompute), room, near)
 
-    def _fastest(self, ranked: Sequence[str], room: Sequence[float] | None) -> LineCut | None:
+    def _fastest(
+        self, ranked: Sequence[str], room: Sequence[float] | None, near: LineCut | None = None
+    ) -> LineCut | None:
         """``ranked`` is a list of what every stage may take, or a tuple of what each takes."""
-        best: LineCut | None = None
+        best = None if near is None else self._scored(_near(near.bounds), ranked, room)
         for slack in _SLACK if self.each > 1 and room is not None else (1.0,):
             bands = _Bands(self, ranked, None if room is None else [own * slack / self.each for own in room])
             found = self._scored(bands.chains(), ranked, room)
             if found is not None and (best is None or found.step_s < best.step_s):
                 best = found
-            if best is not None:
+            if found is not None:
                 break
         return None if best is None else self._moved(best, ranked, room)
 

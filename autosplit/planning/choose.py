@@ -137,7 +137,7 @@ class _Search:
                 finished = self._finish(best.entry, best.cut)
                 if finished.sure:
                     return finished
-                over = [max(0, high - held) for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
+                over = [high - held for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
             for place, following in enumerate(self._less_room(best, over)):
                 heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + 10 * turns + place, following))
         if not any(each.worst <= 1.0 for each in self.finished):
@@ -176,12 +176,13 @@ class _Search:
         assert limits is not None, "what is over a limit has one"
         room = [*(limit - more for limit, more in zip(limits, over, strict=False)), *limits[len(over) :]]
         if weighed.room is not None:
-            room = [min(pair) for pair in zip(room, weighed.room, strict=True)]
+            before = zip(room, weighed.room, limits, strict=True)
+            room = [min(own, last) if own < limit else own for own, last, limit in before]
         if min(room) <= 0 or tuple(room) == weighed.room:
             return
         free = weighed.way == ["never"]
         for way in self.sweep.ways(weighed.entry.settled.stages) if free else (weighed.way,):
-            cut = weighed.entry.best(way, room)
+            cut = weighed.entry.best(way, room, near=weighed.cut)
             if cut is not None:
                 yield Weighed(weighed.entry, way, cut, tuple(room))
 

@@ -73,11 +73,15 @@ class Entry:
         sized, warning = self.sized, self.settled.warning
         return Case(model, found, self.options, sized.sizes, sized.costs, own, warning, memo)
 
-    def best(self, way: Sequence[str], room: Sequence[float] | None) -> LineCut | None:
-        """Return the best cut where stages choose among the entries of a list, or recompute as a tuple lists."""
+    def best(self, way: Sequence[str], room: Sequence[float] | None, *, near: LineCut | None = None) -> LineCut | None:
+        """Return the best cut where stages choose among the entries of a list, or recompute as a tuple lists.
+
+        ``near`` is a cut whose neighbours are looked at too: where room is short the dynamic program, which divides a
+        device's room evenly among its stages, may miss all that fit.
+        """
         if isinstance(way, tuple):
-            return self.search.listed(way, room)
-        return self.search.fastest(way, room)
+            return self.search.listed(way, room, near=near)
+        return self.search.fastest(way, room, near=near)
 
 
 class Sweep:

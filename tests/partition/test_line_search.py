@@ -110,6 +110,20 @@ def test_a_cut_keeps_its_room_and_recomputes_only_what_it_must(seed: int) -> Non
     assert search.fastest(list(RECOMPUTE), [least * 0.9] * 3) is None
 
 
+def test_a_neighbour_fits_where_one_of_a_devices_stages_needs_most_of_its_room() -> None:
+    works = tuple(Work(str(place), 1.0, 2.0, 100 if place == 7 else 10) for place in range(8))
+    problem = Problem(works, (), schedule="interleaved", virtual_stages=2, microbatches=4, devices=(Device(), Device()))
+    search = LineSearch(Line(problem), problem, stages=4)
+    before = search.cut((0, 2, 4, 6, 8), ["never"] * 4)
+    assert before.device_bytes == (40, 130)
+    room = [50.0, 120.0]
+    assert search.fastest(["never"], room) is None
+    found = search.fastest(["never"], room, near=before)
+    assert found is not None
+    assert found.device_bytes in {(50, 120), (40, 120)}
+    assert search.fastest(["never"], [30.0, 30.0], near=before) is None
+
+
 def test_what_a_tuple_lists_is_recomputed_stage_by_stage() -> None:
     problem = random_problem(0)
     found = LineSearch(Line(problem), problem, stages=3).listed(("block", "never", "always"))
