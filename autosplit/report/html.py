@@ -15,10 +15,12 @@ from typing import Any
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import StepTimeline
 from autosplit.planning.verdicts import binding
+from autosplit.report.beside import beside
 from autosplit.report.document import Section, printable
 from autosplit.report.html_data import as_script, page_data
-from autosplit.report.prediction import needs_words, proof
+from autosplit.report.prediction import memory_words, needs_words, proof
 from autosplit.report.sections import sections
+from autosplit.report.words import repeats, schedule_words
 from autosplit.units import format_bytes, format_seconds
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -67,11 +69,14 @@ def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
         style=style,
         script_hash=_hash(script),
         style_hash=_hash(style),
-        figures=_figures(plan),
+        figures=_figures(plan, measured),
         facts=[fact for section in _titled(found, ("Partition of ", "Prediction")) for fact in section.facts],
         first=list(_titled(found, _FIRST)),
         rest=[section for section in found if not section.title.startswith(_DRAWN + _FIRST)],
         verdicts=list(_titled(found, ("Verdict per device",))),
+        what=_what(plan),
+        answer=_answer(plan),
+        counted=any(peak is not None for peak in (data["recorded"] or {}).get("peaks", ())),
         verdict=verdict,
         verdict_words=_VERDICTS[verdict],
         legend=_legend(data),
@@ -97,7 +102,22 @@ def _titled(found: Iterable[Section], starts: tuple[str, ...]) -> Iterable[Secti
     return (section for section in found if section.title.startswith(starts))
 
 
-def _figures(plan: Plan) -> list[tuple[str, str, str]]:
+def _what(plan: Plan) -> str:
+    """Return what was planned in one line: devices, schedule, batch, optimizer."""
+    rows = plan.microbatch_rows
+    batch = f"{sum(rows)} rows in {len(rows)} microbatch{'es' * (len(rows) != 1)}"
+    precision = f", {plan.precision}" if plan.precision is not None else ""
+    schedule = schedule_words(plan.schedule, plan.virtual_stages)
+    return f"{repeats(plan.devices)} · {schedule} · {batch} · {plan.optimizer}{precision}"
+
+
+def _answer(plan: Plan) -> str:
+    """Return whether it fits as a sentence; the verdict stands beside it."""
+    words = memory_words(plan).removeprefix("fits; ").removeprefix("borderline: ").removeprefix("DOES NOT FIT: ")
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _figures(plan: Plan, measured: StepTimeline | None) -> list[tuple[str, str, str]]:
     """Return the page's few large figures: what, how much, and a word on it."""
     tightest = binding(plan)
     peak = max(stage.memory.peak_bytes for stage in plan.stages)
@@ -112,6 +132,11 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
         proof(plan) if plan.objective == "step_time" else f"{plan.schedule}, {len(plan.microbatch_rows)} microbatches"
     )
     slowest = "the slowest device, per microbatch"
+    if measured is not None:
+        seen = beside(plan, measured)
+        peaks = [one.peak_bytes for one in seen.devices if one.peak_bytes is not None]
+        step += "" if seen.step_s is None else f"; measured {format_seconds(seen.step_s)}"
+        memory = (*memory[:2], memory[2] + (f"; measured {format_bytes(max(peaks))}" if peaks else ""))
     return [
         ("step", format_seconds(plan.step_s), step),
         ("bubble", f"{plan.bubble:.1%}", "of the devices' time is idle"),

@@ -10,6 +10,7 @@ import pytest
 from selenium.webdriver import Chrome
 
 from autosplit.planning.plan import Plan
+from autosplit.planning.timeline import StepTimeline
 from autosplit.report.html import page
 from tests.report.browser import MISSING, Opened, programs, started
 
@@ -24,9 +25,9 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture
 def opened(chrome: Chrome, tmp_path: Path) -> Callable[..., Opened]:
-    def open_plan(plan: Plan, **how: Any) -> Opened:
+    def open_plan(plan: Plan, *, measured: StepTimeline | None = None, **how: Any) -> Opened:
         path = tmp_path / "plan.html"
-        path.write_text(page(plan), encoding="utf-8")
+        path.write_text(page(plan, measured=measured), encoding="utf-8")
         return Opened(chrome, path, **how)
 
     return open_plan

@@ -42,6 +42,16 @@ class LaneChart {
     return this.app.result.timeline;
   }
 
+  /** When a lane's actions start and end: as predicted, or as they were recorded. */
+  timesOf(lane, measured = false) {
+    return (measured ? this.app.recorded : this.timeline).lanes[lane];
+  }
+
+  /** Whether a place of a row, in pixels below its top, is of the recorded step. */
+  isMeasured() {
+    return false;
+  }
+
   rowTop(lane) {
     return this.top + lane * (this.row + this.gap);
   }
@@ -105,7 +115,7 @@ class LaneChart {
     context.stroke();
   }
 
-  drawLabel(context, lane, { under = "", right = [] } = {}) {
+  drawLabel(context, lane, { under = "", right = [], apart = 15 } = {}) {
     const { colours, data } = this.app;
     const middle = this.rowTop(lane) + this.row / 2;
     context.textAlign = "left";
@@ -114,12 +124,12 @@ class LaneChart {
     const label = () => (this.wide ? `${lane}  ${name}` : String(lane));
     // The end of a long name tells more than its start.
     while (context.measureText(label()).width > this.left - 10 && name.length > 1) name = `…${name.slice(2)}`;
-    context.fillText(label(), 2, under && this.wide ? middle - 7 : middle);
+    context.fillText(label(), 2, under && this.wide ? middle - apart / 2 : middle);
     if (!this.wide) return;
     context.fillStyle = colours.muted;
-    if (under) context.fillText(under, 2, middle + 8);
+    if (under) context.fillText(under, 2, middle + apart / 2);
     context.textAlign = "right";
-    right.forEach((line, k) => context.fillText(line, this.width - 2, middle + 14 * (k - (right.length - 1) / 2)));
+    right.forEach((line, k) => context.fillText(line, this.width - 2, middle + apart * (k - (right.length - 1) / 2)));
   }
 
   /** Keep what is drawn inside the plot. */
@@ -133,8 +143,8 @@ class LaneChart {
   }
 
   /** The action of a lane that runs at a time, or null in a bubble; `near`: else the one that is closest. */
-  actionAt(lane, time, near = false) {
-    const { start, end } = this.timeline.lanes[lane];
+  actionAt(lane, time, { near = false, measured = false } = {}) {
+    const { start, end } = this.timesOf(lane, measured);
     let [low, high] = [0, start.length];
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -154,7 +164,7 @@ class LaneChart {
     const lane = Math.floor((y - this.top) / (this.row + this.gap));
     const inside = lane >= 0 && lane < this.lanes.length && y - this.rowTop(lane) <= this.row;
     if (!inside || x < this.left || x > this.left + this.plot) return { x, lane: null };
-    return { x, lane, time: this.time(x) };
+    return { x, lane, time: this.time(x), measured: this.isMeasured(y - this.rowTop(lane)) };
   }
 
   hover(event) {
@@ -165,8 +175,8 @@ class LaneChart {
       this.app.tip.hide();
       return;
     }
-    const { lane, time } = this.place(event);
-    const lines = lane === null ? null : this.figures(lane, time);
+    const { lane, time, measured } = this.place(event);
+    const lines = lane === null ? null : this.figures(lane, time, measured);
     if (lines) this.app.tip.show(event, lines);
     else this.app.tip.hide();
   }
@@ -184,8 +194,8 @@ class LaneChart {
     const moved = this.pressed?.moved;
     this.pressed = null;
     if (moved) return;
-    const { lane, time } = this.place(event);
-    const action = lane === null ? null : this.actionAt(lane, time);
+    const { lane, time, measured } = this.place(event);
+    const action = lane === null ? null : this.actionAt(lane, time, { measured });
     this.app.select(action === null ? null : { lane, action });
   }
 
@@ -211,6 +221,7 @@ class LaneChart {
       "=": () => app.zoom(1.5),
       "-": () => app.zoom(1 / 1.5),
       0: () => app.whole(),
+      m: () => app.showNext(),
     }[event.key];
     if (!go || event.altKey || event.metaKey || event.ctrlKey) return;
     event.preventDefault();
@@ -227,8 +238,9 @@ class LaneChart {
     const chosen = this.app.selected;
     if (!chosen) return this.choose(0, 0);
     const lane = Math.min(Math.max(chosen.lane + by, 0), this.lanes.length - 1);
-    const own = this.timeline.lanes[chosen.lane];
-    return this.choose(lane, this.actionAt(lane, (own.start[chosen.action] + own.end[chosen.action]) / 2, true));
+    const how = { near: true, measured: this.app.shown === "measured" };
+    const own = this.app.inView[chosen.lane];
+    return this.choose(lane, this.actionAt(lane, (own.start[chosen.action] + own.end[chosen.action]) / 2, how));
   }
 
   choose(lane, action) {
@@ -246,10 +258,7 @@ class LaneChart {
     return { x, y: this.rowTop(lane), width: end - x, height: this.row };
   }
 
-  drawSelection(context) {
-    const chosen = this.app.selected;
-    if (!chosen) return;
-    const { x, y, width, height } = this.rectangle(chosen.lane, chosen.action);
+  drawSelection(context, { x, y, width, height }) {
     context.lineWidth = 4;
     context.strokeStyle = this.app.colours.panel;
     context.strokeRect(x - 1, y - 1, Math.max(width, 3) + 2, height + 2);

@@ -66,6 +66,13 @@ function timeLabels(times) {
   return times.map((time) => (time ? `${(time / scale).toFixed(places)} ${unit}` : "0 s"));
 }
 
+/** Sizes for a logarithmic axis: powers of two, every second one where they would be many. */
+function byteDecades(least, most) {
+  const found = [];
+  for (let power = Math.ceil(Math.log2(least)); 2 ** power <= most; power++) found.push(2 ** power);
+  return found.length > 7 ? found.filter((_, k) => k % 2) : found;
+}
+
 /** The same for bytes: steps that are round in their own unit. */
 function byteTicks(most, count) {
   const unit = 1024 ** Math.max(0, Math.floor(Math.log(Math.max(most, 1)) / Math.log(1024)));

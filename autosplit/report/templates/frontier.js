@@ -1,5 +1,7 @@
 // The plans that the search weighed: step time against the largest peak.
 
+const WIDE = 4; // times the smallest peak: from there on their axis is logarithmic
+
 class FrontierChart {
   constructor(app, svg) {
     Object.assign(this, { app, svg, chosen: app.data.frontier.findIndex((own) => own.plan) });
@@ -17,12 +19,17 @@ class FrontierChart {
     const [left, right, top, bottom] = [64, 18, 24, 40];
     const capacity = Math.max(...data.memory.map((own) => own.capacity ?? 0));
     const peaks = data.frontier.map((own) => own.peak);
-    const most = 1.08 * (capacity <= 2 * Math.max(...peaks) ? Math.max(capacity, ...peaks) : Math.max(...peaks));
+    const reach = capacity && capacity <= 2 * Math.max(...peaks) ? [...peaks, capacity] : peaks;
+    // Where sizes differ by much, what lies near the capacity would be one heap on a plain axis.
+    const wide = Math.max(...reach) > WIDE * Math.min(...reach) && Math.min(...reach) > 0;
+    const most = (wide ? 1.3 : 1.08) * Math.max(...reach);
+    const least = wide ? Math.min(...reach) / 1.3 : 0;
     const steps = data.frontier.map((own) => own.step);
     const pad = 0.08 * (Math.max(...steps) - Math.min(...steps) || Math.max(...steps));
     const [from, to] = [Math.max(0, Math.min(...steps) - pad), Math.max(...steps) + pad];
     const x = (step) => left + ((step - from) / (to - from)) * (width - left - right);
-    const y = (peak) => height - bottom - (peak / most) * (height - top - bottom);
+    const up = wide ? (peak) => Math.log(peak / least) / Math.log(most / least) : (peak) => peak / most;
+    const y = (peak) => height - bottom - up(peak) * (height - top - bottom);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.setAttribute("height", height);
     const drawn = [];
@@ -32,7 +39,7 @@ class FrontierChart {
       drawn.push(svgElement("line", { class: "grid", x1: x(step), x2: x(step), y1: top, y2: height - bottom }));
       drawn.push(svgElement("text", { class: "axis", x: x(step), y: height - 22, "text-anchor": "middle" }, labels[k]));
     }
-    for (const size of byteTicks(most, 5)) {
+    for (const size of wide ? byteDecades(least, most) : byteTicks(most, 5)) {
       drawn.push(svgElement("line", { class: "grid", x1: left, x2: width - right, y1: y(size), y2: y(size) }));
       drawn.push(svgElement("text", { class: "axis", x: left - 6, y: y(size) + 4, "text-anchor": "end" }, bytes(size)));
     }

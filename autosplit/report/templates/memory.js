@@ -7,7 +7,8 @@ const sum = (sizes) => sizes.reduce((total, size) => total + size, 0);
 class MemoryChart extends LaneChart {
   constructor(app, canvas) {
     const many = app.schedule.lanes.length > 16;
-    super(app, canvas, { top: 26, row: many ? 44 : 76, gap: many ? 8 : 14 });
+    super(app, canvas, { top: 26, row: many ? 24 : 76, gap: many ? 4 : 14 });
+    this.many = many;
   }
 
   /** The bytes of each part at a moment: an action, or the optimizer's step behind the last. */
@@ -27,7 +28,9 @@ class MemoryChart extends LaneChart {
     const { data } = this.app;
     const peak = Math.max(...data.memory.map((_, lane) => this.app.peaks()[lane]), 1);
     const capacity = Math.max(...data.memory.map((own) => own.capacity ?? 0));
-    return { peak, most: 1.06 * (capacity <= 3 * peak ? Math.max(peak, capacity) : peak), capacity };
+    const held = Math.max(0, ...(this.app.recorded?.held ?? []).map((sizes) => Math.max(...sizes)));
+    const most = Math.max(peak, held);
+    return { peak, most: 1.06 * (capacity <= 3 * most ? Math.max(most, capacity) : most), capacity };
   }
 
   draw() {
@@ -38,13 +41,15 @@ class MemoryChart extends LaneChart {
       const { data, colours } = this.app;
       const peak = this.app.peaks()[index];
       const capacity = data.memory[index].capacity;
-      const share = capacity ? `${Math.round((100 * peak) / capacity)}% of` : "";
-      this.drawLabel(context, index, { under: bytes(peak), right: capacity ? [share, bytes(capacity)] : [] });
+      const share = capacity ? `${Math.round((100 * peak) / capacity)}%` : "";
+      const two = { under: bytes(peak), right: capacity ? [`${share} of`, bytes(capacity)] : [] };
+      this.drawLabel(context, index, this.many ? { right: [share || bytes(peak)] } : two);
       const bottom = this.rowTop(index) + this.row;
       context.fillStyle = colours.idle;
       context.fillRect(this.left, this.rowTop(index), this.plot, this.row);
       this.clipped(context, () => this.drawAreas(context, index, (size) => bottom - (size / most) * this.row));
       if (capacity && capacity <= most) this.drawLimit(context, bottom - (capacity / most) * this.row);
+      this.clipped(context, () => this.drawHeld(context, index, (size) => bottom - (size / most) * this.row));
     });
     this.clipped(context, () => this.drawMoment(context));
   }
@@ -58,6 +63,19 @@ class MemoryChart extends LaneChart {
     context.lineTo(this.left + this.plot, y);
     context.stroke();
     context.setLineDash([]);
+  }
+
+  /** What the device was measured to hold when each action had been issued, as a line over the areas. */
+  drawHeld(context, lane, height) {
+    const { recorded, colours } = this.app;
+    if (!recorded?.held || this.app.shown === "predicted") return;
+    context.strokeStyle = colours.ink;
+    context.lineWidth = 1.5;
+    context.beginPath();
+    recorded.held[lane].forEach((size, k) => {
+      if (size !== null) context.lineTo(this.x(recorded.lanes[lane].end[k]), height(size));
+    });
+    context.stroke();
   }
 
   drawAreas(context, lane, height) {
@@ -171,7 +189,9 @@ function deviceNow(app, lane) {
 /** The rows of peaks: a stacked bar with the range and the capacity, and the figures beside it. */
 function drawPeaks(app, body) {
   const now = app.data.devices.map((_, lane) => deviceNow(app, lane));
-  const ends = now.map((own) => Math.max(own.high ?? 0, own.peak, sum(own.parts)));
+  const ends = now.map((own, lane) =>
+    Math.max(own.high ?? 0, own.peak, sum(own.parts), app.data.recorded?.peaks[lane] ?? 0),
+  );
   const largest = Math.max(...ends, 1);
   const most = Math.max(largest, ...now.map((own) => (own.capacity <= 3 * largest ? own.capacity : 0)));
   const rows = now.map((own, lane) => {
@@ -185,6 +205,8 @@ function drawPeaks(app, body) {
     });
     if (own.low !== null && own.high !== null) bar.append(marker("range", own.low / most, (own.high - own.low) / most));
     if (own.capacity !== null && own.capacity <= most) bar.append(marker("capacity", own.capacity / most, 0));
+    const seen = app.data.recorded?.peaks[lane] ?? null;
+    if (seen !== null) bar.append(marker("seen", seen / most, 0));
     bar.title = own.parts.map((size, part) => `${PART_NAMES[part]} ${bytes(size)}`).join(", ");
     const cell = element("td", "wide");
     cell.append(bar);
@@ -194,6 +216,7 @@ function drawPeaks(app, body) {
       element("td", `verdict ${verdict ?? "unknown"}`, MARKS[verdict] ?? "not judged"),
       cell,
       element("td", "number", bytes(own.peak)),
+      ...(app.counted ? [element("td", "number", seen === null ? "–" : bytes(seen))] : []),
       element("td", "number muted", range || "–"),
       element("td", "number", own.capacity === null ? "–" : bytes(own.capacity)),
     );

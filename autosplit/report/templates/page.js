@@ -7,6 +7,9 @@ class App {
     this.selected = null;
     this.tip = new Tip(byId("tip"));
     this.colours = palette();
+    this.recorded = readRecorded(data);
+    this.counted = (data.recorded?.peaks ?? []).some((peak) => peak !== null);
+    this.shown = this.recorded ? "both" : "predicted";
     this.result = data.units ? recost(data, this.schedule, data.units.stage) : this.asPlanned();
     this.view = this.wholeView();
     this.timelineChart = new TimelineChart(this, byId("timeline"));
@@ -18,6 +21,7 @@ class App {
       this.cutEditor = new CutEditor(this, names);
       byId("reset").addEventListener("click", () => this.cutEditor.reset());
     }
+    for (const choice of this.choices()) choice.addEventListener("change", () => this.show(choice.value));
     byId("zoom-in").addEventListener("click", () => this.zoom(1.5));
     byId("zoom-out").addEventListener("click", () => this.zoom(1 / 1.5));
     byId("zoom-whole").addEventListener("click", () => this.whole());
@@ -52,12 +56,35 @@ class App {
   // --- what is in view -----------------------------------------------------------------------------------------------
 
   wholeView() {
-    return { from: 0, to: (this.result.timeline.step || 1e-9) * (1 + AFTER) };
+    const recorded = this.shown === "predicted" ? 0 : this.recorded.step;
+    const predicted = this.shown === "measured" ? 0 : this.result.timeline.step;
+    return { from: 0, to: (Math.max(predicted, recorded) || 1e-9) * (1 + AFTER) };
+  }
+
+  choices() {
+    return [...document.querySelectorAll("input[name=shown]")];
+  }
+
+  /** Show the predicted step, the recorded one, or both. */
+  show(which) {
+    this.shown = which;
+    for (const choice of this.choices()) choice.checked = choice.value === which;
+    this.whole();
+  }
+
+  showNext() {
+    const names = this.choices().map((choice) => choice.value);
+    if (names.length) this.show(names[(names.indexOf(this.shown) + 1) % names.length]);
   }
 
   get zoomed() {
     const whole = this.wholeView();
     return this.view.to - this.view.from < 0.999 * whole.to;
+  }
+
+  /** The times of the lanes that the keys go along. */
+  get inView() {
+    return this.shown === "measured" ? this.recorded.lanes : this.result.timeline.lanes;
   }
 
   zoom(factor, about = this.middle()) {
@@ -69,7 +96,7 @@ class App {
   middle() {
     const chosen = this.selected;
     if (!chosen) return (this.view.from + this.view.to) / 2;
-    const own = this.result.timeline.lanes[chosen.lane];
+    const own = this.inView[chosen.lane];
     return (own.start[chosen.action] + own.end[chosen.action]) / 2;
   }
 
@@ -93,7 +120,7 @@ class App {
   /** Show an action large, with some of what runs beside it. */
   zoomTo(chosen) {
     if (!chosen) return;
-    const own = this.result.timeline.lanes[chosen.lane];
+    const own = this.inView[chosen.lane];
     const length = Math.max(own.end[chosen.action] - own.start[chosen.action], this.result.timeline.step * 1e-4);
     this.look(own.start[chosen.action] - 4 * length, 9 * length);
   }
@@ -101,7 +128,7 @@ class App {
   /** Move the view as little as needed to have the chosen action in it. */
   reveal() {
     const chosen = this.selected;
-    const own = this.result.timeline.lanes[chosen.lane];
+    const own = this.inView[chosen.lane];
     const [start, end] = [own.start[chosen.action], own.end[chosen.action]];
     const span = this.view.to - this.view.from;
     if (start < this.view.from) this.look(start - 0.1 * span, span);
@@ -127,6 +154,10 @@ class App {
     byId("details").textContent = text;
   }
 
+  laneOf(stage) {
+    return this.data.stages[stage].lane;
+  }
+
   nameOf(lane, action) {
     const own = this.schedule.lanes[lane];
     return `stage ${own.stage[action]}, ${KIND_NAMES[own.kind[action]]}, microbatch ${own.mb[action]}`;
@@ -141,6 +172,7 @@ class App {
       `from ${seconds(start[action])} to ${seconds(end[action])}`,
     ];
     if (waited > 1e-12) lines.push(`the device waited ${seconds(waited)} before`);
+    if (this.recorded) lines.push(...this.measuredWords(lane, action, end[action] - start[action]));
     const own = this.schedule.lanes[lane];
     const chosen = { stage: own.stage[action], kind: own.kind[action], mb: own.mb[action] };
     this.eachTransfer((source, target, mb, backward, leaves, arrives) => {
@@ -149,6 +181,17 @@ class App {
       if (source === chosen.stage) lines.push(`${what} reach stage ${target} after ${seconds(arrives - leaves)}`);
       else lines.push(`${what} of stage ${source} came at ${seconds(arrives)}`);
     });
+    return lines;
+  }
+
+  measuredWords(lane, action, predicted) {
+    const { start, end } = this.recorded.lanes[lane];
+    const took = end[action] - start[action];
+    const lines = [
+      `measured: ${seconds(took)} (${change(took, predicted)}), from ${seconds(start[action])} to ${seconds(end[action])}`,
+    ];
+    const held = this.recorded.held?.[lane][action] ?? null;
+    if (held !== null) lines.push(`measured: its device held ${bytes(held)} then`);
     return lines;
   }
 
