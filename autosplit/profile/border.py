@@ -23,6 +23,13 @@ from torch import fx, nn
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 
+class Picks(dict[Any, Any]):
+    """Stands for a nested result: what a graph picks out of it, by item or by attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 class _Alias(torch.autograd.Function):
     """The same storage as a tensor that is no leaf and no view: an operation may change it in place."""
 
@@ -154,7 +161,10 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a value, flat."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if isinstance(value, Picks):
+        return [tensor for part in value.values() for tensor in tensors_of(part)]
+    leaves = pytree.tree_leaves(value)
+    return [tensor for leaf in leaves if isinstance(leaf, (torch.Tensor, Picks)) for tensor in tensors_of(leaf)]
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.profile.assumptions import parameters_met, why_estimated
-from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes, tensors_of
+from autosplit.profile.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.quick_fake import QuickFake, blank
@@ -280,25 +280,18 @@ def as_recorded(node: fx.Node, values: list[torch.Tensor], rows: int) -> Any:
     return _shaped(node, values, rows) or (values[0] if len(values) == 1 else tuple(values))
 
 
-class _Picks(dict[Any, Any]):
-    """Stands for a nested result: what a graph picks out of it, by item or by attribute."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
-def _shaped(node: fx.Node, values: Sequence[torch.Tensor], rows: int) -> _Picks:
+def _shaped(node: fx.Node, values: Sequence[torch.Tensor], rows: int) -> Picks:
     """Return the values of a node as the nested result that the graph picks from; empty where it picks nothing."""
-    return _pick(node, _Picks(), f"{node.meta[INFO].name}.", list(values), rows)
+    return _pick(node, Picks(), f"{node.meta[INFO].name}.", list(values), rows)
 
 
-def _pick(parent: fx.Node, picked: _Picks, inside: str, free: list[torch.Tensor], rows: int) -> _Picks:
+def _pick(parent: fx.Node, picked: Picks, inside: str, free: list[torch.Tensor], rows: int) -> Picks:
     for user in parent.users:
         info: TracedNode | None = user.meta.get(INFO)
         if user.target not in (operator.getitem, getattr) or user.args[0] is not parent:
             continue
         if info is None:
-            _pick(user, picked.setdefault(user.args[1], _Picks()), inside, free, rows)
+            _pick(user, picked.setdefault(user.args[1], Picks()), inside, free, rows)
         elif info.name.startswith(inside):
             kind = info.tensors[0].shape_at(rows), info.tensors[0].dtype
             place = next(i for i, value in enumerate(free) if (tuple(value.shape), value.dtype) == kind)

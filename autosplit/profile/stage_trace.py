@@ -28,7 +28,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from autosplit.errors import ProfileError
 from autosplit.memory.events import Change, Held, StageTrace, Step
-from autosplit.profile.border import alias, tensors_of
+from autosplit.profile.border import Picks, alias, tensors_of
 from autosplit.profile.fake import as_recorded, empty_value, fake
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
@@ -265,8 +265,7 @@ class _Run:
 
     def _given(self, node: fx.Node) -> Any:
         info = node.meta[INFO]
-        needs_grad = info.tensors[0].differentiable and self.how.input_grads.get(info.name, False)
-        return empty_value(node, self.how.rows, needs_grad=needs_grad)
+        return empty_value(node, self.how.rows, needs_grad=self.how.input_grads.get(info.name, False))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if (storage := self.ledger.storage(tensor)) is not None and self.labels.running:
@@ -388,6 +387,8 @@ def _lent(node: fx.Node, value: Any) -> Any:
 
     As what they may change in place, where one does; and as no leaf, whose casts autocast would keep.
     """
+    if isinstance(value, Picks):
+        return Picks({place: _lent(node, part) for place, part in value.items()})
     if not isinstance(value, torch.Tensor) or not (node.meta[INFO].mutated or value.requires_grad):
         return value
     return alias(value) if node.meta[INFO].mutated else value[...]
