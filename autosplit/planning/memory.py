@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
+from torch import fx
 
 from autosplit.memory.events import Step
 from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
@@ -13,15 +15,14 @@ from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
 from autosplit.memory.state import Optimizer, Precision, optimizer_steps, parameter_bytes
 from autosplit.options import Options
 from autosplit.planning.formulate import held_copies, state_bytes
-from autosplit.profile.stage_graph import StageGraph, stage_graph
-from autosplit.profile.stage_pieces import block_paths
+from autosplit.profile.stage_graph import StageNodes
 from autosplit.profile.stage_trace import How
 from autosplit.profile.trace_memo import Known, TraceMemo
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
 from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
-from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,48 @@ class Cut:
         """The device of each stage."""
         return tuple(self.options.devices[lane] for lane in self.schedule.stage_lane)
 
-    def home(self, state: StateProfile) -> int:
-        """Return the stage on which a parameter or buffer lies."""
-        return min((self.stage_of[name] for name in state.uses), default=0)
+    @cached_property
+    def nodes(self) -> Mapping[int, tuple[TracedNode, ...]]:
+        """The nodes of each stage that run for every microbatch, in model order."""
+        found: dict[int, list[TracedNode]] = {}
+        for _, info in self.traced.compute_nodes():
+            if info.node_class is NodeClass.MICRO:
+                found.setdefault(self.stage_of[info.name], []).append(info)
+        return {stage: tuple(own) for stage, own in found.items()}
+
+    @cached_property
+    def homes(self) -> tuple[tuple[StateProfile, int], ...]:
+        """Every parameter and buffer, with the stage on which it lies: the first that uses it."""
+        states = self.profile.state.values()
+        return tuple((state, min((self.stage_of[name] for name in state.uses), default=0)) for state in states)
+
+    @cached_property
+    def states(self) -> Mapping[int, tuple[StateProfile, ...]]:
+        """The parameters and buffers that lie on each stage."""
+        found: dict[int, list[StateProfile]] = {}
+        for state, home in self.homes:
+            found.setdefault(home, []).append(state)
+        return {stage: tuple(own) for stage, own in found.items()}
+
+    @cached_property
+    def copies(self) -> Mapping[int, int]:
+        """Bytes of tied parameters that a stage holds a copy of."""
+        return held_copies(self.traced, self.profile, self.devices, self.stage_of)
+
+    @cached_property
+    def flows(self) -> Mapping[str, bool]:
+        """Whether gradients flow back through values."""
+        return {**{name: node.requires_grad for name, node in self.profile.nodes.items()}, **self.profile.input_grads}
+
+    def averaged(self, first: fx.Node | None) -> str | None:
+        """Return the model's ``first`` output where the last stage makes it and nothing else takes it.
+
+        Its mean is then made there.
+        """
+        if first is None or self.stage_of.get(first.meta[INFO].name) != self.schedule.stages - 1:
+            return None
+        name: str = first.meta[INFO].name
+        return name if all(user.op == "output" for user in first.users) else None
 
 
 @dataclass(frozen=True)
@@ -119,11 +159,11 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest
 
 def replayed_stages(cut: Cut, *, memo: TraceMemo, stages: Iterable[int]) -> dict[int, ReplayedStage]:
     """Return what is replayed of some stages."""
-    found = {}
+    found, graphs = {}, memo.graphs(cut.traced)
     for stage in stages:
-        graph = _graph(cut, stage)
-        known, names = _traces(cut, stage, graph, memo)
-        found[stage] = ReplayedStage(known, names, _static(cut, stage, graph))
+        nodes = graphs.nodes([info.name for info in cut.nodes.get(stage, ())])
+        known, names = _traces(cut, stage, nodes, memo)
+        found[stage] = ReplayedStage(known, names, _static(cut, stage, nodes))
     return found
 
 
@@ -135,32 +175,25 @@ def _called(moment: Moment, stages: Mapping[int, ReplayedStage]) -> Moment:
     return replace(moment, node=own.known.node(moment.node, own.names))
 
 
-def _graph(cut: Cut, stage: int) -> StageGraph:
-    """Return the nodes of a stage that run for every microbatch."""
-    infos = (info for _, info in cut.traced.compute_nodes() if info.node_class is NodeClass.MICRO)
-    return stage_graph(cut.traced, [info.name for info in infos if cut.stage_of[info.name] == stage])
-
-
-def _traces(cut: Cut, stage: int, graph: StageGraph, memo: TraceMemo) -> tuple[Known, tuple[str, ...]]:
+def _traces(cut: Cut, stage: int, nodes: StageNodes, memo: TraceMemo) -> tuple[Known, tuple[str, ...]]:
     """Return the traces of a stage's microbatches, under "except_last" those of both kinds, and its nodes' names."""
     option = cut.recompute[stage]
-    own = [info.module for _, info in graph.computing()]
-    units = block_paths(cut.traced.root, own) if option == "block" else ()
+    units = memo.blocks(nodes) if option == "block" else ()
     return memo.traces(
-        graph,
+        nodes,
         option,
-        never=_how(cut, stage, graph) if option in ("never", "except_last") else None,
-        recomputed=None if option == "never" else _how(cut, stage, graph, units=units, whole=not units),
+        never=_how(cut, stage, nodes) if option in ("never", "except_last") else None,
+        recomputed=None if option == "never" else _how(cut, stage, nodes, units=units, whole=not units),
     )
 
 
-def _how(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = (), whole: bool = False) -> How:
-    flows = {name: node.requires_grad for name, node in cut.profile.nodes.items()}
+def _how(cut: Cut, stage: int, nodes: StageNodes, *, units: tuple[str, ...] = (), whole: bool = False) -> How:
+    first = nodes.graphs.first_output
     return How(
         cut.sizes[0],
-        input_grads={**flows, **cut.profile.input_grads},
-        roots=_roots(cut, graph),
-        averaged=_averaged(cut),
+        input_grads=cut.flows,
+        roots=_roots(nodes, first),
+        averaged=cut.averaged(first),
         loss=cut.options.loss,
         apart=True,
         units=units,
@@ -169,37 +202,21 @@ def _how(cut: Cut, stage: int, graph: StageGraph, *, units: tuple[str, ...] = ()
     )
 
 
-def _roots(cut: Cut, graph: StageGraph) -> frozenset[str]:
+def _roots(nodes: StageNodes, first: fx.Node | None) -> frozenset[str]:
     """Return the values of a stage that gradients come back for.
 
-    Those that other nodes take, and the one that the loss takes.
+    Those that other nodes take, and the ``first`` of the model's outputs: a plan without a loss takes the mean of it.
     """
-    first, named = _first_output(cut), cut.traced.by_name()
-    own = (node.meta[INFO].name for node in graph.outputs)
-    return frozenset(name for name in own if name == first or any(u.op != "output" for u in named[name].users))
+    taken = (node for node in nodes.outputs if node is first or any(user.op != "output" for user in node.users))
+    return frozenset(node.meta[INFO].name for node in taken)
 
 
-def _first_output(cut: Cut) -> str | None:
-    """Return the first of the model's outputs that is differentiable: a plan without a loss assumes the mean of it."""
-    results = [v for n in cut.traced.graph.nodes if n.op == "output" for v in n.all_input_nodes if INFO in v.meta]
-    return next((v.meta[INFO].name for v in results if v.meta[INFO].tensors[0].differentiable), None)
-
-
-def _averaged(cut: Cut) -> str | None:
-    """Return that output where the last stage makes it and nothing else takes it: its mean is then made there."""
-    name = _first_output(cut)
-    if name is None or cut.stage_of.get(name) != cut.schedule.stages - 1:
-        return None
-    return name if all(user.op == "output" for user in cut.traced.by_name()[name].users) else None
-
-
-def _static(cut: Cut, stage: int, graph: StageGraph) -> StaticBytes:
-    states = [state for state in cut.profile.state.values() if cut.home(state) == stage]
-    copies = held_copies(cut.traced, cut.profile, cut.devices, cut.stage_of).get(stage, 0)
-    taken = [node.meta[INFO] for node in graph.inputs]
+def _static(cut: Cut, stage: int, nodes: StageNodes) -> StaticBytes:
+    states = cut.states.get(stage, ())
+    taken = [node.meta[INFO] for node in nodes.inputs]
     shared = [info for info in taken if info.node_class is NodeClass.SHARED and info.name in cut.profile.nodes]
     return StaticBytes(
-        parameters=(sum(state.bytes for state in states) + copies,),
+        parameters=(sum(state.bytes for state in states) + cut.copies.get(stage, 0),),
         optimizer=(sum(state_bytes(state, cut.options).optimizer for state in states),),
         whole_batch=(*(cut.profile.nodes[info.name].output_bytes for info in shared), *_drawn(cut, stage)),
     )
@@ -209,8 +226,7 @@ def _drawn(cut: Cut, stage: int) -> tuple[int, ...]:
     """Return the bytes of what a stage's random nodes draw beforehand, for the whole batch."""
     if cut.options.rng != "plain":
         return ()
-    own = (info for _, info in cut.traced.compute_nodes() if info.random and cut.stage_of[info.name] == stage)
-    taken = (info for info in own if info.node_class is NodeClass.MICRO and is_drawn_beforehand(info))
+    taken = (info for info in cut.nodes.get(stage, ()) if info.random and is_drawn_beforehand(info))
     return tuple(drawn_bytes(info, rows=sum(cut.sizes)) for info in taken)
 
 
@@ -220,10 +236,10 @@ def finish_of(cut: Cut, lane: int) -> tuple[Step, ...]:
     optimizer = Optimizer(cut.options.optimizer, "forloop" if on_cpu else "foreach")
     masters: Precision | None = "bf16_fp32_master" if cut.options.precision == "bf16_fp32_master" else None
     own = {stage for stage, place in enumerate(cut.schedule.stage_lane) if place == lane}
-    states = [s for s in cut.profile.state.values() if s.trainable and s.elements and cut.home(s) in own]
     sizes = [
         parameter_bytes(s.elements, element_bytes=s.bytes // s.elements, optimizer=optimizer, precision=masters)
-        for s in states
+        for s, home in cut.homes
+        if home in own and s.trainable and s.elements
     ]
     return optimizer_steps(sizes, optimizer=optimizer, first=False, on_cpu=on_cpu)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.profile.stage_graph import StageGraph
+from autosplit.profile.stage_graph import StageGraph, StageNodes
 from autosplit.profile.stage_pieces import unit_path
 from autosplit.profile.stage_trace import How
 from autosplit.trace.graph import INFO, TracedNode
@@ -40,8 +40,8 @@ class Kinds:
         self._places: dict[int, int] = {}
         self._tied: frozenset[str] = frozenset()
 
-    def key(self, stage: StageGraph, how: How) -> StageKey:
-        """Return the key of a stage of the recording."""
+    def key(self, stage: StageGraph | StageNodes, how: How) -> StageKey:
+        """Return the key of a stage of the recording; it is that of a copy too."""
         if not self._places:
             self._enter(stage.root)
         return _Key(self, stage, how).made()
@@ -104,7 +104,7 @@ class Kinds:
 class _Key:
     """The key of one stage, in the making."""
 
-    def __init__(self, kinds: Kinds, stage: StageGraph, how: How) -> None:
+    def __init__(self, kinds: Kinds, stage: StageGraph | StageNodes, how: How) -> None:
         self.kinds, self.stage, self.how = kinds, stage, how
         self.tensors: dict[int, int] = {}
         self.storages: dict[int, int] = {}
@@ -115,9 +115,11 @@ class _Key:
         self.names: list[str] = []
 
     def made(self) -> StageKey:
-        numbers = {node: number for number, node in enumerate(self.stage.graph.nodes)}
+        given, own = self.stage.given, self.stage.own
+        numbers = {node: number for number, node in enumerate((*given, *own))}
         outputs = frozenset(self.stage.outputs)
-        told = [self._told(node, numbers, leaves=node in outputs) for node in numbers]
+        told = [self._given(node.meta.get(INFO)) for node in given]
+        told += [self._told(node, numbers, leaves=node in outputs) for node in own]
         order = tuple(sorted(range(len(self.places)), key=self.places.__getitem__))
         how = self.how
         settings = how.rows, how.whole, how.apart, how.autocast_ends, how.kernels, how.roots is None
@@ -125,8 +127,6 @@ class _Key:
 
     def _told(self, node: fx.Node, numbers: dict[fx.Node, int], *, leaves: bool) -> Hashable:
         info: TracedNode | None = node.meta.get(INFO)
-        if node.op == "placeholder":
-            return None if info is None else self._given(info)
         takes = tuple([numbers[operand] for operand in node.all_input_nodes])
         kind = self.kinds.node(node, self.stage.root)
         state = tuple([self._state(tensor) for tensor in self.kinds.target(node, self.stage.root)[1]])
@@ -139,7 +139,9 @@ class _Key:
         colour = self.colours.setdefault(info.colour, len(self.colours))
         return kind, takes, state, ends, self._unit(info.module), colour
 
-    def _given(self, info: TracedNode) -> Hashable:
+    def _given(self, info: TracedNode | None) -> Hashable:
+        if info is None:
+            return None
         self.names.append(info.name)
         return info.tensors, info.node_class, info.mutated, bool(self.how.input_grads.get(info.name, False))
 

@@ -19,9 +19,11 @@ from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.profile.blocks import block_trace
 from autosplit.profile.quick_fake import QuickFake
-from autosplit.profile.stage_graph import StageGraph
+from autosplit.profile.stage_graph import StageGraph, StageGraphs, StageNodes
 from autosplit.profile.stage_key import Kinds, StageKey
+from autosplit.profile.stage_pieces import block_paths
 from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.trace.graph import TracedGraph
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,24 @@ class TraceMemo:
         self._whole: dict[Hashable, _Traced] = {}
         self._short: dict[Hashable, _Traced] = {}
         self._known: dict[Hashable, Known] = {}
+        self._graphs: StageGraphs | None = None
+        self._blocks: dict[str, tuple[str, ...]] = {}
+
+    def graphs(self, traced: TracedGraph) -> StageGraphs:
+        """Return the stages of the recording."""
+        if self._graphs is None or self._graphs.traced is not traced:
+            self._graphs = StageGraphs(traced)
+        return self._graphs
+
+    def blocks(self, stage: StageNodes) -> tuple[str, ...]:
+        """Return the paths of the blocks that a stage's nodes lie in."""
+        modules = dict.fromkeys(info.module for _, info in stage.computing())
+        for module in modules.keys() - self._blocks.keys():
+            self._blocks[module] = block_paths(stage.root, (module,))
+        return tuple(dict.fromkeys(path for module in modules for path in self._blocks[module]))
 
     def traces(
-        self, stage: StageGraph, recompute: Recompute, *, never: How | None = None, recomputed: How | None = None
+        self, stage: StageNodes, recompute: Recompute, *, never: How | None = None, recomputed: How | None = None
     ) -> tuple[Known, tuple[str, ...]]:
         """Return the traces of a stage's microbatches of both kinds, and the names in the stage's own words."""
         keys = [None if how is None else self._kinds.key(stage, how) for how in (never, recomputed)]
@@ -67,11 +84,11 @@ class TraceMemo:
             self._known[kind] = Known(traces, first.names)
         return self._known[kind], names
 
-    def _trace(self, stage: StageGraph, how: How | None, key: StageKey | None) -> _Traced | None:
+    def _trace(self, stage: StageNodes, how: How | None, key: StageKey | None) -> _Traced | None:
         if how is None or key is None:
             return None
         if key.kind not in self._whole:
-            self._whole[key.kind] = _Traced(block_trace(stage, how, run=self._run), key.names)
+            self._whole[key.kind] = _Traced(block_trace(stage.copied(), how, run=self._run), key.names)
         return self._whole[key.kind]
 
     def _run(self, stage: StageGraph, how: How) -> StageTrace:

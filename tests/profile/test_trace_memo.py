@@ -17,7 +17,7 @@ from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.profile import trace_memo
 from autosplit.profile.combine import profile
 from autosplit.profile.quick_fake import QuickFake
-from autosplit.profile.stage_graph import StageGraph
+from autosplit.profile.stage_graph import StageGraph, StageNodes
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.profile.trace_memo import Known, TraceMemo
 from autosplit.schedule.catalog import build
@@ -30,9 +30,9 @@ class Plain(TraceMemo):
     """Knows nothing: every stage is traced as it is."""
 
     def traces(
-        self, stage: StageGraph, recompute: Recompute, *, never: How | None = None, recomputed: How | None = None
+        self, stage: StageNodes, recompute: Recompute, *, never: How | None = None, recomputed: How | None = None
     ) -> tuple[Known, tuple[str, ...]]:
-        one, other = (None if how is None else trace_stage(stage, how) for how in (never, recomputed))
+        one, other = (None if how is None else trace_stage(stage.copied(), how) for how in (never, recomputed))
         return Known(StageTraces(recompute, never=one, recomputed=other), ()), ()
 
 
