@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from autosplit.memory.allocator import simulate_allocator
-from autosplit.memory.replay import Setting, StaticBytes, device_changes
+from autosplit.memory.play import device_changes
+from autosplit.memory.replay import Setting, StaticBytes
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.profile.lowering import cuda_autocast
 from autosplit.profile.stage_graph import stage_graph

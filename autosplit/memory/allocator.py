@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from autosplit.errors import InputError
 from autosplit.memory.blocks import MIB, Block, Pool
 from autosplit.memory.events import Change
+from autosplit.memory.quick_allocator import play
 from autosplit.units import format_bytes
 
 MIN_BLOCK_BYTES = 512
@@ -130,7 +131,10 @@ def simulate_allocator(
     ``capacity_bytes`` is what is left beside the CUDA context, NCCL and other libraries; None: without end. A change of
     zero bytes allocates nothing. Stops at the first request that cannot be met.
     """
-    allocator = Allocator(options or AllocatorOptions(), capacity_bytes=capacity_bytes)
+    options = options or AllocatorOptions()
+    if capacity_bytes is None and options == AllocatorOptions():
+        return Reserved(*play(changes), retries=0, out_of_memory=None)
+    allocator = Allocator(options, capacity_bytes=capacity_bytes)
     failed = None
     for index, (storage, count) in enumerate(changes):
         if count < 0:

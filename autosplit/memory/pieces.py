@@ -95,12 +95,18 @@ class Piece:
     at_peak: Mapping[MemoryKind, int]
     left: Mapping[MemoryKind, int]
 
-    @property
+    @cached_property
+    def played(self) -> tuple[tuple[int, int, MemoryKind], ...]:
+        """Every change of some bytes, with the kind of its storage."""
+        kinds = self.kinds
+        return tuple((s, count, kinds.get(s, "transient")) for s, count in _changes(self.steps) if count)
+
+    @cached_property
     def arriving(self) -> tuple[Change, ...]:
         """What another stage sends for this action: allocated before its first node."""
         return tuple(change for change in self.steps[0].changes if change[1] > 0) if self._framed(0) else ()
 
-    @property
+    @cached_property
     def leaving(self) -> tuple[Change, ...]:
         """What this action made and sends away: freed after its last node."""
         if not self._framed(-1):

@@ -1,13 +1,13 @@
 """A schedule's actions replayed over its stages' traces: what every device holds, when most, and for what.
 
 Every action of a stage does one of a few things (`Piece`), so a replay adds up pieces: its cost is that of the actions,
-not of the nodes in them. `device_changes` plays the same story change by change, for the allocator.
+not of the nodes in them. `play.device_changes` plays the same story change by change, for the allocator.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autosplit.memory.events import Change, Step
@@ -117,33 +117,11 @@ def replay(
     """
     setting = setting or Setting()
     return Replayed(
-        tuple(_device(_Lane(schedule, traces, static, setting, device)) for device in range(len(schedule.lanes)))
+        tuple(_device(Lane(schedule, traces, static, setting, device)) for device in range(len(schedule.lanes)))
     )
 
 
-def device_changes(
-    schedule: Schedule,
-    traces: Mapping[int, StageTraces],
-    static: Sequence[StaticBytes],
-    *,
-    device: int,
-    settings: Sequence[Setting] = (Setting(),),
-) -> Iterator[Change]:
-    """Yield every change of one device, in order, each allocation under a number of its own: a step per setting.
-
-    Begins with what is held before the steps. A step's gradients are freed after it (``zero_grad``), unless the next
-    step is to find them.
-    """
-    player = _Player()
-    lanes = [_Lane(schedule, traces, static, setting, device) for setting in settings]
-    yield from player.begin(lanes[0])
-    for lane, following in zip(lanes, (*lanes[1:], None), strict=True):
-        yield from player.step(lane)
-        if following is None or not following.setting.gradients_held:
-            yield from player.zero_gradients()
-
-
-class _Lane:
+class Lane:
     """One device's actions with their pieces."""
 
     def __init__(
@@ -196,7 +174,7 @@ class _Lane:
         return 0 <= stage < self._schedule.stages and self._schedule.stage_lane[stage] != self.device
 
 
-def _device(lane: _Lane) -> DeviceReplay:
+def _device(lane: Lane) -> DeviceReplay:
     live: Counter[MemoryKind] = Counter()
     for static in lane.static.values():
         live["parameters"] += sum(static.parameters)
@@ -230,7 +208,7 @@ def _device(lane: _Lane) -> DeviceReplay:
 class _Shares:
     """What each stage of a device holds, kept for the fullest moment so far."""
 
-    def __init__(self, lane: _Lane) -> None:
+    def __init__(self, lane: Lane) -> None:
         self.own: dict[int, Counter[MemoryKind]] = {stage: Counter() for stage in lane.stages}
         for stage, static in lane.static.items():
             self.own[stage]["parameters"] = sum(static.parameters)
@@ -254,7 +232,7 @@ class _Shares:
         self.see(peak, None, {})
 
 
-def _finish(lane: _Lane, live: Counter[MemoryKind]) -> ActionBytes:
+def _finish(lane: Lane, live: Counter[MemoryKind]) -> ActionBytes:
     total = peak = 0
     node = ""
     for step in lane.finish:
@@ -272,7 +250,7 @@ def _sum(live: Mapping[MemoryKind, int], more: Mapping[MemoryKind, int]) -> dict
     return {kind: total for kind in kinds if (total := live.get(kind, 0) + more.get(kind, 0))}
 
 
-def _transfers(lane: _Lane) -> list[int]:
+def _transfers(lane: Lane) -> list[int]:
     """Return, for each action, the bytes of receives posted for later ones and of sends not done from earlier ones.
 
     ```
@@ -294,105 +272,3 @@ def _transfers(lane: _Lane) -> list[int]:
             extra[index] += sum(behind)
             behind.append(-sum(count for _, count in lane.sends(action)))
     return extra
-
-
-class _Player:
-    """Plays a device's steps change by change."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._live: dict[tuple[int, int, int], Change] = {}
-        self._gradients: list[Change] = []
-        self._casts: list[Change] = []
-        self._posted: deque[int] = deque()
-        self._sent: deque[tuple[Change, ...]] = deque()
-
-    def begin(self, lane: _Lane) -> Iterator[Change]:
-        for static in lane.static.values():
-            yield from map(self._new, (*static.parameters, *static.optimizer))
-        self._gradients = [self._new(count) for _, count in lane.held_gradients()]
-        yield from self._gradients
-
-    def step(self, lane: _Lane) -> Iterator[Change]:
-        receivers = iter([index for index, action in enumerate(lane.actions) if lane.receives(action)])
-        whole: dict[int, list[Change]] = {}
-        for index, action in enumerate(lane.actions):
-            if action.stage not in whole:
-                whole[action.stage] = [self._new(count) for count in lane.static[action.stage].whole_batch]
-                yield from whole[action.stage]
-            yield from self._post(lane, index, receivers)
-            yield from self._act(lane, action)
-            if lane.last_action[action.stage] == index:
-                yield from map(_freed, whole[action.stage])
-        for changes in (*self._sent, self._casts):
-            yield from map(_freed, changes)
-        self._sent.clear()
-        self._casts.clear()
-        state: dict[int, Change] = {}
-        for storage, count in (change for step in lane.finish for change in step.changes):
-            if count > 0:
-                state[storage] = self._new(count)
-            yield state[storage] if count > 0 else _freed(state.pop(storage))
-
-    def zero_gradients(self) -> Iterator[Change]:
-        yield from map(_freed, self._gradients)
-        self._gradients.clear()
-
-    def _post(self, lane: _Lane, index: int, receivers: Iterator[int]) -> Iterator[Change]:
-        """Allocate what the next receiving actions will be sent, ``posted_receives`` of them."""
-        while self._posted and self._posted[0] <= index:
-            self._posted.popleft()
-        while len(self._posted) < lane.setting.posted_receives and (at := next(receivers, None)) is not None:
-            if at > index:
-                action = lane.actions[at]
-                yield from [self._allocate(action, storage, count) for storage, count in lane.receives(action)]
-                self._posted.append(at)
-
-    def _act(self, lane: _Lane, action: Action) -> Iterator[Change]:
-        piece = lane.piece(action)
-        here = {storage for storage, _ in piece.arriving if (action.stage, action.microbatch, storage) in self._live}
-        held = {storage for storage, _ in lane.sends(action)} if lane.setting.pending_sends else set()
-        sent: list[Change] = []
-        for step in piece.steps:
-            for storage, count in step.changes:
-                if not count:
-                    continue
-                if count > 0:
-                    if storage in here:
-                        here.remove(storage)
-                        continue
-                    yield self._allocate(action, storage, count, kind=piece.kinds.get(storage, "transient"))
-                elif piece.kinds.get(storage) == "gradients":
-                    yield _freed(self._exchange(-count))
-                else:
-                    change = self._live.pop((action.stage, action.microbatch, storage))
-                    if storage in held:
-                        sent.append(change)
-                    else:
-                        yield _freed(change)
-        self._sent.append(tuple(sent))
-        if len(self._sent) > lane.setting.pending_sends:
-            yield from map(_freed, self._sent.popleft())
-
-    def _allocate(self, action: Action, storage: int, count: int, *, kind: MemoryKind = "transient") -> Change:
-        change = self._new(count)
-        if kind == "gradients":
-            self._gradients.append(change)
-        elif kind == "casts":
-            self._casts.append(change)
-        else:
-            self._live[action.stage, action.microbatch, storage] = change
-        return change
-
-    def _exchange(self, count: int) -> Change:
-        """Return the oldest gradient of a size, which a new sum replaces."""
-        at = next(index for index, change in enumerate(self._gradients) if change[1] == count)
-        return self._gradients.pop(at)
-
-    def _new(self, count: int) -> Change:
-        self._next += 1
-        return self._next - 1, count
-
-
-def _freed(change: Change) -> Change:
-    return change[0], -change[1]

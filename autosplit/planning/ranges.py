@@ -9,8 +9,9 @@ from itertools import islice
 import torch
 
 from autosplit.memory.allocator import simulate_allocator
+from autosplit.memory.play import device_changes
 from autosplit.memory.range import PeakRange, peak_range
-from autosplit.memory.replay import Setting, StaticBytes, device_changes
+from autosplit.memory.replay import Setting, StaticBytes
 from autosplit.options import Options
 from autosplit.planning.memory import Cut, Fullest, finish_of, replayed_stages
 from autosplit.profile.opaque_cuda import cublas_workspace_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autosplit.memory.pieces import Recompute
-from autosplit.memory.replay import Setting, StaticBytes, device_changes, replay
+from autosplit.memory.play import device_changes
+from autosplit.memory.replay import Setting, StaticBytes, replay
 from autosplit.memory.stage import lane_bytes, lane_loads, trace_bytes
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build, in_flight

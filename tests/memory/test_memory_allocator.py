@@ -265,3 +265,19 @@ def test_blocks_never_overlap_and_everything_comes_back(
     assert allocator.result().allocated_bytes == 0
     for blocks in segments(allocator):
         assert all(block.free for block in blocks)
+
+
+@settings(max_examples=150, deadline=None)
+@given(moves=st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 1000)), max_size=80))
+def test_without_limits_the_quick_way_gives_the_same(moves: list[tuple[bool, int, int]]) -> None:
+    """With more room than is ever asked for nothing is given back: the allocator itself plays that."""
+    changes: list[tuple[int, int]] = []
+    live: dict[int, int] = {}
+    for number, (frees, size, which) in enumerate(moves):
+        if frees and live:
+            storage = sorted(live)[which % len(live)]
+            changes.append((storage, -live.pop(storage)))
+        else:
+            live[number] = size
+            changes.append((number, size))
+    assert run(*changes) == run(*changes, capacity=1 << 60)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from autosplit.memory.allocator import AllocatorOptions, simulate_allocator
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import Recompute, StageTraces
-from autosplit.memory.replay import Setting, StaticBytes, device_changes, replay
+from autosplit.memory.play import device_changes
+from autosplit.memory.replay import Setting, StaticBytes, replay
 from autosplit.memory.stage import Part, lane_bytes, lane_loads, stage_bytes, trace_bytes
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.schedule.action import Action
