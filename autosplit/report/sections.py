@@ -24,7 +24,7 @@ from autosplit.report.beside import measured_sections
 from autosplit.report.choices import changes, frontier, verdicts
 from autosplit.report.document import Column, Section, column, room_beside, table_width
 from autosplit.report.prediction import prediction, shares
-from autosplit.report.words import covers, fit_modules, format_count, numbers, plural, repeats, shorten
+from autosplit.report.words import covers, fit_modules, format_count, plural, repeats, shorten, some_numbers
 from autosplit.units import format_bytes, format_seconds
 
 NARROWEST_MODULES = 24
@@ -176,7 +176,7 @@ def _sends(plan: Plan, stage: StagePlan) -> str:
     if not out:
         return "-"
     consumers = {consumer for item in out for consumer in item.consumers}
-    return f"{format_bytes(sum(item.bytes * len(item.consumers) for item in out))} to {numbers(consumers)}"
+    return f"{format_bytes(sum(item.bytes * len(item.consumers) for item in out))} to {some_numbers(consumers)}"
 
 
 def _boundaries(plan: Plan, *, width: int | None) -> Section:
@@ -187,7 +187,7 @@ def _boundaries(plan: Plan, *, width: int | None) -> Section:
     shown = [item for item in plan.boundaries if item in largest]
     columns = [
         column("from", shown, lambda item: "input" if item.producer < 0 else str(item.producer)),
-        column("to", shown, lambda item: numbers(item.consumers) or "output", align="left"),
+        column("to", shown, lambda item: some_numbers(item.consumers) or "output", align="left"),
         column("size", shown, lambda item: format_bytes(item.bytes)),
         column("sent per", shown, lambda item: "step" if item.per_step else "microbatch", align="left"),
     ]

@@ -8,6 +8,9 @@ from itertools import groupby
 
 from autosplit.planning.plan import Plan
 
+RANGES = 4
+"""How many ranges of numbers are listed at most."""
+
 
 def summarise_modules(names: Iterable[str]) -> str:
     """Return module names as one short line: numbered neighbours become ranges, ``h.0, h.1, h.2`` is ``h.0-h.2``."""
@@ -83,6 +86,13 @@ def clip(text: str, *, width: int | None) -> str:
 def numbers(found: Iterable[int]) -> str:
     """Return whole numbers with neighbours as ranges: ``"0, 2-4"``."""
     return ", ".join(_ranges("", sorted(found)))
+
+
+def some_numbers(found: Iterable[int]) -> str:
+    """Return whole numbers as `numbers` does; how many there are, and between which, where that would be long."""
+    ordered = sorted(found)
+    text = numbers(ordered)
+    return text if text.count(",") < RANGES else f"{len(ordered)} of {ordered[0]}-{ordered[-1]}"
 
 
 def plural(count: int, word: str) -> str:
