@@ -18,6 +18,7 @@ function palette() {
     idle: read("idle"),
     limit: read("limit"),
     accent: read("accent"),
+    font: getComputedStyle(document.body).fontFamily,
   };
 }
 
@@ -66,9 +67,13 @@ class LaneChart {
     return from + ((x - this.left) / this.plot) * (to - from);
   }
 
+  measure() {
+    this.room = this.canvas.parentElement.clientWidth;
+  }
+
   /** Fit the canvas to its place on the page and return its context, in CSS pixels. */
   prepare() {
-    const width = this.canvas.parentElement.clientWidth;
+    const width = this.room;
     const height = this.rowTop(this.lanes.length) + 4;
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     const wide = width >= 640;
@@ -82,7 +87,7 @@ class LaneChart {
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
-    context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    context.font = `11px ${this.app.colours.font}`;
     context.textBaseline = "middle";
     const names = this.app.data.devices.map((name, lane) => context.measureText(`${lane}  ${name}`).width);
     this.left = wide ? Math.min(Math.max(...names, 70) + 14, 170) : 34;

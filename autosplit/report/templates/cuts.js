@@ -117,11 +117,15 @@ class CutEditor {
     ];
   }
 
+  measure() {
+    const around = getComputedStyle(this.strip.parentElement);
+    const padding = parseFloat(around.paddingLeft) + parseFloat(around.paddingRight);
+    this.room = this.strip.parentElement.clientWidth - padding;
+  }
+
   draw() {
     const { colours } = this.app;
-    const room = getComputedStyle(this.strip.parentElement);
-    const inside = this.strip.parentElement.clientWidth - parseFloat(room.paddingLeft) - parseFloat(room.paddingRight);
-    const width = Math.max(inside, 36 * (this.cuts.length + 1));
+    const width = Math.max(this.room, 36 * (this.cuts.length + 1));
     const height = 46;
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     this.strip.style.width = `${width}px`;

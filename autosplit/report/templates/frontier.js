@@ -9,12 +9,16 @@ class FrontierChart {
     svg.addEventListener("keydown", (event) => this.key(event));
   }
 
+  measure() {
+    this.room = this.svg.parentElement.clientWidth;
+  }
+
   draw() {
     const { data } = this.app;
-    const room = this.svg.parentElement.clientWidth;
-    if (room === this.room) return; // its colours follow the style sheet, its points do not move
+    const { room } = this;
+    if (room === this.drawn) return; // its colours follow the style sheet, its points do not move
     const focused = this.points?.includes(document.activeElement);
-    this.room = room;
+    this.drawn = room;
     const [width, height] = [room, 300];
     const [left, right, top, bottom] = [64, 18, 24, 40];
     const capacity = Math.max(...data.memory.map((own) => own.capacity ?? 0));

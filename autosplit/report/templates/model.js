@@ -164,8 +164,8 @@ function planTimes(data) {
   return { forward: column("forward"), backward: column("backward"), weight: column("weight"), transfers: data.transfers };
 }
 
-/** What the plan costs with each unit in the stage that `stages` says; the plan's own numbers where nothing moved. */
-function recost(data, schedule, stages) {
+/** What the plan costs with each unit in the stage that `stages` says; `planned` is its own step as simulated. */
+function recost(data, schedule, stages, planned = simulate(data, schedule, planTimes(data))) {
   const ratios = keptRatios(data, schedule);
   const [old, now] = [sumsOf(data, data.units.stage, ratios), sumsOf(data, stages, ratios)];
   const own = planTimes(data);
@@ -177,12 +177,11 @@ function recost(data, schedule, stages) {
   });
   const times = { forward: column("forward"), backward: column("backward"), weight: column("weight"), transfers };
   const timeline = simulate(data, schedule, times);
-  const before = simulate(data, schedule, own);
   const memory = schedule.lanes.map((lane) => movedMemory(data, lane, old, now));
   return {
     times,
     timeline,
-    step: data.step + (timeline.step - before.step),
+    step: data.step + (timeline.step - planned.step),
     bubble: timeline.bubble,
     bottleneck:
       data.bottleneck + (bottleneck(data, times.forward, times.backward) - bottleneck(data, own.forward, own.backward)),

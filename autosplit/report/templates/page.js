@@ -10,7 +10,8 @@ class App {
     this.recorded = readRecorded(data);
     this.counted = (data.recorded?.peaks ?? []).some((peak) => peak !== null);
     this.shown = this.recorded ? "both" : "predicted";
-    this.result = data.units ? recost(data, this.schedule, data.units.stage) : this.asPlanned();
+    this.planned = this.asPlanned();
+    this.result = this.planned;
     this.view = this.wholeView();
     this.timelineChart = new TimelineChart(this, byId("timeline"));
     this.memoryChart = data.curves ? new MemoryChart(this, byId("memory")) : null;
@@ -214,7 +215,7 @@ class App {
   recut() {
     const whole = !this.zoomed;
     this.stages = this.cutEditor.stages();
-    this.result = recost(this.data, this.schedule, this.stages);
+    this.result = this.moved ? recost(this.data, this.schedule, this.stages, this.planned.timeline) : this.planned;
     if (whole) this.view = this.wholeView();
     this.showMoves();
     this.drawSoon();
@@ -254,6 +255,8 @@ class App {
   }
 
   draw() {
+    // All places are measured before anything is changed: else the browser lays the page out once per chart.
+    for (const chart of [this.timelineChart, this.memoryChart, this.frontierChart, this.cutEditor]) chart?.measure();
     this.timelineChart.draw();
     this.memoryChart?.draw();
     this.frontierChart?.draw();
