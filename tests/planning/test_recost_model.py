@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autosplit import plan as plan_for
 from autosplit.options import Options, Sample
 from autosplit.planning.choose import Space, choose_plan
 from autosplit.planning.recost import recost
@@ -62,3 +63,23 @@ def test_a_moved_cut_is_costed_nearly_as_a_plan_of_it(model, found, schedule, re
         assert moved.bubble == pytest.approx(expected.bubble, abs=0.005)
         peaks = [stage.memory.peak_bytes for stage in expected.stages]
         assert list(moved.peak_bytes) == pytest.approx(peaks, rel=near)
+
+
+@pytest.mark.parametrize(
+    ("devices", "schedule", "virtual"),
+    [(["A100-SXM4-80GB", "L4-24GB"], "interleaved", 2), (["H100-SXM5-80GB", "L4-24GB"], "gpipe", 1)],
+)
+def test_so_it_is_between_unlike_devices(model, devices, schedule, virtual):
+    asked = {"sample": torch.zeros(ROWS, WIDTH), "chunks": CHUNKS}
+    plan = plan_for(model, devices, schedule=schedule, virtual_stages=virtual, recompute="never", **asked)
+    stages = len(plan.stages)
+    own = [unit.stage for unit in plan.units]
+    names = [unit.name[0] for unit in plan.units]
+    first = own.index(stages // 2)  # the cut in the middle lies before it
+    moves = {names[first]: own[first] - 1}
+    expected = plan_for(model, devices, plan=plan.move(moves), **asked)
+    moved = recost(plan, [moves.get(name, stage) for name, stage in zip(names, own, strict=True)])
+    assert moved.step_s == pytest.approx(expected.step_s, rel=0.02)
+    assert moved.step_s != plan.step_s
+    peaks = {stage.lane: stage.memory.peak_bytes for stage in expected.stages}
+    assert dict(enumerate(moved.peak_bytes)) == pytest.approx(peaks, rel=0.08)
