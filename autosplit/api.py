@@ -23,7 +23,7 @@ from autosplit.options import (
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.chosen import chosen
 from autosplit.planning.edit import recosted
-from autosplit.planning.explain import answered
+from autosplit.planning.explain import answered, assumed
 from autosplit.planning.paper import prepare, search_space, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.runtime.ambient import without_saved_tensor_hooks
@@ -162,7 +162,9 @@ def plan(
             model's ``example_input_array`` or ``dummy_inputs``.
         batch_dims: as in `autosplit`.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, counted on the last stage; the target is taken to
-            be class indices where these fit, else like the output. None: the mean of the first floating output.
+            be class indices where these fit, else like the output. None: the first floating output, which is the loss
+            of a model that makes one (transformers, given labels), else its mean; a note says so. The command line
+            gives models of ``hf:`` labels by itself.
         optimizer: what keeps state: "adamw", "adam", "momentum", "sgd", "none", or state bytes per parameter element.
         precision: what the training runs in: "fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master" (bf16 weights
             and gradients; fp32 weights count as state of the optimizer), or None: as the model is.
@@ -208,9 +210,10 @@ def plan(
     with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
         paper = prepare(model, _given(model, sample), options, loss_fn=loss_fn)
         if pinned is not None:
-            return recosted(paper.model, paper.found, paper.options, pinned)
+            return assumed(recosted(paper.model, paper.found, paper.options, pinned), paper)
         rows, free_chunks = batch_rows(paper.found.inputs), chunks == "auto"
-        return answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
+        found = answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
+        return assumed(found, paper)
 
 
 def _given(model: nn.Module, sample: Any) -> Sample:

@@ -64,6 +64,10 @@ Batch = Annotated[int | None, typer.Option(min=1, help="Rows of a step, for the 
 Sequence = Annotated[
     int | None, typer.Option(min=1, help="Tokens per row, for the inputs that a config describes (at most 4096).")
 ]
+Labels = Annotated[
+    bool | None,
+    typer.Option("--labels/--no-labels", help="Labels for a config's model, to make its loss (default: if it can)."),
+]
 Devices = Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")]
 Chunks = Annotated[int, typer.Option(help="Number of microbatches.")]
 ScheduleName = Annotated[

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,15 +27,15 @@ MOST_BYTES = 4 * 2**30
 _MOST_TOKENS, _TOKENS_UNSAID = 4096, 512
 _FETCHES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Entries that may name kernels of the hub, which transformers would fetch and run."""
-_HEADS = (
+_LANGUAGE_HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
     "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    "MODEL_MAPPING",
 )
+"""Heads whose labels are tokens."""
+_IMAGE_HEAD = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"
+_HEADS = (*_LANGUAGE_HEADS, _IMAGE_HEAD, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_MAPPING")
 """What a config without ``architectures`` becomes: the first that knows it; encoders have a causal head too."""
 
 
@@ -63,6 +64,8 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
         if not blank and size <= MOST_BYTES:
             with _default_dtype(dtype):
                 made = model_class(config)
+        if getattr(made, "loss_type", "") is None:
+            made.loss_type = "ForCausalLM"  # type: ignore[assignment]  # what transformers takes then, with a warning
     except InputError:
         raise
     except Exception as error:
@@ -78,10 +81,13 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
     return made
 
 
-def default_inputs(model: nn.Module, *, batch: int, sequence: int | None) -> list[InputSpec]:
+def default_inputs(
+    model: nn.Module, *, batch: int, sequence: int | None, labels: bool | None = False
+) -> list[InputSpec]:
     """Return the inputs of a transformers model as its config describes them; InputError where it does not.
 
-    ``batch`` is the rows of a step, ``sequence`` the tokens of a row (what the model can take, at most 4096).
+    ``batch`` is the rows of a step, ``sequence`` the tokens of a row (what the model can take, at most 4096). With
+    ``labels`` the model makes its loss; None: where it takes them, True: or InputError.
     """
     config: Any = model.config
     text = config.get_text_config()
@@ -105,7 +111,34 @@ def default_inputs(model: nn.Module, *, batch: int, sequence: int | None) -> lis
         raise InputError(f"the config of {type(model).__name__} does not say what its {main} look like; give --input")
     if config.is_encoder_decoder:
         specs.append(InputSpec("decoder_input_ids", "int64", (batch, tokens), vocabulary))
+    if labels is not False:
+        specs += _labels(model, batch=batch, tokens=tokens, vocabulary=vocabulary, needed=labels is True)
     return specs
+
+
+def _labels(model: nn.Module, *, batch: int, tokens: int, vocabulary: int | None, needed: bool) -> Iterator[InputSpec]:
+    """Yield what the model of a language or of images makes its loss from, where it has such a head."""
+    config: Any = model.config
+    modeling = _transformers().models.auto.modeling_auto
+    kind = next((head for head in _HEADS if _is_head(model, getattr(modeling, head, {}))), None)
+    classes = getattr(config, "num_labels", None)
+    if "labels" in inspect.signature(model.forward).parameters:
+        if kind == _IMAGE_HEAD and classes:
+            yield InputSpec("labels", "int64", (batch,), classes)
+            return
+        if kind in _LANGUAGE_HEADS and vocabulary:
+            yield InputSpec("labels", "int64", (batch, tokens), vocabulary)
+            return
+    if needed:
+        raise InputError(f"it is not known which labels {type(model).__name__} makes a loss from; give --input")
+
+
+def _is_head(model: nn.Module, mapping: Any) -> bool:
+    config: Any = model.config
+    if type(config) not in mapping:
+        return False
+    found = mapping[type(config)]
+    return type(model) in (found if isinstance(found, tuple) else (found,))
 
 
 def _tokens(config: Any) -> int:

@@ -171,6 +171,11 @@ def check_target(target: str) -> None:
         raise InputError(f"MODEL: there is no file {source!r}; write {MODEL_FORM}")
 
 
+def wants_labels(asked: bool | None, schedule: str) -> bool | None:
+    """Return whether inputs get labels where a training is planned: none under a schedule without a backward."""
+    return False if asked is None and schedule == "forward" else asked
+
+
 def is_plan_file(target: str) -> bool:
     """Tell whether MODEL is the file of a saved plan."""
     return target.endswith(".json") and not target.startswith(CONFIG_PREFIX)
@@ -198,14 +203,28 @@ def read_config(target: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class ConfigInputs:
+    """What is asked of the inputs that a config describes; None: what suits it."""
+
+    batch: int | None = None
+    sequence: int | None = None
+    labels: bool | None = False
+    """Whether they have labels, from which the model makes its loss; None: where it takes them."""
+
+    def given(self) -> str | None:
+        """Return the first option that asks for something."""
+        asked = {"--batch": self.batch, "--sequence": self.sequence, "--labels": self.labels or None}
+        return next((option for option, value in asked.items() if value is not None), None)
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the command line says of a model and its inputs."""
 
     target: str
     inputs: tuple[InputSpec, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    batch: int | None = None
-    sequence: int | None = None
+    sizes: ConfigInputs = ConfigInputs()
     seed: int = 0
     train: bool | None = None
 
@@ -221,23 +240,13 @@ class ModelSpec:
         *,
         inputs: Sequence[str] | None,
         kwargs: str | None,
-        batch: int | None,
-        sequence: int | None,
+        sizes: ConfigInputs,
         seed: int,
         train: bool | None = None,
     ) -> ModelSpec:
         """Read the texts of the options; raises InputError for what cannot be read or does not go together."""
-        found = cls(
-            target,
-            tuple(InputSpec.parse(text) for text in inputs or ()),
-            parse_kwargs(kwargs),
-            batch,
-            sequence,
-            seed,
-            train,
-        )
-        sizes = {"--batch": batch, "--sequence": sequence}
-        given = next((option for option, size in sizes.items() if size is not None), None)
+        specs = tuple(InputSpec.parse(text) for text in inputs or ())
+        found, given = cls(target, specs, parse_kwargs(kwargs), sizes, seed, train), sizes.given()
         if given is not None and (found.inputs or not found.is_config):
             reason = "--input gives the sizes" if found.inputs else f"{target} is none; give --input"
             raise InputError(f"{given} is for the inputs that an {CONFIG_PREFIX} config describes; {reason}")

@@ -47,9 +47,13 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int) -> Any:
     """
     specs = spec.inputs
     if not specs and spec.is_config:
-        specs = tuple(cli_hf.default_inputs(model, batch=spec.batch or rows, sequence=spec.sequence))
-        said = " ".join(map(str, specs))
-        typer.echo(f"inputs, from the config: {said} (--batch, --sequence or --input make others)", err=True)
+        sizes = spec.sizes
+        specs = tuple(
+            cli_hf.default_inputs(model, batch=sizes.batch or rows, sequence=sizes.sequence, labels=sizes.labels)
+        )
+        said, has_labels = " ".join(map(str, specs)), any(each.name == "labels" for each in specs)
+        others = "--batch, --sequence, --no-labels" if has_labels else "--batch, --sequence"
+        typer.echo(f"inputs, from the config: {said} ({others} or --input make others)", err=True)
     sample = build_sample(specs, model=model, seed=spec.seed)
     if sample is None:
         sample = own_sample(model)
@@ -142,6 +146,20 @@ def load_model(target: str, *, kwargs: Mapping[str, Any] | None = None, blank: b
     return made
 
 
+def load_loss(target: str) -> Callable[..., Any]:
+    """Return the loss function that ``package.module:name`` or ``file.py:name`` names; a class of losses is made."""
+    source, _, name = target.rpartition(":")
+    if not source or not name:
+        raise InputError(f"--loss {target!r} names no function; write package.module:name or file.py:name")
+    module = _import(source, option="--loss")
+    found = getattr(module, name, None)
+    if isinstance(found, type):
+        found = found()
+    if not callable(found):
+        raise InputError(f"--loss: {source} has no function {name!r}; it has {', '.join(_factories(module)) or 'none'}")
+    return found
+
+
 def _check_factory(factory: Callable[..., Any], given: Mapping[str, Any], *, target: str) -> None:
     """Raise InputError where a factory does not take what it would be given, and say what it takes."""
     try:
@@ -169,9 +187,11 @@ def _made(factory: Callable[[], Any], *, blank: bool) -> Any:
     return factory()
 
 
-def _import(source: str) -> ModuleType:
+def _import(source: str, *, option: str = "MODEL") -> ModuleType:
     path = Path(source)
     is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        raise InputError(f"{option}: there is no file {source!r}")
     folder = str(path.resolve().parent if is_file else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -180,10 +200,10 @@ def _import(source: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and not is_file and f"{source}.".startswith(f"{error.name}."):
             raise InputError(
-                f"MODEL: there is no module {error.name!r}, neither in the working folder nor among the packages of "
+                f"{option}: there is no module {error.name!r}, neither in the working folder nor among the packages of "
                 f"this Python; write {MODEL_FORM}"
             ) from error
-        raise InputError(f"MODEL: importing {source!r} failed: {_told(error, path=folder)}") from error
+        raise InputError(f"{option}: importing {source!r} failed: {_told(error, path=folder)}") from error
 
 
 def _told(error: BaseException, *, path: str) -> str:

@@ -13,6 +13,7 @@ from autosplit.cli_common import (
     Debug,
     Inputs,
     Kwargs,
+    Labels,
     MemoryLimit,
     Mode,
     Moves,
@@ -34,7 +35,7 @@ from autosplit.cli_common import (
     pinned_plan,
     recompute_of,
 )
-from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
+from autosplit.cli_inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, wants_labels
 from autosplit.cli_outputs import (
     AsMarkdown,
     Dot,
@@ -86,6 +87,10 @@ PaperDevices = Annotated[
 ]
 Smallest = Annotated[bool, typer.Option("--smallest", help="Find the fewest devices of this kind that hold it.")]
 LargestBatch = Annotated[bool, typer.Option("--largest-batch", help="Find the largest batch that fits.")]
+Loss = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="file.py:function or package.module:function of the output, or it and a target."),
+]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -97,6 +102,8 @@ def plan_command(
     kwargs: Kwargs = None,
     batch: Batch = None,
     sequence: Sequence = None,
+    labels: Labels = None,
+    loss: Loss = None,
     schedule: ScheduleName = "auto",
     virtual_stages: VirtualStages = 1,
     recompute: Recompute = "auto",
@@ -124,24 +131,17 @@ def plan_command(
     def answer() -> int:
         check_form(as_json=as_json, as_markdown=as_markdown)
         outputs = Outputs.of(save=save, html=html, trace=trace, dot=dot, exports=export)
-        spec = ModelSpec.parse(
-            model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
-        )
+        wanted = False if loss is not None else wants_labels(labels, schedule)
+        sizes = ConfigInputs(batch, sequence, wanted)
+        spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
         pinned = pinned_plan(plan, move)
-        choices = {
-            "chunks": _chunks(chunks),
-            "schedule": schedule,
-            "virtual_stages": virtual_stages,
-            "recompute": recompute_of(recompute),
-            "optimizer": optimizer_of(optimizer),
-            "precision": precision,
-            "memory_limit": memory_limit,
-            "reserve": reserve,
-        }
+        order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
+        room = {"memory_limit": memory_limit, "reserve": reserve, "precision": precision}
+        choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
         find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
         machine = _checked(_devices(devices, pinned), pinned, choices)
         with beside_stdout():
-            found = _planned(spec, machine=machine, plan=pinned, find=find, **choices)
+            found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
         return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))
@@ -180,11 +180,12 @@ def _checked(devices: str | list[str], pinned: Plan | None, choices: Mapping[str
     return machine
 
 
-def _planned(spec: ModelSpec, *, machine: MachineSpec, **choices: Any) -> Plan:
+def _planned(spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choices: Any) -> Plan:
     """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
     with importing():
-        from autosplit.cli_models import make_model
+        from autosplit.cli_models import load_loss, make_model
 
+    choices["loss_fn"] = None if loss is None else load_loss(loss)
     made = make_model(spec, blank=True)
     try:
         return _plan_of(made, spec, machine=machine, **choices)

@@ -22,7 +22,7 @@ from autosplit.cli_common import (
     importing,
     page_width,
 )
-from autosplit.cli_inputs import ModelSpec
+from autosplit.cli_inputs import ConfigInputs, ModelSpec
 from autosplit.cli_outputs import Outputs
 from autosplit.errors import InputError
 
@@ -89,7 +89,7 @@ def profile_command(
         if model is None:
             raise InputError("no MODEL is given; name one, or measure this machine: autosplit profile --calibrate")
         spec = ModelSpec.parse(
-            model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
+            model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed, train=train
         )
         with beside_stdout():
             with importing():

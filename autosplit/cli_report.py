@@ -13,6 +13,7 @@ from autosplit.cli_common import (
     Debug,
     Inputs,
     Kwargs,
+    Labels,
     MemoryLimit,
     Mode,
     Moves,
@@ -33,7 +34,7 @@ from autosplit.cli_common import (
     recompute_of,
     torch_devices,
 )
-from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec, is_plan_file
+from autosplit.cli_inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, is_plan_file, wants_labels
 from autosplit.cli_outputs import (
     AsMarkdown,
     Dot,
@@ -83,6 +84,7 @@ def report_command(
     kwargs: Kwargs = None,
     batch: Batch = None,
     sequence: Sequence = None,
+    labels: Labels = None,
     schedule: ScheduleName = "auto",
     virtual_stages: VirtualStages = 1,
     recompute: Recompute = "auto",
@@ -110,18 +112,12 @@ def report_command(
             _check_alone(context, model)
             found = _saved(model)
         else:
-            spec = ModelSpec.parse(
-                model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed, train=train
-            )
+            sizes = ConfigInputs(batch, sequence, wants_labels(labels, schedule))
+            spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
             own = torch_devices(devices)
-            choices = {
-                "chunks": needed("--chunks", chunks, "a number of microbatches"),
-                "schedule": schedule,
-                "virtual_stages": virtual_stages,
-                "recompute": recompute_of(recompute),
-                "optimizer": optimizer_of(optimizer),
-                "memory_limit": memory_limit,
-            }
+            count = needed("--chunks", chunks, "a number of microbatches")
+            order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
+            choices = {"chunks": count, "optimizer": optimizer_of(optimizer), "memory_limit": memory_limit} | order
             pinned = pinned_plan(plan, move)
             check_choices(own, pinned, choices)
             with beside_stdout():

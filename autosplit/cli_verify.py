@@ -31,7 +31,7 @@ from autosplit.cli_common import (
     recompute_of,
     torch_devices,
 )
-from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
+from autosplit.cli_inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec
 
 if TYPE_CHECKING:
     from autosplit.verification import Verification
@@ -65,7 +65,7 @@ def verify_command(
     """Compare the pipeline with the plain model: outputs, gradients, buffers, in train and in eval mode."""
 
     def answer() -> int:
-        spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, batch=batch, sequence=sequence, seed=seed)
+        spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed)
         own = torch_devices(devices)
         choices = {
             "chunks": chunks,

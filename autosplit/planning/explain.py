@@ -10,6 +10,7 @@ from autosplit.planning.changes import Arguments, changes
 from autosplit.planning.choose import Space, choose_plan
 from autosplit.planning.extremes import largest_batch, smallest
 from autosplit.planning.paper import OnPaper, stand_ins
+from autosplit.planning.paper_loss import note_on_no_loss
 from autosplit.planning.plan import Plan
 from autosplit.planning.reasons import reasons
 
@@ -25,6 +26,19 @@ def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str)
     edge = smallest(paper, space_of) if find == "smallest" else largest_batch(paper, space_of(paper))
     plan = explained(edge.plan, edge.paper, space_of(edge.paper))
     return plan.model_copy(update={"reasons": (edge.words, *plan.reasons)})
+
+
+def assumed(plan: Plan, paper: OnPaper) -> Plan:
+    """Return the plan with notes on what nobody said: what stands for the loss, and whose values decided."""
+    found = []
+    if paper.options.loss is None and plan.schedule != "forward":
+        found.append(note_on_no_loss(paper.found.graph))
+    if paper.by_values:
+        found.append(
+            "the forward decides by values, so the model and inputs were taken with theirs: other values may take "
+            "another way through it"
+        )
+    return plan.model_copy(update={"notes": (*plan.notes, *(note for note in found if note is not None))})
 
 
 def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:

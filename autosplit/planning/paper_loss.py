@@ -83,6 +83,17 @@ def paper_loss(function: Any, traced: TracedGraph) -> PaperLoss:
     ) from error
 
 
+def note_on_no_loss(traced: TracedGraph) -> str | None:
+    """Return what stands for the loss where none is given; None where the model makes one, or gives no gradients."""
+    node = next((n for n in _outputs(traced) if _differentiable(n)), None)
+    if node is None or not node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS):
+        return None
+    return (
+        "no loss is given: the mean of the first output stands for it, a real one takes time and memory of its own "
+        "(loss_fn=, --loss, or labels for a model that makes its loss)"
+    )
+
+
 def with_loss(
     costs: Profile, loss: PaperLoss, *, batch_rows: int, device: DeviceSpec | str, kernels: Literal["cpu", "cuda"]
 ) -> Profile:

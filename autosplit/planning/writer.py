@@ -284,7 +284,8 @@ class Writer:
         full = [i.name for i in infos if i.node_class is NodeClass.FULL]
         if full:
             yield (
-                f"{len(full)} operations mix rows: once per step, on the whole batch, on the last device "
+                f"{len(full)} operation{'s mix' if len(full) > 1 else ' mixes'} rows: once per step, on the whole "
+                "batch, on the last device "
                 f"(first: {full[0]})"
             )
             if (loss := note_on_loss(self.traced)) is not None:

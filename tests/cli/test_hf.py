@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
-from autosplit import cli_hf
+from autosplit import cli, cli_hf
 from autosplit.cli_hf import build, default_inputs
-from autosplit.cli_inputs import InputSpec, ModelSpec
+from autosplit.cli_inputs import ConfigInputs, InputSpec, ModelSpec
 from autosplit.cli_models import make_model, make_sample
 from autosplit.errors import InputError
+from autosplit.planning.plan import Plan
 
 TINY = {"model_type": "tiny", "width": 8, "vocab_size": 50, "max_position_embeddings": 16}
 
@@ -60,19 +62,39 @@ class TinyForCausalLM(PreTrainedModel):
     pass
 
 
+class TinyWithLoss(PreTrainedModel):
+    loss_type: str | None = None
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        logits = self.embed(input_ids) @ self.embed.weight.T
+        if labels is None:
+            return (logits,)
+        return nn.functional.cross_entropy(logits.float().view(-1, 50), labels.view(-1)), logits
+
+
 class TinyVision(PreTrainedModel):
     main_input_name = "pixel_values"
 
 
+class TinyClassifier(TinyVision):
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+
 @pytest.fixture(autouse=True)
 def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    mappings = SimpleNamespace(MODEL_FOR_CAUSAL_LM_MAPPING={TinyConfig: TinyForCausalLM})
+    mappings = SimpleNamespace(
+        MODEL_FOR_CAUSAL_LM_MAPPING={TinyConfig: (TinyForCausalLM, TinyWithLoss)},
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING={TinyConfig: TinyClassifier},
+    )
     fake = SimpleNamespace(
         __version__="5.0",
         CONFIG_MAPPING={"tiny": TinyConfig},
         PreTrainedModel=PreTrainedModel,
         TinyForCausalLM=TinyForCausalLM,
         TinyVision=TinyVision,
+        TinyWithLoss=TinyWithLoss,
+        TinyClassifier=TinyClassifier,
         pipeline=print,
         models=SimpleNamespace(auto=SimpleNamespace(modeling_auto=mappings)),
     )
@@ -199,6 +221,42 @@ def test_the_inputs_that_a_config_describes(
     assert list(map(str, default_inputs(model, batch=6, sequence=sequence))) == inputs
 
 
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("TinyWithLoss", ["labels=int64[6,16]<50"]),
+        ("TinyClassifier", ["labels=int64[6]<9"]),
+        ("TinyForCausalLM", []),
+        ("TinyVision", []),
+    ],
+)
+def test_labels_are_for_a_model_that_makes_its_loss(written: Callable[..., str], name: str, labels: list[str]) -> None:
+    model = build(written(TINY | {"architectures": [name], "num_labels": 9}), kwargs={}, blank=True)
+    plain = list(map(str, default_inputs(model, batch=6, sequence=None)))
+    assert list(map(str, default_inputs(model, batch=6, sequence=None, labels=None))) == plain + labels
+    if not labels:
+        with pytest.raises(InputError, match=f"it is not known which labels {name} makes a loss from; give --input"):
+            default_inputs(model, batch=6, sequence=None, labels=True)
+
+
+def test_a_training_is_planned_with_the_models_own_loss(written: Callable[..., str]) -> None:
+    config = written(TINY | {"architectures": ["TinyWithLoss"]})
+    asked = ["plan", config, "--devices", "1xL4-24GB", "--chunks", "2", "--batch", "4", "--schedule", "1f1b", "--json"]
+    peaks = {}
+    for flag, given in (("--labels", True), ("--no-labels", False)):
+        result = CliRunner().invoke(cli.app, [*asked, flag])
+        assert result.exit_code == 0, result.output
+        plan = Plan.model_validate_json(result.stdout)
+        assert ("labels=int64[4,16]<50 (--batch, --sequence, --no-labels or --input" in result.stderr) is given
+        assert any("no loss is given: the mean of the first output" in note for note in plan.notes) is not given
+        peaks[flag] = plan.stages[0].memory.peak_bytes
+    assert peaks["--labels"] > peaks["--no-labels"]
+    assert "labels" in CliRunner().invoke(cli.app, asked).stderr
+    evaluated = CliRunner().invoke(cli.app, [*asked, "--schedule", "forward"])
+    assert "labels" not in evaluated.stderr
+    assert "no loss is given" not in evaluated.stdout
+
+
 def test_inputs_that_a_config_does_not_describe(written: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TinyForCausalLM, "main_input_name", "waves", raising=False)
     model = build(written(), kwargs={}, blank=True)
@@ -211,7 +269,7 @@ def test_inputs_that_a_config_does_not_describe(written: Callable[..., str], mon
 def test_inputs_are_where_the_model_is_and_said(
     written: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = ModelSpec(written(), batch=4)
+    spec = ModelSpec(written(), sizes=ConfigInputs(batch=4))
     sample = make_sample(spec, model=make_model(spec, blank=True), rows=99)
     assert (sample.kwargs["input_ids"].shape, sample.kwargs["input_ids"].is_meta) == ((4, 16), True)
     assert "inputs, from the config: input_ids=int64[4,16]<50 (--batch" in capsys.readouterr().err

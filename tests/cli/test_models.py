@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from autosplit.cli_inputs import ModelSpec, parse_kwargs
+from autosplit.cli_inputs import ConfigInputs, ModelSpec, parse_kwargs
 from autosplit.cli_models import load_model
 from autosplit.errors import InputError
 
@@ -101,6 +101,6 @@ def test_a_package_that_is_not_there_is_no_failed_import() -> None:
 
 def test_sizes_of_a_configs_inputs_are_for_configs() -> None:
     with pytest.raises(InputError, match=r"--batch is for the inputs that an hf: config describes; nets.py:f is none"):
-        ModelSpec.parse("nets.py:f", inputs=None, kwargs=None, batch=2, sequence=None, seed=0)
+        ModelSpec.parse("nets.py:f", inputs=None, kwargs=None, sizes=ConfigInputs(batch=2), seed=0)
     with pytest.raises(InputError, match=r"--sequence is for .*; --input gives the sizes"):
-        ModelSpec.parse("hf:x.json", inputs=["x=int64[2]<3"], kwargs=None, batch=None, sequence=8, seed=0)
+        ModelSpec.parse("hf:x.json", inputs=["x=int64[2]<3"], kwargs=None, sizes=ConfigInputs(sequence=8), seed=0)
