@@ -47,6 +47,7 @@ class Line:
             _running(getattr(work, name) for work in problem.works) for name in ("forward_s", "backward_s", "weight_s")
         )
         self.cut_s = self._cut_s()
+        self._tables: dict[str, StageTable] = {}
 
     def _cut_s(self) -> Floats:
         """Return what crosses the cut in front of each unit, there and back, the ends included."""
@@ -60,6 +61,11 @@ class Line:
 
     def table(self, option: str) -> StageTable:
         """Return the bytes of every run under a recompute option."""
+        if option not in self._tables:
+            self._tables[option] = self._table(option)
+        return self._tables[option]
+
+    def _table(self, option: str) -> StageTable:
         transient = self._worst(work.transient_bytes for work in self.problem.works)
         each = self._never
         if option in ("always", "except_last"):

@@ -1,22 +1,22 @@
 """The best cut of a line of units into stages: dynamic programs over the line, the step of what they find simulated.
 
 A step is about ``(microbatches - 1) x the longest stage + all stages once``. So for several limits on the longest the
-cut with the least sum is a candidate, under the recompute option that each stage needs to fit; the shortest simulated
-step is taken, and its boundaries move while that gets shorter.
+cut with the least sum is a candidate, under the recompute option that each stage needs to fit (`line_bands`); the
+shortest simulated step is taken, and its boundaries move while that gets shorter (`line_moves`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autosplit.partition.graph import Graph
-from autosplit.partition.line import Line, StageTable
+from autosplit.partition.line import Line
+from autosplit.partition.line_bands import Bands, Place
+from autosplit.partition.line_moves import RANGED, Paths, Redone, Rows, paired, rows, stages_of
 from autosplit.partition.problem import Problem, again_share
 from autosplit.partition.step_model import StepModel
 
@@ -25,16 +25,15 @@ Ints = NDArray[np.int64]
 
 _LONGEST = 3.0
 """Stages of so many times the average seconds are looked at, longer ones only where nothing else fits."""
-_SHARES = ((0.0, (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)), (1.0, (1.0, 1.05)))
-"""Shares of the transfers in a stage's length, and how far above the shortest possible the longest may be."""
 _SLACK = (1.0, 1.15, 1.4)
 """Of a device with several stages each is given its share of the room, or so much more: the others may need less."""
-_TIES = 1e-9
 _ROUNDS = 8
-_PAIRED = 16
-"""Of at most so many stages two boundaries move at a time."""
 _MOVED = 2_000_000
 """Actions that are simulated in moving boundaries, about: chains times the schedule's actions."""
+_TOGETHER = 8
+"""Moves that are simulated at first, twice as many each time."""
+_GAIN = 1e-9
+"""What a move must gain, as a part of the step."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,14 @@ class LineCut:
     recompute: tuple[str, ...]
     step_s: float
     device_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Cuts that fit: their bounds, and which of the options each stage takes."""
+
+    chains: Ints
+    options: Ints
 
 
 class LineSearch:
@@ -59,7 +66,11 @@ class LineSearch:
             [stage for stage in range(stages) if self.lane[stage] == lane] for lane in range(max(self.lane) + 1)
         ]
         self.each = max(map(len, self.stages_on))
-        self.tables: dict[str, StageTable] = {}
+        lanes = np.array(self.lane)
+        self.mates = lanes[:, None] == lanes[None]
+        self.paths = Paths(line, self.model)
+        self._leaner_known: dict[tuple[object, ...], list[int] | None] = {}
+        self._free: dict[float, LineCut | None] = {}
 
     def fastest(
         self, options: Sequence[str], room: Sequence[float] | None = None, *, near: LineCut | None = None
@@ -69,7 +80,15 @@ class LineSearch:
         Every stage takes of ``options`` the fastest with which its device has room. The neighbours of ``near`` are
         looked at too.
         """
-        return self._fastest(self._ranked(options), room, near)
+        ranked = sorted(options, key=self.share)
+        if room is not None or near is not None:
+            return self._fastest(ranked, room, near)
+        # Without limits it is the same cut whatever stages keep, as long as they do as much again.
+        again = self.share(ranked[0])
+        if again not in self._free:
+            self._free[again] = self._fastest(ranked[:1], None)
+        free = self._free[again]
+        return None if free is None else self._as(free, [ranked[0]] * self.stages)
 
     def listed(
         self, recompute: Sequence[str], room: Sequence[float] | None = None, *, near: LineCut | None = None
@@ -81,220 +100,244 @@ class LineSearch:
         self, ranked: Sequence[str], room: Sequence[float] | None, near: LineCut | None = None
     ) -> LineCut | None:
         """``ranked`` is a list of what every stage may take, or a tuple of what each takes."""
-        best = None if near is None else self._scored(_near(near.bounds), ranked, room)
+        best = None if near is None else self._best(self._fitting(self._beside(near), ranked, room), ranked)
         for slack in _SLACK if self.each > 1 and room is not None else (1.0,):
-            bands = _Bands(self, ranked, None if room is None else [own * slack / self.each for own in room])
-            found = self._scored(bands.chains(), ranked, room)
+            bands = self._bands(ranked, None if room is None else [own * slack / self.each for own in room])
+            found = self._best(self._fitting(_stacked(bands.chains(), self.stages), ranked, room), ranked)
             if found is not None and (best is None or found.step_s < best.step_s):
                 best = found
             if found is not None:
                 break
         return None if best is None else self._moved(best, ranked, room)
 
+    def _beside(self, cut: LineCut) -> Ints:
+        """Return the cuts with one boundary elsewhere, or two."""
+        bounds = np.array(cut.bounds, dtype=np.int64)
+        single = rows(self.stages, further=False).legal(bounds).chains(bounds)
+        return np.concatenate([single, paired(cut.bounds)])
+
+    def _bands(self, ranked: Sequence[str], room: Sequence[float] | None, *, least_bytes: bool = False) -> Bands:
+        places = []
+        for place in range(self.stages):
+            options = [ranked[place]] if isinstance(ranked, tuple) else ranked
+            limit = None if room is None else room[self.lane[place]]
+            each = tuple((option, self.share(option)) for option in options)
+            places.append(Place(float(self.model.scale[place]), self.in_flight[place], each, limit))
+        widest = self.line.size if least_bytes else _widest(self)
+        return Bands(self.line, places, widest=widest, least_bytes=least_bytes)
+
     def leanest(self, options: Sequence[str], room: Sequence[float]) -> LineCut:
         """Return the cut whose fullest device is fullest by least, relative to its room.
 
         Every stage takes the leanest of a list of options, or what a tuple lists for it.
         """
-        bands = _Bands(self, options, list(room), least_bytes=True)
-        chain = bands.highest()
+        chain = self._bands(options, list(room), least_bytes=True).highest()
         assert chain is not None, "without a limit every line of enough units can be cut"
         if isinstance(options, tuple):
-            return self._cut(chain, options)
+            return self.cut(chain, options)
         held, transient = self._bytes(chain, options, with_step=False)
-        return self._cut(chain, [options[least] for least in (held + transient).argmin(axis=1)])
+        return self.cut(chain, [options[least] for least in (held + transient).argmin(axis=1)])
 
     def cut(self, bounds: Sequence[int], recompute: Sequence[str]) -> LineCut:
         """Return what a cut costs whose stages recompute as listed."""
-        return self._cut(tuple(bounds), list(recompute))
-
-    def table(self, option: str) -> StageTable:
-        """Return the bytes of all runs of units under an option."""
-        if option not in self.tables:
-            self.tables[option] = self.line.table(option)
-        return self.tables[option]
+        chain = np.array(bounds, dtype=np.int64)
+        step_s = float(self._steps(chain[None], self._again(recompute)[None])[0])
+        return LineCut(tuple(bounds), tuple(recompute), step_s, self.device_bytes(bounds, recompute))
 
     def share(self, option: str) -> float:
         """Return which part of its forwards a stage does again."""
         return again_share(option, microbatches=self.problem.microbatches)
 
-    def _ranked(self, options: Sequence[str]) -> list[str]:
-        return sorted(options, key=self.share)
+    def _again(self, recompute: Sequence[str]) -> Floats:
+        return np.array([self.share(option) for option in recompute])
+
+    def _as(self, cut: LineCut, recompute: Sequence[str]) -> LineCut:
+        """Return the same cut under options that take the same time."""
+        return replace(cut, recompute=tuple(recompute), device_bytes=self.device_bytes(cut.bounds, recompute))
 
     def device_bytes(self, chain: Sequence[int], recompute: Sequence[str]) -> tuple[int, ...]:
         """Return what each device holds: of its stages' transients the largest."""
-        held, transient = self._bytes(chain, sorted(set(recompute)))
         options = sorted(set(recompute))
+        held, transient = self._bytes(chain, options)
         own = [options.index(option) for option in recompute]
         return tuple(
             round(_sum(held, transient, [(stage, own[stage]) for stage in stages])) for stages in self.stages_on
         )
 
-    def _bytes(self, chain: Sequence[int], options: Sequence[str], *, with_step: bool = True) -> tuple[Floats, Floats]:
-        """Return what each stage holds under each option, and the transient that comes on top: [stage, option].
+    def _bytes(
+        self,
+        chains: Sequence[int] | Ints,
+        options: Sequence[str],
+        *,
+        with_step: bool = True,
+        stages: Sequence[int] | None = None,
+    ) -> tuple[Floats, Floats]:
+        """Return what some stages hold under each option, and the transient that comes on top: [.., stage, option].
 
         The optimizer's step, which is the same under all options, counts as a transient too, or does not.
         """
-        tables, runs = [self.table(option) for option in options], (list(chain[:-1]), list(chain[1:]))
-        transient = np.array([table.transient[runs] for table in tables]).T
-        fixed = np.array([table.fixed[runs] for table in tables]).T
-        each = np.array([table.each[runs] for table in tables]).T
-        held = fixed - transient + np.array(self.in_flight)[:, None] * each
+        bounds = np.asarray(chains, dtype=np.int64)
+        own = np.arange(self.stages) if stages is None else np.array(stages)
+        tables, runs = [self.line.table(option) for option in options], (bounds[..., own], bounds[..., own + 1])
+        transient = np.stack([table.transient[runs] for table in tables], axis=-1)
+        fixed = np.stack([table.fixed[runs] for table in tables], axis=-1)
+        each = np.stack([table.each[runs] for table in tables], axis=-1)
+        held = fixed - transient + np.array(self.in_flight)[own, None] * each
         if with_step:
-            transient = np.maximum(transient, np.array([table.least[runs] for table in tables]).T - held)
+            transient = np.maximum(transient, np.stack([table.least[runs] for table in tables], axis=-1) - held)
         return held, transient
 
-    def _options(self, chain: Sequence[int], ranked: Sequence[str], room: Sequence[float] | None) -> list[str] | None:
-        """Return what each stage does again: nothing more than it must for its device to have room."""
-        if isinstance(ranked, tuple):
-            fits = room is None or all(
-                held <= limit for held, limit in zip(self.device_bytes(chain, ranked), room, strict=False)
-            )
-            return list(ranked) if fits else None
-        if room is None:
-            return [ranked[0]] * self.stages
-        held, transient = self._bytes(chain, ranked)
-        again = [self.share(option) for option in ranked]
-        chosen = [0] * self.stages
+    def _fitting(
+        self, chains: Ints, ranked: Sequence[str], room: Sequence[float] | None, *, beside: LineCut | None = None
+    ) -> _Chosen:
+        """Return the cuts that fit, and what each stage does again: nothing more than it must for its device's room.
+
+        ``beside``: a cut that fits, most of whose stages the others share.
+        """
+        options = _names(ranked)
+        asked = ranked if isinstance(ranked, tuple) else [ranked[0]] * self.stages
+        asked = asked if beside is None else beside.recompute
+        chosen = np.tile(np.array([options.index(option) for option in asked], dtype=np.int64), (len(chains), 1))
+        if room is None or not len(chains):
+            return _Chosen(chains, chosen)
+        changed = np.ones((len(chains), self.stages), dtype=np.bool_)
+        if beside is not None:
+            other = chains != np.array(beside.bounds)
+            changed = other[:, :-1] | other[:, 1:]
+        fits = np.ones(len(chains), dtype=np.bool_)
         for stages, limit in zip(self.stages_on, room, strict=False):
-            own = dict.fromkeys(stages, 0)
-            while (needed := _sum(held, transient, own.items())) > limit:
-                moves = []
-                for stage in stages:
-                    for option in range(own[stage] + 1, len(ranked)):
-                        saved = needed - _sum(held, transient, (own | {stage: option}).items())
-                        moves.append(
-                            (needed - saved > limit, again[option] * (needed - saved <= limit), -saved, stage, option)
-                        )
-                if not moves or (best := min(moves))[2] >= 0:
-                    return None
-                own[best[3]] = best[4]
-            for stage, option in own.items():
-                chosen[stage] = option
-        return [ranked[option] for option in chosen]
+            some = np.flatnonzero(changed[:, stages].any(axis=1) & fits)
+            if len(some):
+                chosen[some[:, None], stages], fits[some] = self._on_device(chains[some], stages, ranked, limit)
+        kept = np.flatnonzero(fits)
+        return _Chosen(chains[kept], chosen[kept])
 
-    def _steps(self, chains: Sequence[Sequence[int]], chosen: Sequence[Sequence[str]]) -> Floats:
-        units = np.arange(self.line.size)
-        stage_of = np.array([np.searchsorted(chain[1:-1], units, side="right") for chain in chains], dtype=np.int64)
-        again = np.array([[self.share(option) for option in own] for own in chosen])
-        return self.model.steps(stage_of, again)
+    def _on_device(
+        self, chains: Ints, stages: Sequence[int], ranked: Sequence[str], limit: float
+    ) -> tuple[Ints, NDArray[np.bool_]]:
+        """Return what the stages of one device take of the options in each cut, and whether they have room so."""
+        options, lane = _names(ranked), self.lane[stages[0]]
+        listed = isinstance(ranked, tuple)
+        own = np.array([options.index(ranked[stage]) if listed else 0 for stage in stages])
+        held, transient = self._bytes(chains, options, stages=stages)
+        every = np.arange(len(stages))
+        needed = held[:, every, own].sum(axis=1) + transient[:, every, own].max(axis=1)
+        chosen, fits = np.tile(own, (len(chains), 1)), needed <= limit
+        for row in () if listed else np.flatnonzero(~fits).tolist():
+            runs = (
+                tuple(options),
+                limit,
+                lane,
+                chains[row][stages].tobytes(),
+                chains[row][np.array(stages) + 1].tobytes(),
+            )
+            if runs not in self._leaner_known:
+                self._leaner_known[runs] = self._leaner(held[row].tolist(), transient[row].tolist(), options, limit)
+            found = self._leaner_known[runs]
+            if found is not None:
+                fits[row], chosen[row] = True, found
+        return chosen, fits
 
-    def _scored(
-        self, chains: Iterator[tuple[int, ...]], ranked: Sequence[str], room: Sequence[float] | None
-    ) -> LineCut | None:
-        options = {chain: self._options(chain, ranked, room) for chain in chains}
-        fitting = {chain: own for chain, own in options.items() if own is not None}
-        if not fitting:
+    def _leaner(
+        self, held: Sequence[Sequence[float]], transient: Sequence[Sequence[float]], ranked: Sequence[str], limit: float
+    ) -> list[int] | None:
+        """Return what the stages of one device do again so that it has room; None where they cannot."""
+        again = [self.share(option) for option in ranked]
+        own = [0] * len(held)
+
+        def needed(option_of: Sequence[int]) -> float:
+            pairs = list(enumerate(option_of))
+            return sum(held[stage][option] for stage, option in pairs) + max(transient[s][o] for s, o in pairs)
+
+        while (now := needed(own)) > limit:
+            moves = []
+            for stage in range(len(own)):
+                for option in range(own[stage] + 1, len(ranked)):
+                    then = needed([*own[:stage], option, *own[stage + 1 :]])
+                    moves.append((then > limit, again[option] * (then <= limit), then - now, stage, option))
+            if not moves or (best := min(moves))[2] >= 0:
+                return None
+            own[best[3]] = best[4]
+        return own
+
+    def _steps(self, chains: Ints, again: Floats) -> Floats:
+        """Return what a step takes in each cut, and keep longest paths of the best: others are measured by it."""
+        steps, paths = self.model.steps_and_paths(stages_of(chains, self.line.size), again)
+        for path in paths:
+            self.paths.add(path)
+        return steps
+
+    def _best(self, chosen: _Chosen, ranked: Sequence[str]) -> LineCut | None:
+        """Return the cut with the shortest step."""
+        again = self._redone(chosen, ranked)
+        if not len(again):
             return None
-        steps = self._steps(list(fitting), list(fitting.values()))
+        steps = self._steps(chosen.chains, again)
         best = int(np.argmin(steps))
-        chain = list(fitting)[best]
-        return LineCut(chain, tuple(fitting[chain]), float(steps[best]), self.device_bytes(chain, fitting[chain]))
+        return self._written(chosen, best, float(steps[best]), ranked)
 
-    def _cut(self, chain: tuple[int, ...], chosen: Sequence[str]) -> LineCut:
-        step_s = float(self._steps([chain], [chosen])[0])
-        return LineCut(chain, tuple(chosen), step_s, self.device_bytes(chain, chosen))
+    def _redone(self, chosen: _Chosen, ranked: Sequence[str]) -> Floats:
+        """Return which part of its forwards each stage of each cut does again."""
+        redone: Floats = self._again(_names(ranked))[chosen.options]
+        return redone
+
+    def _written(self, chosen: _Chosen, row: int, step_s: float, ranked: Sequence[str]) -> LineCut:
+        bounds, options = tuple(chosen.chains[row].tolist()), _names(ranked)
+        recompute = tuple(options[option] for option in chosen.options[row])
+        return LineCut(bounds, recompute, step_s, self.device_bytes(bounds, recompute))
 
     def _moved(self, cut: LineCut, ranked: Sequence[str], room: Sequence[float] | None) -> LineCut:
-        """Move boundaries while the step gets shorter."""
+        """Move boundaries while the step gets shorter: a few at a time, at last any row of them."""
         left = _MOVED // max(self.model.simulator.count, 1)
-        for _ in range(_ROUNDS):
-            near = list(_near(cut.bounds))
-            left -= len(near)
-            if left < 0:
-                break
-            found = self._scored(iter(near), ranked, room)
-            if found is None or found.step_s >= cut.step_s * (1 - 1e-9):
-                break
-            cut = found
+        for further in (False, True) if self.stages <= RANGED else (False,):
+            moves = rows(self.stages, further=further)
+            for _ in range(_ROUNDS):
+                found, simulated = self._nearby(cut, moves, ranked, room, left)
+                left -= simulated
+                if found is None:
+                    break
+                cut = found
         return cut
 
+    def _nearby(
+        self, cut: LineCut, moves: Rows, ranked: Sequence[str], room: Sequence[float] | None, most: int
+    ) -> tuple[LineCut | None, int]:
+        """Return the best of the cuts if it gains something, and how many were simulated.
 
-class _Bands:
-    """Lengths of the stages at each place, by how many units they have and where they end."""
+        What is no shorter than the best so far along a path that is known need not be.
+        """
+        below = cut.step_s * (1 - _GAIN)
+        now = self._again(cut.recompute)
+        least = now if isinstance(ranked, tuple) else np.minimum(now, self.share(ranked[0]))
+        bounds = np.array(cut.bounds, dtype=np.int64)
+        shorter = self.paths.shorter(moves, bounds, Redone(now, least, self.mates), below=below)
+        chains = np.concatenate([shorter.chains(bounds), paired(cut.bounds)])
+        chosen = self._fitting(chains, ranked, room, beside=cut)
+        again = self._redone(chosen, ranked)
+        best, simulated, together = -1, 0, _TOGETHER
+        lower = self.paths.bounds(chosen.chains, again)
+        open_ = np.flatnonzero(lower < below)
+        while len(open_) and simulated < most:
+            open_ = open_[np.argsort(lower[open_], kind="stable")]
+            some, open_ = open_[:together], open_[together:]
+            steps = self._steps(chosen.chains[some], again[some])
+            first = int(np.argmin(steps))
+            if steps[first] < below:
+                below, best = float(steps[first]), int(some[first])
+            simulated, together = simulated + len(some), 2 * together
+            if len(open_):
+                lower[open_] = self.paths.bounds(chosen.chains[open_], again[open_])
+                open_ = open_[lower[open_] < below]
+        return None if best < 0 else self._written(chosen, best, below, ranked), simulated
 
-    def __init__(
-        self, search: LineSearch, ranked: Sequence[str], room: Sequence[float] | None, *, least_bytes: bool = False
-    ) -> None:
-        self.search, line = search, search.line
-        widest = line.size if least_bytes else _widest(search)
-        ends, lengths = np.arange(line.size + 1), np.arange(1, widest + 1)[:, None]
-        self.tail: Ints = ends - lengths
-        self.none = self.tail < 0
-        self.tail = np.where(self.none, 0, self.tail)
-        self.ends = np.broadcast_to(ends, self.tail.shape)
-        self.by_kind: dict[tuple[float, float, int, str], Floats] = {}
-        self.cost = [self._of(place, ranked, room, least_bytes=least_bytes) for place in range(search.stages)]
-        crossing = line.cut_s[self.tail] + line.cut_s[self.ends]
-        self.crossing_s: Floats = crossing
 
-    def _of(self, place: int, ranked: Sequence[str], room: Sequence[float] | None, *, least_bytes: bool) -> Floats:
-        search, line = self.search, self.search.line
-        if isinstance(ranked, tuple):
-            ranked = [ranked[place]]
-        limit = math.inf if room is None else room[search.lane[place]]
-        kind = float(search.model.scale[place]), limit, search.in_flight[place], ranked[0]
-        if kind in self.by_kind:
-            return self.by_kind[kind]
-        forward = line.forward_s[self.ends] - line.forward_s[self.tail]
-        works = forward + line.backward_s[self.ends] - line.backward_s[self.tail]
-        cost = np.full(self.tail.shape, np.inf)
-        for option in reversed(ranked):
-            if room is None:
-                cost = kind[0] * (works + search.share(option) * forward)
-                continue
-            table = search.table(option)
-            needed = table.fixed[self.tail, self.ends] + kind[2] * table.each[self.tail, self.ends]
-            needed = np.maximum(needed, table.least[self.tail, self.ends])
-            if least_bytes:
-                cost = np.minimum(cost, needed / limit)
-            else:
-                cost = np.where(needed <= limit, kind[0] * (works + search.share(option) * forward), cost)
-        cost[self.none] = np.inf
-        self.by_kind[kind] = cost
-        return cost
+def _names(ranked: Sequence[str]) -> list[str]:
+    """Return the options that stages choose among, or that a tuple lists."""
+    return list(dict.fromkeys(ranked))
 
-    def chains(self) -> Iterator[tuple[int, ...]]:
-        """Yield the cuts that come into question."""
-        known = set()
-        for share, more in _SHARES:
-            costs = self.cost if not share else [own + share * self.crossing_s for own in self.cost]
-            shortest = self._program(costs, highest=True)
-            if shortest is None:
-                return
-            value, chain = shortest
-            found = [chain]
-            for limit in more:
-                within = [np.where(own <= value * limit * (1 + 1e-12), own, np.inf) for own in costs]
-                least = self._program([own + _TIES * own * own / (value or 1.0) for own in within], highest=False)
-                if least is not None:
-                    found.append(least[1])
-            for each in found:
-                if each not in known:
-                    known.add(each)
-                    yield each
 
-    def highest(self) -> tuple[int, ...] | None:
-        """Return the cut whose highest stage is lowest."""
-        found = self._program(self.cost, highest=True)
-        return None if found is None else found[1]
-
-    def _program(self, costs: Sequence[Floats], *, highest: bool) -> tuple[float, tuple[int, ...]] | None:
-        best = np.full(self.search.line.size + 1, np.inf)
-        best[0] = 0.0
-        columns, back = np.arange(len(best)), []
-        for cost in costs:
-            before = best[self.tail]
-            value = np.maximum(before, cost) if highest else before + cost
-            chosen = value.argmin(axis=0)
-            best = value[chosen, columns]
-            back.append(self.tail[chosen, columns])
-        if not math.isfinite(best[-1]):
-            return None
-        chain = [len(best) - 1]
-        for tails in reversed(back):
-            chain.append(int(tails[chain[-1]]))
-        return float(best[-1]), tuple(chain[::-1])
+def _stacked(chains: Iterable[tuple[int, ...]], stages: int) -> Ints:
+    return np.array(list(chains), dtype=np.int64).reshape(-1, stages + 1)
 
 
 def _widest(search: LineSearch) -> int:
@@ -304,23 +347,6 @@ def _widest(search: LineSearch) -> int:
     longest = _LONGEST * float(works[-1]) / search.stages
     widest = int((np.searchsorted(works, works + longest, side="right") - 1 - np.arange(len(works))).max())
     return max(min(line.size, widest), 1, -(-line.size // search.stages))
-
-
-def _near(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts with one boundary a unit or two elsewhere, or all from one on or up to one, or two apart."""
-    last = len(bounds) - 1
-    for place in range(1, last):
-        for by in (-2, -1, 1, 2):
-            runs = {(place, place + 1), (1, place + 1), (place, last)} if abs(by) == 1 else {(place, place + 1)}
-            for start, stop in sorted(runs):
-                moved = tuple(own + by * (start <= index < stop) for index, own in enumerate(bounds))
-                if all(left < right for left, right in pairwise(moved)):
-                    yield moved
-    for first, second in combinations(range(1, last), 2) if last <= _PAIRED else ():
-        for by in (-1, 1):
-            moved = tuple(own + by * (index == first) - by * (index == second) for index, own in enumerate(bounds))
-            if all(left < right for left, right in pairwise(moved)):
-                yield moved
 
 
 def _chain(line: Line) -> Graph:

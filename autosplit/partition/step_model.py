@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.fast_simulate import FastSimulator, Floats, Ints, StepTimes
+from autosplit.partition.fast_simulate import FastSimulator, Floats, Ints, Path, StepTimes
 from autosplit.partition.graph import Graph
 from autosplit.partition.problem import Device, Problem
 
@@ -70,29 +70,42 @@ class StepModel:
     def steps(self, stage_of: NDArray[np.int64], again: Floats) -> Floats:
         """Return what a step takes with ``stage_of[cut, group]`` and ``again[cut, stage]`` of the forwards redone."""
         width = max(1, _ENTRIES // max(len(self.crossings.net) + self.stages**2, 1))
-        every = np.arange(len(self.crossings.net))
         parts = []
         for low in range(0, len(stage_of), width):
-            own, redone = stage_of[low : low + width], again[low : low + width]
-            forward_s, backward_s, weight_s = (
-                self._summed(own, each) for each in (self.forward_s, self.backward_s, self.weight_s)
-            )
-            parts.append(self.timed(own, every, forward_s, backward_s + redone * forward_s, weight_s))
+            own = stage_of[low : low + width]
+            parts.append(self.simulator.steps(self._times_of(own, again[low : low + width])) + self.once_s(own))
         return np.concatenate(parts) if parts else np.zeros(0)
+
+    def steps_and_paths(self, stage_of: NDArray[np.int64], again: Floats) -> tuple[Floats, list[Path]]:
+        """Return the like for a few cuts, and longest paths of the one that is shortest but for what is done once."""
+        steps, paths = self.simulator.steps_and_paths(self._times_of(stage_of, again))
+        return steps + self.once_s(stage_of), paths
+
+    def _times_of(self, stage_of: NDArray[np.int64], again: Floats) -> StepTimes:
+        forward_s, backward_s, weight_s = (
+            self._summed(stage_of, each) for each in (self.forward_s, self.backward_s, self.weight_s)
+        )
+        rows = np.arange(len(self.crossings.net))
+        return self._times(stage_of, rows, forward_s, backward_s + again * forward_s, weight_s)
 
     def timed(
         self, stage_of: NDArray[np.int64], rows: Ints, forward_s: Floats, backward_s: Floats, weight_s: Floats
     ) -> Floats:
         """Return what a step takes where the stages' works take so long; only nets of ``rows`` are cut anywhere."""
+        times = self._times(stage_of, rows, forward_s, backward_s, weight_s)
+        return self.simulator.steps(times) + self.once_s(stage_of)
+
+    def _times(
+        self, stage_of: NDArray[np.int64], rows: Ints, forward_s: Floats, backward_s: Floats, weight_s: Floats
+    ) -> StepTimes:
         ahead_s, back_s = self._travels(stage_of, rows)
-        times = StepTimes(
+        return StepTimes(
             forward_s=self.scale * forward_s,
             backward_s=self.scale * backward_s,
             weight_s=self.scale * weight_s,
             ahead_s=ahead_s,
             back_s=back_s,
         )
-        return self.simulator.steps(times) + self._once_s(stage_of)
 
     def _summed(self, stage_of: NDArray[np.int64], each: Floats) -> Floats:
         cuts, stages = len(stage_of), self.stages
@@ -116,7 +129,7 @@ class StepModel:
         )
         return ahead * self.link, back * self.link
 
-    def _once_s(self, stage_of: NDArray[np.int64]) -> Floats:
+    def once_s(self, stage_of: NDArray[np.int64]) -> Floats:
         """Return what stages do once per step, the longest of each cut."""
         once = np.zeros((len(stage_of), self.stages))
         if self.sync_s.any():
