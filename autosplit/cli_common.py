@@ -9,7 +9,9 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -171,6 +173,7 @@ def importing() -> Iterator[None]:
     """Import torch and the like inside: the garbage collector, which would find nothing there, comes rarely."""
     with rare_collections(), phase("importing"):
         yield
+    go_on()
 
 
 @contextlib.contextmanager
@@ -183,12 +186,46 @@ def beside_stdout() -> Iterator[None]:
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), bars():
         warnings.showwarning = show
         yield
+        go_on()
+
+
+class _Interrupts:
+    """What Ctrl-C does: as Python's own handler, and it is remembered, as modules being imported may swallow it."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __call__(self, *_: object) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _remembered() -> Iterator[None]:
+    """Remember a Ctrl-C inside the block, where it means what Python makes of it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _Interrupts())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def go_on() -> None:
+    """Raise KeyboardInterrupt where a Ctrl-C came and something swallowed it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Interrupts) and handler.seen:
+        raise KeyboardInterrupt
 
 
 def exit_code(answer: Callable[[], int], *, debug: bool) -> int:
     """Return what ``answer`` returns; an error becomes one message on stderr and its exit code."""
     try:
-        return answer()
+        with _remembered():
+            return answer()
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()

@@ -22,6 +22,7 @@ from autosplit.profile.calibrate import calibrate, default_path
 from autosplit.profile.combine import profile
 from autosplit.profile.identity import device_text
 from autosplit.profile.module_costs import module_costs
+from autosplit.progress import phase, update
 from autosplit.report.costs import CostReport, cost_report
 from autosplit.report.tree_costs import tree_report
 from autosplit.trace.inputs import batch_rows, flatten
@@ -182,11 +183,11 @@ def calibrate_here(model: str | None, *, device: str | None, quick: bool, save: 
     name = CPU_LANE if device is None else device
     path = default_path(name) if save is None else save
 
-    def show(what: str, done: float) -> None:
-        typer.echo(f"{done:4.0%}  {what}", err=True)
+    def show(_: str, done: float) -> None:
+        update(round(100 * done))
 
     try:
-        with beside_stdout():
+        with beside_stdout(), phase("timing kernels", total=100):
             found = calibrate(name, quick=quick, progress=show)
         found.save(path)
     except ValueError as error:

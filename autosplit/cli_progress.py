@@ -50,9 +50,10 @@ def bars() -> Iterator[None]:
         yield
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    share = TaskProgressColumn(text_format_no_percentage="    ")
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), share, TimeElapsedColumn())
     shown = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=5)
     with shown, progress.listening(_Bars(shown)):
         yield

@@ -13,6 +13,7 @@ from autosplit.planning.paper import OnPaper, stand_ins
 from autosplit.planning.paper_loss import note_on_no_loss
 from autosplit.planning.plan import Plan
 from autosplit.planning.reasons import reasons
+from autosplit.progress import phase
 
 _PLANNED_NODES = 1000
 """Of models with more nodes changes are estimated; of smaller ones the first are planned."""
@@ -49,7 +50,8 @@ def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:
         return replanned(plan, paper, space, arguments)
 
     small = sum(len(stage.nodes) for stage in plan.stages) <= _PLANNED_NODES
-    found = changes(plan, options, space, replan=replan if small else None)
+    with phase("pricing changes"):
+        found = changes(plan, options, space, replan=replan if small else None)
     return plan.model_copy(update={"reasons": reasons(plan), "changes": found})
 
 

@@ -148,6 +148,18 @@ def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
 
 
+def test_ctrl_c_that_an_import_swallows_is_still_heeded(tmp_path: Path) -> None:
+    swallows = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass\n"
+    swallows += "def make():\n    from torch import nn\n    return nn.Linear(4, 4)\n"
+    (tmp_path / "swallows.py").write_text(swallows, encoding="utf-8")
+    page = tmp_path / "plan.html"
+    options = ("--devices", "1xL4-24GB", "--input", "input=float32[4,4]", "--html", str(page))
+    done = autosplit("plan", f"{tmp_path / 'swallows.py'}:make", *options)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.endswith("interrupted\n")
+    assert not page.exists()
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = [sys.executable, "-m", "autosplit", "devices", "--json"]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

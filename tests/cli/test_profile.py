@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autosplit import cli, cli_costs
+from autosplit import cli, cli_costs, progress
 from autosplit.profile import measured
 from autosplit.report.costs import CostReport
 from cost_models import DeviceSpec, OpWork, device
@@ -200,13 +200,28 @@ def test_calibrating_writes_a_file_that_a_profile_takes(
         progress("a kernel", 0.5)
         return calibration()
 
+    class Told:
+        def began(self, name: str, total: int | None) -> Told:
+            told.append((name, total))
+            return self
+
+        def moved(self, done: int, total: int | None) -> None:
+            told.append(done)
+
+        def ended(self) -> None:
+            told.append("ended")
+
+    told: list[Any] = []
+
     monkeypatch.setattr(cli_costs, "calibrate", fake)
     path = tmp_path / "here.json"
-    result = run("--calibrate", "--quick", "--save", str(path))
+    with progress.listening(Told()):
+        result = run("--calibrate", "--quick", "--save", str(path))
     assert result.exit_code == 0, result.output
+    assert told == [("timing kernels", 100), 50, "ended"]
     assert asked == [("cpu-lane", True)]
     assert result.stdout == f"wrote {path}; use it by --device {path}\n"
-    assert result.stderr == " 50%  a kernel\n"
+    assert result.stderr == "", "what does not end on a terminal is quiet"
     found = report_of(run(f"{NETS}:Mlp", *X, "--device", str(path), "--json"))
     assert found.basis == "modelled"
     assert found.totals.forward_s > 4 * 0.5, "what each operation costs besides its kernel"
