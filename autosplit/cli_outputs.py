@@ -19,6 +19,7 @@ from autosplit.errors import AutosplitError, InputError
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
+    from autosplit.planning.timeline import StepTimeline
 
 EXPORT_FORM = "FORM:FILE"
 _EXAMPLES = {"torch-csv": "schedule.csv", "torchtitan": "modules.json", "megatron": "layout.txt"}
@@ -70,15 +71,16 @@ class Outputs:
             raise InputError(f"{names} name the same file {str(same[0][1])!r}; give each its own")
         return cls(tuple(given))
 
-    def write(self, plan: Plan) -> AutosplitError | None:
+    def write(self, plan: Plan, *, measured: StepTimeline | None = None) -> AutosplitError | None:
         """Write the files, and name each on stderr; return the error of the first that could not be made.
 
+        ``measured`` is a recorded step, which the page and the trace show too.
         The others are written all the same: making the plan may have taken minutes.
         """
         refusal = None
         for option, path in self.files:
             try:
-                write_text(option, path, text=_text(plan, option))
+                write_text(option, path, text=_text(plan, option, measured))
             except AutosplitError as error:
                 refusal = refusal or error
         return refusal
@@ -93,17 +95,17 @@ def _export(text: str) -> tuple[str, Path]:
     return form, Path(path)
 
 
-def _text(plan: Plan, option: str) -> str:
+def _text(plan: Plan, option: str, measured: StepTimeline | None) -> str:
     if option == "save":
         return plan.to_json() + "\n"
     if option == "html":
         from autosplit.report.html import page
 
-        return page(plan)
+        return page(plan, measured=measured)
     if option == "trace":
         from autosplit.report.trace_file import trace_text
 
-        return trace_text(plan)
+        return trace_text(plan, measured)
     if option == "dot":
         from autosplit.report.dot import dot_text
 
@@ -159,22 +161,25 @@ def _replace(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
-def answered(plan: Plan, outputs: Outputs, *, as_json: bool, as_markdown: bool) -> int:
+def answered(
+    plan: Plan, outputs: Outputs, *, as_json: bool, as_markdown: bool, measured: StepTimeline | None = None
+) -> int:
     """Write what was asked for and print the plan; what cannot be written is raised when all else has been."""
-    refusal = outputs.write(plan)
-    code = print_plan(plan, as_json=as_json, as_markdown=as_markdown)
+    refusal = outputs.write(plan, measured=measured)
+    code = print_plan(plan, as_json=as_json, as_markdown=as_markdown, measured=measured)
     if refusal is not None:
         raise refusal
     return code
 
 
-def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False) -> int:
+def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False, measured: StepTimeline | None = None) -> int:
     """Print a plan on stdout and return the exit code: 1 when it does not fit."""
+    from autosplit.report.json_text import render_json
     from autosplit.report.markdown import render_markdown
     from autosplit.report.table import render
 
     if as_json or as_markdown:
-        typer.echo(plan.to_json() if as_json else render_markdown(plan))
+        typer.echo(render_json(plan, measured=measured) if as_json else render_markdown(plan, measured=measured))
     else:
-        typer.echo(render(plan, width=page_width()))
+        typer.echo(render(plan, width=page_width(), measured=measured))
     return ANSWER_IS_NO if plan.fits is False else DONE

@@ -50,6 +50,7 @@ from autosplit.errors import InputError
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
+    from autosplit.planning.timeline import StepTimeline
 
 EXAMPLES = """Examples:
 
@@ -58,11 +59,13 @@ EXAMPLES = """Examples:
   autosplit report my.gpt:GPT --devices 2 --chunks 4 --input "input_ids=int64[4,128]<50257"
   autosplit report nets.py:make --devices cpu,cpu --chunks 4 --input "0=float32[8,16]" --json
   autosplit report nets.py:make --devices 4 --chunks 8 --save plan.json --memory-limit 70GiB
+  autosplit report nets.py:make --devices 4 --chunks 8 --measure --html plan.html
   autosplit report plan.json --html plan.html --export torchtitan:modules.json
 
 Inputs are random: float32[8,3,32,32] is normal, int64[4,128]<50257 lies in 0 to 50256 (without a limit: 0 or 1),
 bool[4,128] is either. Without --input the model's own example_input_array or dummy_inputs is used.
-A saved plan is shown as it is: no model is made.
+A saved plan is shown as it is: no model is made. --measure trains a step of the model here, with its own loss or the
+mean of what it returns, and shows times and peaks beside those that were predicted.
 
 Exit codes: 0 done; 1 done, and the plan does not fit; 2 bad usage or input.
 """
@@ -73,6 +76,9 @@ OwnDevices = Annotated[
     str | None, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0; a MODEL needs them.")
 ]
 OwnChunks = Annotated[int | None, typer.Option(help="Number of microbatches; a MODEL needs it.")]
+
+
+Measure = Annotated[bool, typer.Option("--measure", help="Run a training step here, and show it beside the plan.")]
 
 
 def report_command(
@@ -92,6 +98,7 @@ def report_command(
     memory_limit: MemoryLimit = None,
     train: Mode = None,
     seed: Seed = 0,
+    measure: Measure = False,
     plan: PlanFile = None,
     move: Moves = None,
     save: Save = None,
@@ -108,6 +115,7 @@ def report_command(
     def answer() -> int:
         check_form(as_json=as_json, as_markdown=as_markdown)
         outputs = Outputs.of(save=save, html=html, trace=trace, dot=dot, exports=export)
+        measured = None
         if is_plan_file(model):
             _check_alone(context, model)
             found = _saved(model)
@@ -120,9 +128,11 @@ def report_command(
             choices = {"chunks": count, "optimizer": optimizer_of(optimizer), "memory_limit": memory_limit} | order
             pinned = pinned_plan(plan, move)
             check_choices(own, pinned, choices)
+            if measure and schedule == "forward":
+                raise InputError("--measure runs a training step, and --schedule forward has none; leave one out")
             with beside_stdout():
-                found = _plan(spec, devices=own, plan=pinned, **choices)
-        return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
+                found, measured = _plan(spec, measure=measure, devices=own, plan=pinned, **choices)
+        return answered(found, outputs, as_json=as_json, as_markdown=as_markdown, measured=measured)
 
     raise typer.Exit(exit_code(answer, debug=debug))
 
@@ -152,14 +162,19 @@ def _saved(path: str) -> Plan:
     return found
 
 
-def _plan(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Plan:
+def _plan(
+    spec: ModelSpec, *, measure: bool, devices: int | list[str], **choices: Any
+) -> tuple[Plan, StepTimeline | None]:
+    """Return the plan, and the step that was measured where that was asked for."""
     with importing():
         from autosplit.api import autosplit
+        from autosplit.cli_measure import measured_step
         from autosplit.cli_models import make_model, make_sample, no_inputs
 
     model = make_model(spec)
     rows = ROWS_PER_DEVICE * (devices if isinstance(devices, int) else len(devices))
-    pipe = autosplit(model, sample=make_sample(spec, model=model, rows=rows), devices=devices, **choices)
+    sample = make_sample(spec, model=model, rows=rows)
+    pipe = autosplit(model, sample=sample, devices=devices, **choices)
     if pipe.plan is None:
         raise no_inputs(model)
-    return pipe.plan
+    return pipe.plan, measured_step(pipe, sample) if measure else None

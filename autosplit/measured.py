@@ -56,6 +56,12 @@ class Measured:
             return render_markdown(self.plan, measured=measured)
         return render(self.plan, width=width, measured=measured) + str(self._core.recordings.uncompiled())
 
+    @property
+    def profiled(self) -> StepTimeline | None:
+        """The times of the step that was profiled last, and the bytes that were counted last; None before."""
+        found: StepTimeline | None = self._core.measured
+        return found
+
     def profile_step(
         self,
         *args: Any,

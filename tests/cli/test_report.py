@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -50,6 +51,24 @@ def test_the_table_is_printed(run: Run) -> None:
     assert result.stdout.startswith("Partition of Mlp\n  devices    2: 2 x cpu\n  chunks     4: 4 x 2 rows")
     assert "Prediction" in result.stdout
     assert result.stderr == "a factory that talks\n"
+
+
+def test_a_step_is_measured_and_stands_beside_the_plan(run: Run, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.out" for name in ("html", "trace")}
+    written = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    result = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--measure", "--json", *written)
+    assert result.exit_code == 0, result.output
+    recorded = json.loads(result.stdout)["recorded"]
+    assert recorded["step_s"] > 0
+    assert [device["lane"] for device in recorded["devices"]] == [0, 1]
+    assert all(device["peak_bytes"] > 0 and device["busy_s"] > 0 for device in recorded["devices"])
+    assert 'name="shown"' in files["html"].read_text()
+    assert '"measured"' in files["trace"].read_text()
+
+
+def test_a_schedule_without_a_backward_is_not_measured(run: Run) -> None:
+    asked = (*TWO_BY_FOUR, *X, "--measure", "--schedule", "forward")
+    assert "--schedule forward has none" in error_of(run(f"{NETS}:make_mlp", *asked))
 
 
 def test_json_is_the_plan_and_nothing_else(run: Run) -> None:
