@@ -231,13 +231,13 @@ def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
         (f"{NETS}:", "names no factory"),
         ("absent.py:make", "there is no file 'absent.py'"),
         ("no_such_package.nets:make", "there is no module 'no_such_package'"),
-        (f"{NETS}:absent", "has no 'absent'; it has AnyKeyword, INSTANCE, Mlp, Tokens, WithExample, make_broken"),
+        (f"{NETS}:absent", "has no 'absent'; it has AnyKeyword, Gated, INSTANCE, Mlp, Tokens, WithExample, "),
         (f"{NETS}:NUMBER", "gives a int, no nn.Module"),
         (f"{NETS}:make_number", "gives a int, no nn.Module"),
         (f"{NETS}:make_wide", "missing a required argument: 'width'; give them as --kwargs"),
         (
             f"{NETS}:make_broken",
-            "failed when called without arguments: nets.py, line 73: RuntimeError: the weights are gone",
+            "failed when called without arguments: nets.py, line 84: RuntimeError: the weights are gone",
         ),
     ],
 )
