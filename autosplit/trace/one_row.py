@@ -42,23 +42,23 @@ def holds_at(
         return False
     if any(isinstance(call, Again) for call in recording.calls):
         raise Mixed
+    sizes = {**lengths, ROWS: 1}
     expected = [_at_one_row(call, lengths) for call in merged.calls]
     views, copies = _functions(*_VIEWS), _functions(*_COPIES)
     if any(map(_writes_or_draws, (*expected, *recording.calls))):  # what is new memory could be told then
         copies = frozenset()
     graph, model = _Side(expected, views | copies), _Side(recording.calls, views | copies)
     while graph.left or model.left:
-        if graph.left and model.left and _same(graph, model):
+        if graph.left and model.left and _same(graph, model, sizes):
             graph.take()
             model.take()
-        elif graph.left and graph.identity is not None:
+        elif graph.left and graph.operand is not None and _gives_its_shape(expected, graph.next, sizes):
             graph.skip()
-        elif model.left and model.identity is not None and model.next.target in views:
+        elif model.left and model.operand is not None and model.next.target in views:
             model.skip()  # no copy: where the model makes one, the graph's views could fail without it
         else:
             return False
-    output = evaluated(merged.output, {**lengths, ROWS: 1})
-    return equal(graph.value(output), model.value(recording.output))
+    return _equal(graph, model, merged.output, recording.output, sizes)
 
 
 class _Side:
@@ -68,61 +68,47 @@ class _Side:
         self.calls = calls
         self.functions = functions
         self.taken = 0
-        self._stands: list[Ref] = []
+        self.stands: list[int] = []
         """What stands for each call: its number among those taken, or what stands for the operand that it returns."""
 
     @property
     def left(self) -> bool:
         """Whether there is a next call."""
-        return len(self._stands) < len(self.calls)
+        return len(self.stands) < len(self.calls)
 
     @property
     def next(self) -> Call:
         """The next call."""
-        return self.calls[len(self._stands)]
+        return self.calls[len(self.stands)]
 
     @property
-    def identity(self) -> Ref | None:
-        """The operand that the next call returns; None where it may return something else."""
+    def operand(self) -> Ref | None:
+        """The operand that the next call returns if it gives the shape noted; None where it may give something else."""
         call = self.next
-        if call.kind != "function" or not call.args or not isinstance(call.args[0], Ref):
+        if call.kind != "function" or call.target not in self.functions:
             return None
-        if call.target not in self.functions or attributes_in((call.args, call.kwargs)) or "out" in call.kwargs:
+        if not call.args or not isinstance(call.args[0], Ref) or attributes_in((call.args, call.kwargs)):
             return None
         if call.target is torch.Tensor.__getitem__ and not _is_slices(call.args[1]):
             return None
         operand = self.calls[call.args[0].index]
         same = len(call.shapes) == 1 and (call.shapes, call.dtypes) == (operand.shapes, operand.dtypes)
-        return call.args[0] if same and not _writes_or_draws(call) and _gives_its_shape(self.calls, call) else None
+        return call.args[0] if same and not _writes_or_draws(call) else None
 
     def take(self) -> None:
         """Go on; the next call has its like on the other side."""
+        operand = self.operand
+        self.stands.append(self.taken if operand is None else self.stands[operand.index])
         self.taken += 1
-        operand = self.identity
-        self._stands.append(Ref(self.taken - 1) if operand is None else self._stands[operand.index])
 
     def skip(self) -> None:
         """Go on; the next call returns its operand."""
-        assert self.identity is not None
-        self._stands.append(self._stands[self.identity.index])
-
-    def value(self, value: Any) -> Any:
-        """Return nested arguments with references to bare calls."""
-        if isinstance(value, Ref):
-            return self._stands[value.index]
-        if isinstance(value, slice):
-            return slice(*(self.value(part) for part in (value.start, value.stop, value.step)))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self.value, value))
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self.value, value))
-        if isinstance(value, dict):
-            return {key: self.value(part) for key, part in value.items()}
-        return value
+        assert self.operand is not None
+        self.stands.append(self.stands[self.operand.index])
 
 
-def _gives_its_shape(calls: Sequence[Call], call: Call) -> bool:
-    """Tell whether a call gives the shape that it is said to give; what was merged was not run at one row."""
+def _gives_its_shape(calls: Sequence[Call], call: Call, sizes: Mapping[str, int]) -> bool:
+    """Tell whether a merged call gives the shape that it is said to give; it was not run at one row."""
 
     def tensor(value: Any) -> Any:
         if not isinstance(value, Ref):
@@ -130,35 +116,52 @@ def _gives_its_shape(calls: Sequence[Call], call: Call) -> bool:
         of = calls[value.index]
         return torch.empty(of.shapes[0], dtype=of.dtypes[0], device="meta")
 
+    args, kwargs = evaluated((call.args, call.kwargs), sizes)
     try:
-        made = call.target(*map(tensor, call.args), **{key: tensor(value) for key, value in call.kwargs.items()})
+        made = call.target(*map(tensor, args), **{key: tensor(value) for key, value in kwargs.items()})
     except Exception:  # it cannot be told, or the graph would fail there
         return False
     return tuple(made.shape) == call.shapes[0] and made.dtype == call.dtypes[0]
 
 
 def _at_one_row(merged: MergedCall, lengths: Mapping[str, int]) -> Call:
-    """Return a merged call as it would be recorded at one row."""
+    """Return a merged call as it would be recorded at one row, but for the numbers in its arguments."""
     made = Call.__new__(Call)
     made.__dict__.update(merged.call.__dict__)
-    sizes = {**lengths, ROWS: 1}
-    made.args, made.kwargs = evaluated((merged.args, merged.kwargs), sizes)
+    made.args, made.kwargs, made.draws = merged.args, merged.kwargs, merged.draws
     made.shapes = [tensor.shape_at(1, lengths) for tensor in merged.tensors]
-    made.draws = None if merged.draws is None else evaluated(merged.draws, sizes)
     return made
 
 
-def _same(graph: _Side, model: _Side) -> bool:
+def _same(graph: _Side, model: _Side, sizes: Mapping[str, int]) -> bool:
     """Tell whether the next calls of both sides are one."""
     a, b = graph.next, model.next
     if (a.kind, a.module, a.leaf, _label(a)) != (b.kind, b.module, b.leaf, _label(b)):
         return False
     if not (a.target is b.target or a.target == b.target) or (a.shapes, a.dtypes) != (b.shapes, b.dtypes):
         return False
-    if a.draws is not None and not equal(a.draws, b.draws or ()):
+    if a.draws is not None and not equal(a.draws, b.draws or (), sizes):
         return False
     told = (a.random, a.reads, a.writes) == (b.random, b.reads, b.writes)
-    return told and equal(graph.value((a.args, a.kwargs)), model.value((b.args, b.kwargs)))
+    return told and _equal(graph, model, (a.args, a.kwargs), (b.args, b.kwargs), sizes)
+
+
+def _equal(graph: _Side, model: _Side, expected: Any, value: Any, sizes: Mapping[str, int]) -> bool:
+    """Tell whether nested arguments of both sides are the same, the numbers of the graph's taken at sizes."""
+    if isinstance(expected, Ref):
+        return isinstance(value, Ref) and graph.stands[expected.index] == model.stands[value.index]
+    if isinstance(expected, (list, tuple)):
+        if not isinstance(value, type(expected)) or len(value) != len(expected):
+            return False
+        return all(_equal(graph, model, e, v, sizes) for e, v in zip(expected, value, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(value, dict) or list(expected) != list(value):
+            return False
+        return all(_equal(graph, model, part, value[key], sizes) for key, part in expected.items())
+    if isinstance(expected, slice) and isinstance(value, slice):
+        parts = ((getattr(expected, part), getattr(value, part)) for part in ("start", "stop", "step"))
+        return all(_equal(graph, model, e, v, sizes) for e, v in parts)
+    return equal(expected, value, sizes)
 
 
 def _label(call: Call) -> str:

@@ -27,6 +27,7 @@ _WITHOUT_PARTS = frozenset((*_SCALARS, *_OPAQUE, type(None), nn.Parameter, torch
 """Types of which it is known without a look that there is nothing inside."""
 _TO_ADD = frozenset((list, deque))
 _TO_UPDATE = frozenset((set, *_MAPPINGS))
+_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 _OWN = frozenset(nn.Module().__dict__)
 _OTHER = object()
 
@@ -67,7 +68,12 @@ def restorers(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
     seen: set[int] = set()
     for module in modules:
         for key, value in module.__dict__.items():
-            if type(value) not in _WITHOUT_PARTS and key not in ("_parameters", "_buffers", "_modules"):
+            kind = type(value)
+            if kind in _WITHOUT_PARTS or key in _TABLES:
+                continue
+            if kind in _MAPPINGS and not value:  # the most: a module has a dozen tables of hooks
+                found.append(value.clear)
+            else:
                 _collect(value, _DEPTH, seen, found)
     return found
 

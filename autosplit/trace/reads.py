@@ -167,6 +167,8 @@ def without_reads(merged: MergedRecording) -> frozenset[int]:
     """Return the indices of the calls that a graph needs: all but value reads and what only these use."""
     calls = [m.call for m in merged.calls]
     reads = [call for call in calls if call.kind == "read"]
+    if not reads:
+        return frozenset(range(len(calls)))
     behind = set(_behind(calls, reads))
     changes = [bool(call.random or call.mutates or call.writes or call.kind == "input") for call in calls]
     free = {i for i in behind if not changes[i]}

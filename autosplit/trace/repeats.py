@@ -73,13 +73,17 @@ def _describe(args: Any, kwargs: Any) -> tuple[list[Any], Any] | None:
 
 
 def equals(calls: Sequence[Call], segments: Mapping[str, Segment], kinds: Mapping[str, type]) -> dict[str, str]:
-    """Map modules to the first module whose calls were the same but for names; ``kinds`` are the modules' classes."""
+    """Map modules to the first module whose calls were the same but for names; ``kinds`` are the modules' classes.
+
+    What is inside of a module that has an equal is not looked at: it is asked for with the module around it.
+    """
     if any(call.target is assign_buffer for call in calls):
         return {}
     firsts: dict[type, list[tuple[Segment, Any]]] = {}
     found: dict[str, str] = {}
-    for path, segment in segments.items():
-        if segment.end - segment.start < _FEWEST_CALLS:
+    known_to = 0  # the end of the last module that has an equal
+    for path, segment in sorted(segments.items(), key=_outermost_first):
+        if segment.end - segment.start < _FEWEST_CALLS or segment.end <= known_to:
             continue
         form = _form(calls, segment)
         if form is None:
@@ -90,7 +94,13 @@ def equals(calls: Sequence[Call], segments: Mapping[str, Segment], kinds: Mappin
             others.append((segment, form))
         else:
             found[path] = like
+            known_to = segment.end
     return found
+
+
+def _outermost_first(item: tuple[str, Segment]) -> tuple[int, int, int]:
+    path, segment = item
+    return segment.start, -segment.end, len(path)
 
 
 def _form(calls: Sequence[Call], segment: Segment) -> Any:

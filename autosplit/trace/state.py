@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+import types
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,9 @@ from autosplit.trace import python_state
 QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
+_CONTAINERS = frozenset((dict, OrderedDict, set))
+_PLAIN = frozenset((bool, int, float, str, type(None), types.FunctionType, types.MethodType, *_CONTAINERS))
+"""Types of which it is known without a look that their objects are no tensors and no generators."""
 
 
 class Passing:
@@ -48,7 +54,7 @@ def attributes(*models: nn.Module) -> Iterator[None]:
     every = list(dict.fromkeys(module for model in models for module in model.modules()))
     modules = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
     saved = [(m, m.__dict__.copy(), [dict(m.__dict__[t]) for t in _TABLES]) for m in modules]
-    held = [value for m in modules for key, value in m.__dict__.items() if key not in _TABLES]
+    held = [value for m in modules for value in m.__dict__.values() if type(value) not in _PLAIN]
     restorers = python_state.restorers(every)
     generators = [(v, v.get_state()) for v in held if isinstance(v, torch.Generator)]
     dice = [(v, v.getstate()) for v in held if isinstance(v, random.Random)]
@@ -67,12 +73,15 @@ def attributes(*models: nn.Module) -> Iterator[None]:
         for module, own, tables in saved:
             _restore(module.__dict__, own)
             for table, content in zip(_TABLES, tables, strict=True):
-                module.__dict__[table].clear()
-                module.__dict__[table].update(content)
+                if not _same_entries(module.__dict__[table], content):
+                    module.__dict__[table].clear()
+                    module.__dict__[table].update(content)
 
 
 def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
     """Give a module its attributes back, but for what comes and goes with other calls."""
+    if _same_entries(attributes, saved):
+        return
     if attributes.keys() != saved.keys():
         for key in attributes.keys() - saved.keys():
             if not isinstance(attributes[key], Passing):
@@ -81,6 +90,11 @@ def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
         now = attributes.get(key, _ABSENT)
         if now is not value and not isinstance(now, Passing) and not isinstance(value, Passing):
             attributes[key] = value
+
+
+def _same_entries(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Tell whether two dicts hold the same objects in the same order."""
+    return len(now) == len(saved) and all(map(is_, now, saved)) and all(map(is_, now.values(), saved.values()))
 
 
 @contextlib.contextmanager
@@ -109,7 +123,8 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Return the tensors that modules hold as plain attributes."""
-    return [v for m in model.modules() for v in m.__dict__.values() if isinstance(v, torch.Tensor)]
+    values = (v for m in model.modules() for v in m.__dict__.values() if type(v) not in _PLAIN)
+    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -157,9 +172,10 @@ def held_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]
     known: dict[int, list[torch.Tensor]] = {}
     for path, module in model.named_modules():
         for key, value in module.__dict__.items():
-            if value is None or isinstance(value, torch.Tensor):
+            kind = type(value)
+            if value is None or (kind not in _PLAIN and isinstance(value, torch.Tensor)):
                 found[path, key] = value
-            elif key not in _TABLES:
+            elif key not in _TABLES and (bool(value) if kind in _CONTAINERS else kind not in _PLAIN):
                 for number, tensor in enumerate(python_state.tensors_inside(value, known)):
                     found[path, f"{key}[{number}]"] = tensor
     return found
