@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autosplit.checks import choose, resolve_machine
 from autosplit.choices import BATCH_NORM, FIND
@@ -20,7 +20,6 @@ from autosplit.options import (
     resolve_lanes,
     resolve_rng,
 )
-from autosplit.pipelined import PipelinedModule
 from autosplit.planning.chosen import chosen
 from autosplit.planning.edit import recosted
 from autosplit.planning.explain import answered, assumed
@@ -29,6 +28,9 @@ from autosplit.planning.plan import Plan
 from autosplit.runtime.ambient import without_saved_tensor_hooks
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.state import random_state
+
+if TYPE_CHECKING:
+    from autosplit.pipelined import PipelinedModule
 
 _MACHINE = "8xH100-SXM5-80GB"
 """What is planned for when nothing is said."""
@@ -124,6 +126,8 @@ def autosplit(
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
     )
+    from autosplit.pipelined import PipelinedModule  # a plan on paper does without the runtime
+
     pipe = PipelinedModule(model, options, pinned)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
@@ -231,8 +235,11 @@ def _check_module(model: Any) -> None:
     """Raise InputError for what is no model: no module, or a pipeline."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if isinstance(model, PipelinedModule):
-        raise InputError("the model is a pipeline already; split pipe.unsplit() instead")
+    if isinstance(model, fx.GraphModule):
+        from autosplit.pipelined import PipelinedModule
+
+        if isinstance(model, PipelinedModule):
+            raise InputError("the model is a pipeline already; split pipe.unsplit() instead")
 
 
 def _check_model(model: Any) -> None:
