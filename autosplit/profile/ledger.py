@@ -17,6 +17,8 @@ from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.workspaces import Workspace
 
 _ADD = torch.ops.aten.add.Tensor
+_DEVICE = torch.ops.prim.device.default
+"""Asked for most often of all: by autograd's engine, several times per gradient."""
 _FREE = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operations that are no views and yet do no work: they only make a tensor."""
 
@@ -127,7 +129,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and enter its work and its results."""
-        if func.namespace == "prim":
+        if func is _DEVICE or func.namespace == "prim":
             return self._run(func, args, kwargs or {})
         if self.kernels is not None and func is _ADD:
             total = summed_in_place(func, args, kwargs or {}, run=self._run)

@@ -21,10 +21,25 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_make = torch.Tensor._make_subclass
 _UNKNOWN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
-@dataclass(frozen=True)
+_LOOK = "_autosplit_look"
+"""Under this name a tensor that was made here bears its looks, until an operation may have changed them."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    """What a tensor looks like; one for all that look alike, so that they are compared as objects."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class _Result:
     """One result: the argument, or the result before it, that it is or is a view of, by number; and its looks.
 
@@ -33,10 +48,7 @@ class _Result:
 
     same: bool
     source: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    look: _Look
 
 
 class QuickFake:
@@ -46,49 +58,134 @@ class QuickFake:
         self._mode: FakeTensorMode | None = None
         self._attributes: dict[str, Any] = {}
         self._known: dict[Hashable, tuple[type | None, tuple[_Result | None, ...]] | None] = {}
-        self._suited: dict[Any, bool] = {}
+        self._suited: dict[int, tuple[Any, bool]] = {}
+        """By the address of an operation, with the operation: its own hash takes its time."""
+        self._looks: dict[Hashable, _Look] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what the operation returns."""
         if func is _DEVICE:
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args, **kwargs)
-        if func not in self._suited:
-            self._suited[func] = _is_suited(func)
+        place = id(func)
+        if place not in self._suited:
+            self._suited[place] = func, _is_suited(func)
         tensors: list[FakeTensor] = []
-        key = _key(func, args, kwargs, tensors) if self._suited[func] else None
-        if key is None or not tensors:
-            return func(*args, **kwargs)
+        parts: list[Any] = [place]
+        if not self._suited[place][1] or not self._tell_all(args, kwargs, parts, tensors) or not tensors:
+            return self._worked_out(func, args, kwargs)
+        key = tuple(parts)
         if key not in self._known:
-            out = func(*args, **kwargs)
-            untouched = key == _key(func, args, kwargs, [])
-            self._known[key] = _results(func, out, tensors) if untouched else None
+            out = self._worked_out(func, args, kwargs)
+            again: list[Any] = [place]
+            untouched = self._tell_all(args, kwargs, again, []) and key == tuple(again)
+            self._known[key] = self._results(func, out, tensors) if untouched else None
             return out
         known = self._known[key]
         if known is None:
-            return func(*args, **kwargs)
+            return self._worked_out(func, args, kwargs)
         kind, results = known
         sources: list[Any] = [*tensors]
         for result in results:
             sources.append(None if result is None else self._made(result, sources))
         return sources[-1] if kind is None else kind(sources[len(tensors) :])
 
+    def _worked_out(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the operation, which may change what its arguments look like."""
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _forget((*args, *kwargs.values()))
+
     def _made(self, result: _Result, sources: Sequence[Any]) -> Any:
         if result.same:
             return sources[result.source]
+        look = result.look
         guard = torch._C._DisableTorchDispatch()
-        empty = torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=_META)
+        empty = torch.empty_strided(look.shape, look.strides, dtype=look.dtype, device=_META)
         if result.source >= 0:
             storage = sources[result.source].untyped_storage()
-            empty.set_(storage, result.offset, result.shape, result.strides)
+            empty.set_(storage, look.offset, look.shape, look.strides)
         mode = sources[0].fake_mode
         if self._mode is not mode:
             self._mode, self._attributes = mode, dict(vars(FakeTensor(mode, empty, _CPU)))
-        made: FakeTensor = torch.Tensor._make_subclass(
-            FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU
-        )
+        made: FakeTensor = _make(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU)
         del guard
-        vars(made).update(self._attributes)  # all that the constructor would set, which takes its time over it
+        own = vars(made)
+        own.update(self._attributes)  # all that the constructor would set, which takes its time over it
+        own[_LOOK] = look
         return made
+
+    def _tell_all(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], parts: list[Any], tensors: list[FakeTensor]
+    ) -> bool:
+        """Add what tells equal calls of an operation, and fill ``tensors``; False where an argument is unknown."""
+        if not self._tell(args, parts, tensors):
+            return False
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not self._tell((value,), parts, tensors):
+                return False
+        return True
+
+    def _tell(self, values: Sequence[Any], parts: list[Any], tensors: list[FakeTensor]) -> bool:
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                look = vars(value).get(_LOOK)
+                if look is None:
+                    if value.layout is not torch.strided or value.dtype.is_complex or value.constant is not None:
+                        return False
+                    look = self._look(value)
+                tensors.append(value)
+                parts.append(look)
+            elif kind in (list, tuple):
+                parts.extend((kind, len(value)))
+                if not self._tell(value, parts, tensors):
+                    return False
+            elif kind in _PLAIN:
+                parts.extend((kind, value))
+            else:
+                return False
+        return True
+
+    def _look(self, tensor: torch.Tensor) -> _Look:
+        look = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        if look not in self._looks:
+            self._looks[look] = _Look(*look)
+        return self._looks[look]
+
+    def _results(
+        self, func: Any, out: Any, tensors: Sequence[FakeTensor]
+    ) -> tuple[type | None, tuple[_Result | None, ...]] | None:
+        """Return how to make the results of equal calls; None where that is not known."""
+        kind = type(out) if isinstance(out, (list, tuple)) else None
+        if kind not in (None, list, tuple):
+            return None
+        sources: list[Any] = [*tensors]
+        found: list[_Result | None] = []
+        for value in out if kind is not None else (out,):
+            result = None if value is None else self._result(func, value, sources)
+            if result is None and value is not None:
+                return None
+            sources.append(value)
+            found.append(result)
+        return kind, tuple(found)
+
+    def _result(self, func: Any, value: Any, sources: Sequence[Any]) -> _Result | None:
+        if type(value) is not FakeTensor or value.layout is not torch.strided or value.constant is not None:
+            return None
+        if value.fake_device != _CPU or value.dtype.is_complex:
+            return None
+        look = self._look(value)
+        for number, source in enumerate(sources):
+            if source is value:
+                return _Result(True, number, look)
+        storage = value.untyped_storage()
+        for number, source in enumerate(sources):
+            if source is not None and source.untyped_storage()._cdata == storage._cdata:
+                return _Result(False, number, look) if func.is_view or func is _UNSAFE_VIEW else None
+        plain = _bytes(look.shape, look.strides, value.element_size()) == storage.nbytes() and not look.offset
+        return _Result(False, -1, look) if plain else None
 
 
 def blank(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -110,70 +207,13 @@ def _is_suited(func: Any) -> bool:
     return not (func.is_view and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite))
 
 
-def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[FakeTensor]) -> Hashable:
-    """Return what tells equal calls, and fill ``tensors``; None where an argument is of an unknown kind."""
-    parts: list[Any] = [func]
-    if not _tell(args, parts, tensors):
-        return None
-    for name, value in kwargs.items():
-        parts.append(name)
-        if not _tell((value,), parts, tensors):
-            return None
-    return tuple(parts)
-
-
-def _tell(values: Sequence[Any], parts: list[Any], tensors: list[FakeTensor]) -> bool:
+def _forget(values: Sequence[Any]) -> None:
+    """Take the looks from tensors that an operation was given."""
     for value in values:
-        kind = type(value)
-        if kind is FakeTensor:
-            if value.layout is not torch.strided or value.dtype.is_complex or value.constant is not None:
-                return False
-            tensors.append(value)
-            parts.extend((value.shape, value.stride(), value.storage_offset(), value.dtype))
-        elif kind in (list, tuple):
-            parts.extend((kind, len(value)))
-            if not _tell(value, parts, tensors):
-                return False
-        elif kind in _PLAIN:
-            parts.extend((kind, value))
-        else:
-            return False
-    return True
-
-
-def _results(
-    func: Any, out: Any, tensors: Sequence[FakeTensor]
-) -> tuple[type | None, tuple[_Result | None, ...]] | None:
-    """Return how to make the results of equal calls; None where that is not known."""
-    kind = type(out) if isinstance(out, (list, tuple)) else None
-    if kind not in (None, list, tuple):
-        return None
-    sources: list[Any] = [*tensors]
-    found: list[_Result | None] = []
-    for value in out if kind is not None else (out,):
-        result = None if value is None else _result(func, value, sources)
-        if result is None and value is not None:
-            return None
-        sources.append(value)
-        found.append(result)
-    return kind, tuple(found)
-
-
-def _result(func: Any, value: Any, sources: Sequence[Any]) -> _Result | None:
-    if type(value) is not FakeTensor or value.layout is not torch.strided or value.constant is not None:
-        return None
-    if value.fake_device != _CPU or value.dtype.is_complex:
-        return None
-    look = tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype
-    for number, source in enumerate(sources):
-        if source is value:
-            return _Result(True, number, *look)
-    storage = value.untyped_storage()
-    for number, source in enumerate(sources):
-        if source is not None and source.untyped_storage()._cdata == storage._cdata:
-            return _Result(False, number, *look) if func.is_view or func is _UNSAFE_VIEW else None
-    plain = _bytes(look[0], look[1], value.element_size()) == storage.nbytes() and not look[2]
-    return _Result(False, -1, *look) if plain else None
+        if type(value) is FakeTensor:
+            vars(value).pop(_LOOK, None)
+        elif isinstance(value, (list, tuple)):
+            _forget(value)
 
 
 def _bytes(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> int:

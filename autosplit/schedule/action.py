@@ -78,12 +78,12 @@ class Schedule:
         """Number of stages, virtual ones too."""
         return len(self.stage_lane)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """Number of microbatches of the step."""
         return max((action.microbatch + 1 for action in self), default=0)
 
-    @property
+    @cached_property
     def has_backward(self) -> bool:
         """False for a forward-only schedule."""
         return any(action.kind != "F" for action in self)
