@@ -57,6 +57,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "strided": lambda x: x.as_strided((2, 2), (1, 3), 1),
     "expanded": lambda x: x[:1].expand(5, -1) + 1,
     "unsqueezed in place": lambda x: x.clone().unsqueeze_(0),
+    "taken when unsqueezed in place": lambda x: (x.exp() + 1, x.exp().unsqueeze_(0) + 1),
     "resized": lambda x: torch.empty(0).resize_(x.shape),
     "complex": lambda x: torch.view_as_real(torch.fft.rfft(x)),
     "several": lambda x: torch.max(x, 0),
