@@ -11,6 +11,7 @@ there, so the results are equal.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -70,6 +71,8 @@ class _Arrivals:
     source: Ints
     pair: Ints
     ticks: tuple[int, ...]
+    place: Mapping[int, int]
+    """Of each action its place."""
 
     def waits(self, place: int) -> tuple[int, int]:
         """Return the first wait of the action at a place, and the one behind its last."""
@@ -119,6 +122,8 @@ class FastSimulator:
         self.travels: NDArray[np.bool_] = np.triu(lane_of[:, None] != lane_of[None, :])
         self.last = np.array([row[lane[-1]] for lane in schedule.lanes if lane], dtype=np.int64)
         self._near, self._near_hop = self._neighbours()
+        behind = np.stack([self.previous, self._near, self._near_hop, self.duration, self.stage], axis=1)
+        self._behind: list[list[int]] = behind.tolist()
         self._known: dict[bytes, _Arrivals] = {}
 
     @property
@@ -161,16 +166,14 @@ class FastSimulator:
         counts, hops = np.zeros((4, self.stages)), np.zeros(self.hops + 1)
         far = delays.arrivals
         arrive = all_ends[far.source] + delays.far[cut, far.pair]
-        waiting = {action: place for place, action in enumerate(far.action.tolist())}
         at = int(self.last[all_ends[self.last].argmax()]) if len(self.last) else self.count
-        rows = np.stack([self.previous, self._near, self._near_hop, self.duration, self.stage], axis=1).tolist()
         ends, near_s = all_ends.tolist(), delays.near[cut].tolist()
         late = 1 - _TIE if leaves else 1 + _TIE
         while at < self.count:
-            before, near, hop, kind, stage = rows[at]
+            before, near, hop, kind, stage = self._behind[at]
             counts[kind, stage] += 1
             other, own = ends[near] + near_s[hop], ends[before]
-            low, high = far.waits(waiting[at]) if at in waiting else (0, 0)
+            low, high = far.waits(far.place[at]) if at in far.place else (0, 0)
             furthest = low + int(arrive[low:high].argmax()) if high > low else -1
             if furthest >= 0 and arrive[furthest] > max(other, own):
                 at = int(far.source[furthest])
@@ -237,4 +240,5 @@ class FastSimulator:
         order = kept[np.argsort(action[kept], kind="stable")]
         each, begins = np.unique(action[order], return_index=True)
         ticks = tuple(np.searchsorted(each, self.starts).tolist())
-        return _Arrivals(each, begins, source[order], pair[order], ticks)
+        place = {own: index for index, own in enumerate(each.tolist())}
+        return _Arrivals(each, begins, source[order], pair[order], ticks, place)

@@ -2,24 +2,24 @@
 
 Each kind is estimated on the plan's units, the least change that fits is kept, and where there is a way to plan anew
 it is planned, so that what is listed holds. Kinds come in the order of what they ask of the caller: the same numbers
-in more time, another batch, other hardware, other numbers.
+in more time, another batch, other hardware, other numbers. Where none is enough alone, two of them are tried together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, islice
 from typing import Literal, cast
 
 from autosplit.options import Options
 from autosplit.planning.choose import Space
+from autosplit.planning.hardware import device_counts, larger, slowdown
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Change
-from autosplit.planning.sketch import Estimate, Setting, Sketch
+from autosplit.planning.sketch import Setting, Sketch
 from autosplit.planning.verdicts import Verdict
 from autosplit.units import format_bytes, format_seconds
-from cost_models import registry
-from cost_models.specs import DeviceSpec
 
 Kind = Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device"]
 Arguments = Mapping[str, str | int]
@@ -32,21 +32,27 @@ _ORDER: tuple[tuple[Kind, ...], ...] = (
     ("optimizer", "precision"),
 )
 _RECOMPUTE = ("block", "always")
-_MOST_DEVICES = 4096
-_PER_HOST = 8
+_PAIRS, _ENDS = 3, 64
+"""So many pairs of changes are named; of a kind so many changes are tried in pairs, from the least on."""
+_FEW = 4
 _PLANNED = 3
 """So many of the estimates are planned anew."""
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One change: what it is called, the arguments that say it, and the settings that it leaves to choose among."""
+    """One change, or two: what they are called, the arguments that say it, and the fields of a setting that change."""
 
-    kind: Kind
+    kinds: tuple[Kind, ...]
     words: str
     arguments: dict[str, str | int]
-    settings: tuple[Setting, ...]
+    fields: dict[str, object]
     note: str = ""
+
+    @property
+    def group(self) -> int:
+        """What it asks of the caller, as a place in the order."""
+        return max(place for place, kinds in enumerate(_ORDER) for kind in self.kinds if kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class _Found:
 def changes(plan: Plan, options: Options, space: Space, *, replan: Replan | None = None) -> tuple[Change, ...]:
     """Return the changes, one of a kind at most, that would make a plan fit, those that ask the least first.
 
+    Where none of them surely fits, pairs follow.
+
     ``options`` and ``space`` are what the plan was chosen under. ``replan`` plans anew with other arguments of `plan`
     (``batch`` stands for the rows of the sample), None where it cannot; without it all figures are estimates. Empty
     for a plan that fits, and for one without units.
@@ -72,7 +80,9 @@ def changes(plan: Plan, options: Options, space: Space, *, replan: Replan | None
         return ()
     sketch = Sketch(plan)
     listed = _Kinds(plan, options, space, sketch)
-    found = [own for own in (_first(sketch, of_kind) for of_kind in listed.all()) if own is not None]
+    found = [own for own in (_first(listed, of_kind) for of_kind in listed.all()) if own is not None]
+    if all(own.verdict != "fits" for own in found):
+        found += islice(_pairs(listed, {kind for own in found for kind in own.candidate.kinds}), _PAIRS)
     found.sort(key=_price)
     if replan is not None:
         found = [*filter(None, (_planned(own, replan) for own in found[:_PLANNED])), *found[_PLANNED:]]
@@ -80,24 +90,85 @@ def changes(plan: Plan, options: Options, space: Space, *, replan: Replan | None
     return tuple(_change(plan, own) for own in found)
 
 
-def _first(sketch: Sketch, candidates: Iterator[_Candidate]) -> _Found | None:
+def tried(plan: Plan, options: Options, space: Space) -> str | None:
+    """Return what was tried where nothing would make a plan fit, in words; None for a plan without units."""
+    if not plan.units:
+        return None
+    kinds = [list(islice(of_kind, _ENDS)) for of_kind in _Kinds(plan, options, space, Sketch(plan)).all()]
+    words = [own[-1].words for own in kinds if own]
+    if not words:
+        return "nothing was left to try that would make it fit: all that plan() can change was given"
+    return f"nothing that was tried would make it fit, alone or two together, up to: {'; '.join(words)}"
+
+
+def _first(listed: _Kinds, candidates: Iterator[_Candidate]) -> _Found | None:
     """Return the first candidate that fits; else the first that may."""
     borderline = None
     for candidate in candidates:
-        best = sketch.best(candidate.settings)
-        if best is None:
+        found = listed.estimated(candidate)
+        if found is None:
             continue
-        if best.verdict != "borderline":
-            return _estimated(candidate, best)
-        if borderline is None:
-            borderline = _estimated(candidate, best)
+        if found.verdict != "borderline":
+            return found
+        borderline = borderline or found
     return borderline
 
 
-def _estimated(candidate: _Candidate, best: Estimate) -> _Found:
-    setting = best.setting
-    rows = setting.rows * setting.microbatches
-    return _Found(candidate, best.step_s, best.peak_bytes, best.verdict or "fits", rows)
+def _pairs(listed: _Kinds, enough: set[Kind]) -> Iterator[_Found]:
+    """Yield pairs of changes of two kinds that fit together, those that ask the least first.
+
+    Kinds that may be ``enough`` alone are left to that, but for a pair that surely fits.
+    """
+    kinds = [own for own in (list(filter(listed.possible, islice(each, _ENDS))) for each in listed.all()) if own]
+    pairs = [pair for pair in combinations(kinds, 2) if _joined(pair[0][0], pair[1][0])]
+    for pair in sorted(pairs, key=lambda own: max(own[0][0].group, own[1][0].group)):
+        found = _least_pair(listed, *sorted(pair, key=len))
+        if found is not None and (found.verdict == "fits" or not enough & set(found.candidate.kinds)):
+            yield found
+
+
+def _least_pair(listed: _Kinds, few: Sequence[_Candidate], many: Sequence[_Candidate]) -> _Found | None:
+    """Return the cheapest pair of two kinds: with a few of one kind the least of the other, which fits from one on."""
+    joined = [[_joined(own, other) for other in many] for own in few[:: -(-len(few) // _FEW)]]
+    rows = [[pair for pair in row if pair is not None] for row in joined]
+    for surely in (True, False):
+        least = (_least(listed, row, surely=surely) for row in rows)
+        found = [own for own in (listed.estimated(pair) for pair in least if pair is not None) if own is not None]
+        if found:
+            return min(found, key=_price)
+    return None
+
+
+def _least(listed: _Kinds, row: Sequence[_Candidate], *, surely: bool) -> _Candidate | None:
+    """Return the first of several that fits; of many, where those behind one that fits do too."""
+    if len(row) <= _FEW:
+        return next((own for own in row if listed.holds(own, surely=surely)), None)
+    if not listed.holds(row[-1], surely=surely):
+        return None
+    low, high = 0, len(row) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if listed.holds(row[middle], surely=surely) else (middle + 1, high)
+    return row[low]
+
+
+def _joined(first: _Candidate, second: _Candidate) -> _Candidate | None:
+    """Return two changes as one; None where both change the same."""
+    shared = first.fields.keys() & second.fields.keys() - {"seconds"}
+    if shared or first.arguments.keys() & second.arguments.keys():
+        return None
+    first, second = sorted((first, second), key=lambda own: own.group)
+    fields = {**first.fields, **second.fields}
+    seconds = [cast(float, own.fields.get("seconds", 1.0)) for own in (first, second)]
+    if "seconds" in fields:
+        fields["seconds"] = seconds[0] * seconds[1]
+    return _Candidate(
+        (*first.kinds, *second.kinds),
+        f"{first.words} and {second.words}",
+        {**first.arguments, **second.arguments},
+        fields,
+        first.note + second.note,
+    )
 
 
 def _planned(own: _Found, replan: Replan) -> _Found | None:
@@ -119,8 +190,7 @@ def _planned(own: _Found, replan: Replan) -> _Found | None:
 
 
 def _price(own: _Found) -> tuple[int, int, float]:
-    group = next(place for place, kinds in enumerate(_ORDER) if own.candidate.kind in kinds)
-    return group, own.verdict != "fits", own.step_s / max(own.rows, 1)
+    return own.candidate.group, own.verdict != "fits", own.step_s / max(own.rows, 1)
 
 
 def _change(plan: Plan, own: _Found) -> Change:
@@ -131,7 +201,7 @@ def _change(plan: Plan, own: _Found) -> Change:
         f"{_longer(plan, own)}{own.candidate.note}"
     )
     return Change(
-        kind=own.candidate.kind,
+        kind=own.candidate.kinds[0] if len(own.candidate.kinds) == 1 else "pair",
         text=text,
         arguments=own.candidate.arguments,
         step_s=own.step_s,
@@ -146,7 +216,7 @@ def _longer(plan: Plan, own: _Found) -> str:
     rows = sum(plan.microbatch_rows)
     ratio = (own.step_s / max(own.rows, 1)) / (plan.step_s / rows) if plan.step_s else 1.0
     about = "" if own.planned else "about "
-    of = f"the step {about}{format_seconds(own.step_s)}," + (" per row" if own.candidate.kind == "batch" else "")
+    of = f"the step {about}{format_seconds(own.step_s)}," + (" per row" if "batch" in own.candidate.kinds else "")
     if abs(ratio - 1) < 0.005:
         return f"{of} as long"
     if ratio >= 2:
@@ -175,7 +245,24 @@ class _Kinds:
         yield self._optimizer()
         yield self._precision()
 
-    def _settings(self, **fields: object) -> tuple[Setting, ...]:
+    def estimated(self, candidate: _Candidate) -> _Found | None:
+        """Return what a change would come to; None where it does not fit."""
+        best = self.sketch.best(self._settings(candidate.fields))
+        if best is None:
+            return None
+        rows = best.setting.rows * best.setting.microbatches
+        return _Found(candidate, best.step_s, best.peak_bytes, best.verdict or "fits", rows)
+
+    def holds(self, candidate: _Candidate, *, surely: bool) -> bool:
+        """Tell whether a change fits, or may."""
+        return any(self.sketch.holds(setting, surely=surely) for setting in self._settings(candidate.fields))
+
+    def possible(self, candidate: _Candidate) -> bool:
+        """Tell whether there are enough units for its devices."""
+        devices = cast(int, candidate.fields.get("devices", self.own.devices))
+        return devices * self.own.virtual_stages <= len(self.sketch.units)
+
+    def _settings(self, fields: Mapping[str, object]) -> tuple[Setting, ...]:
         """Return the plan's own setting with other fields, under each recompute and some chunks that may be chosen."""
         base = replace(self.own, **fields)  # type: ignore[arg-type]
         kinds = dict.fromkeys((base.recompute, *self.again) if "recompute" not in fields else (base.recompute,))
@@ -194,26 +281,26 @@ class _Kinds:
     def _recompute(self) -> Iterator[_Candidate]:
         if not self.free_recompute:
             for kind in _RECOMPUTE:
-                settings = self._settings(recompute=kind)
-                yield _Candidate("recompute", f'recompute="{kind}"', {"recompute": kind}, settings)
+                fields: dict[str, object] = {"recompute": kind}
+                yield _Candidate(("recompute",), f'recompute="{kind}"', {"recompute": kind}, fields)
 
     def _chunks(self) -> Iterator[_Candidate]:
         chunks = self.own.microbatches * 2
         while len(self.space.chunks) == 1 and chunks <= self.rows:
-            settings = self._settings(microbatches=chunks, rows=-(-self.rows // chunks))
-            yield _Candidate("chunks", f"chunks={chunks}", {"chunks": chunks}, settings)
+            fields: dict[str, object] = {"microbatches": chunks, "rows": -(-self.rows // chunks)}
+            yield _Candidate(("chunks",), f"chunks={chunks}", {"chunks": chunks}, fields)
             chunks *= 2
 
     def _schedule(self) -> Iterator[_Candidate]:
         if len(self.space.schedules) == 1 and self.plan.schedule not in ("1f1b", "forward"):
-            settings = self._settings(schedule="1f1b", virtual_stages=1)
-            yield _Candidate("schedule", 'schedule="1f1b"', {"schedule": "1f1b"}, settings)
+            fields: dict[str, object] = {"schedule": "1f1b", "virtual_stages": 1}
+            yield _Candidate(("schedule",), 'schedule="1f1b"', {"schedule": "1f1b"}, fields)
 
     def _batch(self) -> Iterator[_Candidate]:
         """A smaller microbatch, as many of them."""
         for rows in range(self.own.rows - 1, 0, -1):
             total = rows * self.own.microbatches
-            yield _Candidate("batch", f"a batch of {total} rows", {"batch": total}, self._settings(rows=rows))
+            yield _Candidate(("batch",), f"a batch of {total} rows", {"batch": total}, {"rows": rows})
 
     def _devices(self) -> Iterator[_Candidate]:
         if self.plan.actions or self.options.machine is None:
@@ -224,18 +311,18 @@ class _Kinds:
         [name] = names
         for count, text in device_counts(name, more_than=self.own.devices):
             note = f", {count / self.own.devices:.3g} times the devices"
-            yield _Candidate("devices", text, {"devices": text}, self._settings(devices=count), note)
+            yield _Candidate(("devices",), text, {"devices": text}, {"devices": count}, note)
 
     def _device(self) -> Iterator[_Candidate]:
         machine = self.options.machine
         if machine is None or self.options.memory_limit is not None or len({s.name for s in machine.devices}) > 1:
             return
         present = machine.devices[0]
-        for spec in _larger(present):
+        for spec in larger(present):
             text = f"{self.own.devices}x{spec.name}"
             usable = max(0, (spec.usable_bytes or 0) - self.options.reserve_bytes)
-            settings = self._settings(capacity_bytes=usable, seconds=_speed(present, spec))
-            yield _Candidate("device", text, {"devices": text}, settings)
+            fields: dict[str, object] = {"capacity_bytes": usable, "seconds": slowdown(present, spec)}
+            yield _Candidate(("device",), text, {"devices": text}, fields)
 
     def _optimizer(self) -> Iterator[_Candidate]:
         if self.plan.optimizer not in ("adam", "adamw"):
@@ -251,7 +338,7 @@ class _Kinds:
         for value, words, size in names:
             share = (own.parameters + own.gradients + own.buffers + master + size) / max(own.total, 1)
             note = "; it trains otherwise"
-            yield _Candidate("optimizer", words, {"optimizer": value}, self._settings(static=share), note)
+            yield _Candidate(("optimizer",), words, {"optimizer": value}, {"static": share}, note)
 
     def _precision(self) -> Iterator[_Candidate]:
         own = self._state_bytes()
@@ -275,9 +362,9 @@ class _Kinds:
         if self.plan.optimizer.isdecimal():
             state = master + int(self.plan.optimizer) * elements
         share = (parameter + gradient + state + own.buffers) / max(own.total, 1)
-        settings = self._settings(static=share, kept=kept, seconds=kept)
+        fields: dict[str, object] = {"static": share, "kept": kept, "seconds": kept}
         note = "; other rounding"
-        return _Candidate("precision", f'precision="{name}"', {"precision": name}, settings, note)
+        return _Candidate(("precision",), f'precision="{name}"', {"precision": name}, fields, note)
 
     def _state_bytes(self) -> _StateBytes:
         memory = [stage.memory for stage in self.plan.stages]
@@ -295,32 +382,3 @@ class _StateBytes:
     gradients: int
     buffers: int
     total: int
-
-
-def device_counts(name: str, *, more_than: int, per_host: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yield how many devices of a kind there may be, and the machine's text: up to one host's, then whole hosts."""
-    own = per_host or registry.device(name).peer_group or _PER_HOST
-    for count in range(max(1, more_than + 1), own + 1):
-        yield count, f"{count}x{name}"
-    for hosts in range(max(2, more_than // own + 1), _MOST_DEVICES // own + 1):
-        yield hosts * own, f"{hosts}x{own}x{name}"
-
-
-def _larger(present: DeviceSpec) -> Sequence[DeviceSpec]:
-    """Return the devices of the same maker with more memory, the smallest first."""
-    cuda = not (present.compute_capability or "").startswith("gfx")
-    others = (registry.device(name) for name in registry.names())
-    fitting = [
-        spec
-        for spec in others
-        if (spec.usable_bytes or 0) > (present.usable_bytes or 0)
-        and cuda is not (spec.compute_capability or "").startswith("gfx")
-    ]
-    return sorted(fitting, key=lambda spec: (cast(int, spec.usable_bytes), spec.name))
-
-
-def _speed(present: DeviceSpec, other: DeviceSpec) -> float:
-    """Return how long work takes on another device beside this one: by arithmetic or memory, whichever is longer."""
-    dtype = next((kind for kind in ("bf16", "fp16", "fp32") if kind in present.dtypes and kind in other.dtypes), "fp32")
-    arithmetic = present.peak(dtype) / other.peak(dtype)  # type: ignore[arg-type]
-    return max(arithmetic, present.memory_bandwidth_bytes_per_s / other.memory_bandwidth_bytes_per_s)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autosplit.checks import resolve_machine
-from autosplit.planning.changes import Arguments, changes
+from autosplit.planning.changes import Arguments, changes, tried
 from autosplit.planning.choose import Space, choose_plan
 from autosplit.planning.extremes import largest_batch, smallest
 from autosplit.planning.paper import OnPaper, stand_ins
@@ -52,7 +52,8 @@ def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:
     small = sum(len(stage.nodes) for stage in plan.stages) <= _PLANNED_NODES
     with phase("pricing changes"):
         found = changes(plan, options, space, replan=replan if small else None)
-    return plan.model_copy(update={"reasons": reasons(plan), "changes": found})
+    hopeless = tried(plan, options, space) if plan.verdict == "no" and not found else None
+    return plan.model_copy(update={"reasons": (*reasons(plan), *filter(None, (hopeless,))), "changes": found})
 
 
 def replanned(plan: Plan, paper: OnPaper, space: Space, arguments: Arguments) -> Plan | None:

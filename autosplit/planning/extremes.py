@@ -13,8 +13,8 @@ from typing import Any, cast, get_args
 from autosplit.checks import resolve_machine
 from autosplit.errors import DeviceError, InputError
 from autosplit.memory.pieces import Recompute
-from autosplit.planning.changes import device_counts
 from autosplit.planning.choose import Space, choose_plan
+from autosplit.planning.hardware import device_counts
 from autosplit.planning.paper import OnPaper, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.sketch import Setting, Sketch

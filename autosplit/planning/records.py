@@ -154,7 +154,7 @@ class Alternative(Record):
 class Change(Record):
     """What would make a plan fit that does not, or fit better, and its price."""
 
-    kind: Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device"]
+    kind: Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device", "pair"]
     text: str
     """What to change, in words and with the numbers: ``recompute="block": 61.2 GiB, the step is 31% longer``."""
     arguments: dict[str, str | int]

@@ -119,6 +119,15 @@ class Sketch:
         verdict = judged(peak, capacity, low=math.floor(self.low * peak), high=math.floor(self.high * peak))
         return Estimate(setting, self._step_s(setting, cut), peak, verdict)
 
+    def holds(self, setting: Setting, *, surely: bool) -> bool:
+        """Tell whether a setting surely fits, or whether it may: without how fast it is, quicker than an estimate."""
+        if setting.devices * setting.virtual_stages > len(self.units):
+            return False
+        if setting.capacity_bytes is None:
+            return True
+        weights = _Weights(self, setting)
+        return weights.fills(setting.capacity_bytes / (self.high if surely else self.low))
+
     def best(self, settings: Sequence[Setting]) -> Estimate | None:
         """Return the best of several: one that fits before one that may, of those the fastest."""
         found = [own for own in map(self.estimate, settings) if own is not None]
@@ -294,6 +303,10 @@ class _Weights:
             found = self._filled(middle, limit)
             low, high, best = (low, middle, found) if found is not None else (middle, high, best)
         return best
+
+    def fills(self, limit: float) -> bool:
+        """Tell whether there is a cut whose devices need at most so much."""
+        return self._filled(sum(self.loads), limit) is not None
 
     def _filled(self, load_s: float, limit: float) -> list[Run] | None:
         """Give each device in turn as many units as it may have, but leave every other one at least one."""
