@@ -162,11 +162,12 @@ class _Cut:
             if source is not None:
                 crossed = self._apart((source, *hold.consumers))
             kept = crossed | {stage_of[saver] for saver in hold.savers}
+            kept_by_blocks = kept | {stage_of[pin] for pin in self._taken_by_blocks(hold)}
             entered = {stage_of[pin] for pin in self._entering(hold)}
             for sums, stages in (
                 (self.kept, kept),
                 (self.boundary, crossed),
-                (self.of_blocks, crossed | kept & entered),
+                (self.of_blocks, crossed | kept_by_blocks & entered),
             ):
                 for stage in stages:
                     sums[stage] += hold.bytes
@@ -177,6 +178,12 @@ class _Cut:
         """Yield the works for which the storage comes from another block."""
         source = None if hold.producer is None else self._block(hold.producer)
         return (pin for pin in (*hold.consumers, *hold.savers) if self._block(pin) != source)
+
+    def _taken_by_blocks(self, hold: Hold) -> Iterator[int]:
+        """Yield the works of other blocks that take the storage: it is kept for these blocks to be done again."""
+        source = None if hold.producer is None else self._block(hold.producer)
+        blocks = (pin for pin in hold.consumers if self.problem.works[pin].block is not None)
+        return (pin for pin in blocks if self._block(pin) != source)
 
     def _block(self, work: int) -> tuple[bool, object]:
         named = self.problem.works[work].block

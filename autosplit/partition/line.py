@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autosplit.partition.problem import Problem
-from autosplit.partition.stage_costs import block_bytes, block_of
+from autosplit.partition.stage_costs import block_bytes, block_of, block_savers
 
 Floats = NDArray[np.float64]
 
@@ -125,7 +125,7 @@ class Line:
                 continue
             source = block_of(self.problem, hold.producer)
             entered = any(block_of(self.problem, pin) != source for pin in (*hold.consumers, *hold.savers))
-            if not (hold.savers and entered):
+            if not (block_savers(self.problem, hold) and entered):
                 plane.inside(ends, -hold.bytes)
         return plane.sums()
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from autosplit.partition.graph import Graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_bands import Bands, Place
+from autosplit.partition.line_bytes import LineBytes
 from autosplit.partition.line_moves import RANGED, Paths, Redone, Rows, paired, rows, stages_of
 from autosplit.partition.problem import Problem, again_share
 from autosplit.partition.step_model import StepModel
@@ -111,10 +112,10 @@ class LineSearch:
         return None if best is None else self._moved(best, ranked, room)
 
     def _beside(self, cut: LineCut) -> Ints:
-        """Return the cuts with one boundary elsewhere, or two."""
+        """Return the cut, for other options may fit it, and those with one boundary elsewhere, or two."""
         bounds = np.array(cut.bounds, dtype=np.int64)
         single = rows(self.stages, further=False).legal(bounds).chains(bounds)
-        return np.concatenate([single, paired(cut.bounds)])
+        return np.concatenate([bounds[None], single, paired(cut.bounds)])
 
     def _bands(self, ranked: Sequence[str], room: Sequence[float] | None, *, least_bytes: bool = False) -> Bands:
         places = []
@@ -135,8 +136,8 @@ class LineSearch:
         assert chain is not None, "without a limit every line of enough units can be cut"
         if isinstance(options, tuple):
             return self.cut(chain, options)
-        held, transient = self._bytes(chain, options, with_step=False)
-        return self.cut(chain, [options[least] for least in (held + transient).argmin(axis=1)])
+        own = self._bytes(chain, options)
+        return self.cut(chain, [options[least] for least in (own.held + own.transient).argmin(axis=1)])
 
     def cut(self, bounds: Sequence[int], recompute: Sequence[str]) -> LineCut:
         """Return what a cut costs whose stages recompute as listed."""
@@ -158,34 +159,16 @@ class LineSearch:
     def device_bytes(self, chain: Sequence[int], recompute: Sequence[str]) -> tuple[int, ...]:
         """Return what each device holds: of its stages' transients the largest."""
         options = sorted(set(recompute))
-        held, transient = self._bytes(chain, options)
-        own = [options.index(option) for option in recompute]
-        return tuple(
-            round(_sum(held, transient, [(stage, own[stage]) for stage in stages])) for stages in self.stages_on
-        )
+        each, own = self._bytes(chain, options), np.array([options.index(option) for option in recompute])
+        return tuple(round(float(each.needed(own[stages], stages=stages))) for stages in self.stages_on)
 
     def _bytes(
-        self,
-        chains: Sequence[int] | Ints,
-        options: Sequence[str],
-        *,
-        with_step: bool = True,
-        stages: Sequence[int] | None = None,
-    ) -> tuple[Floats, Floats]:
-        """Return what some stages hold under each option, and the transient that comes on top: [.., stage, option].
-
-        The optimizer's step, which is the same under all options, counts as a transient too, or does not.
-        """
+        self, chains: Sequence[int] | Ints, options: Sequence[str], *, stages: Sequence[int] | None = None
+    ) -> LineBytes:
+        """Return what some stages hold under each option."""
+        own = range(self.stages) if stages is None else stages
         bounds = np.asarray(chains, dtype=np.int64)
-        own = np.arange(self.stages) if stages is None else np.array(stages)
-        tables, runs = [self.line.table(option) for option in options], (bounds[..., own], bounds[..., own + 1])
-        transient = np.stack([table.transient[runs] for table in tables], axis=-1)
-        fixed = np.stack([table.fixed[runs] for table in tables], axis=-1)
-        each = np.stack([table.each[runs] for table in tables], axis=-1)
-        held = fixed - transient + np.array(self.in_flight)[own, None] * each
-        if with_step:
-            transient = np.maximum(transient, np.stack([table.least[runs] for table in tables], axis=-1) - held)
-        return held, transient
+        return LineBytes.of(self.line, bounds, options, stages=own, in_flight=self.in_flight)
 
     def _fitting(
         self, chains: Ints, ranked: Sequence[str], room: Sequence[float] | None, *, beside: LineCut | None = None
@@ -219,10 +202,8 @@ class LineSearch:
         options, lane = _names(ranked), self.lane[stages[0]]
         listed = isinstance(ranked, tuple)
         own = np.array([options.index(ranked[stage]) if listed else 0 for stage in stages])
-        held, transient = self._bytes(chains, options, stages=stages)
-        every = np.arange(len(stages))
-        needed = held[:, every, own].sum(axis=1) + transient[:, every, own].max(axis=1)
-        chosen, fits = np.tile(own, (len(chains), 1)), needed <= limit
+        each = self._bytes(chains, options, stages=stages)
+        chosen, fits = np.tile(own, (len(chains), 1)), each.needed(own) <= limit
         for row in () if listed else np.flatnonzero(~fits).tolist():
             runs = (
                 tuple(options),
@@ -232,22 +213,25 @@ class LineSearch:
                 chains[row][np.array(stages) + 1].tobytes(),
             )
             if runs not in self._leaner_known:
-                self._leaner_known[runs] = self._leaner(held[row].tolist(), transient[row].tolist(), options, limit)
+                one = LineBytes(each.held[row], each.transient[row], each.step[row])
+                self._leaner_known[runs] = self._leaner(one, options, limit)
             found = self._leaner_known[runs]
             if found is not None:
                 fits[row], chosen[row] = True, found
         return chosen, fits
 
-    def _leaner(
-        self, held: Sequence[Sequence[float]], transient: Sequence[Sequence[float]], ranked: Sequence[str], limit: float
-    ) -> list[int] | None:
+    def _leaner(self, each: LineBytes, ranked: Sequence[str], limit: float) -> list[int] | None:
         """Return what the stages of one device do again so that it has room; None where they cannot."""
         again = [self.share(option) for option in ranked]
+        held, transient, step = each.held.tolist(), each.transient.tolist(), float(each.step.sum())
         own = [0] * len(held)
+        if step > limit:
+            return None
 
         def needed(option_of: Sequence[int]) -> float:
             pairs = list(enumerate(option_of))
-            return sum(held[stage][option] for stage, option in pairs) + max(transient[s][o] for s, o in pairs)
+            moving = sum(held[stage][option] for stage, option in pairs) + max(transient[s][o] for s, o in pairs)
+            return float(max(moving, step))
 
         while (now := needed(own)) > limit:
             moves = []
@@ -255,7 +239,8 @@ class LineSearch:
                 for option in range(own[stage] + 1, len(ranked)):
                     then = needed([*own[:stage], option, *own[stage + 1 :]])
                     moves.append((then > limit, again[option] * (then <= limit), then - now, stage, option))
-            if not moves or (best := min(moves))[2] >= 0:
+            # Nothing may come of one stage alone: what one does again is there beside what another keeps.
+            if not moves or (best := min(moves))[2] > 0:
                 return None
             own[best[3]] = best[4]
         return own
@@ -363,9 +348,3 @@ def _chain(line: Line) -> Graph:
         storages=(),
         group_of=tuple(range(count)),
     )
-
-
-def _sum(held: Floats, transient: Floats, chosen: Iterable[tuple[int, int]]) -> float:
-    """Return what a device holds whose stages have these options."""
-    pairs = list(chosen)
-    return float(sum(held[pair] for pair in pairs) + max(transient[pair] for pair in pairs))

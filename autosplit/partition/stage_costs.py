@@ -15,7 +15,7 @@ import numpy as np
 
 from autosplit.partition.goal import PLAIN, Goal, Terms
 from autosplit.partition.moves import Place
-from autosplit.partition.problem import RECOMPUTE, Problem, again_share
+from autosplit.partition.problem import RECOMPUTE, Hold, Problem, again_share
 from autosplit.partition.table import Floats, Ints, Pins, Row, Table, Worst
 
 NONE_FITS = -1
@@ -173,7 +173,8 @@ class Extras:
         for hold, row in zip(self.problem.holds, self._holds(), strict=True):
             source = None if hold.producer is None else block_of(self.problem, hold.producer)
             entering = (pin for pin in (*hold.consumers, *hold.savers) if block_of(self.problem, pin) != source)
-            rows.append(replace(row, entering=self._groups(entering)))
+            savers = self._groups(block_savers(self.problem, hold))
+            rows.append(replace(row, savers=savers, entering=self._groups(entering)))
         return Pins.of(self.table.columns, rows)
 
     @cached_property
@@ -200,6 +201,13 @@ def block_of(problem: Problem, work: int) -> tuple[bool, object]:
     """Return what tells a work's block from others: a work without one is a block of its own."""
     block = problem.works[work].block
     return (False, work) if block is None else (True, block)
+
+
+def block_savers(problem: Problem, hold: Hold) -> tuple[int, ...]:
+    """Return the works that keep a storage while blocks are done again: what enters a block is kept for that."""
+    source = None if hold.producer is None else block_of(problem, hold.producer)
+    again = (own for own in hold.consumers if problem.works[own].block is not None)
+    return (*hold.savers, *(own for own in again if block_of(problem, own) != source))
 
 
 def block_bytes(problem: Problem, group_of: Sequence[int], *, size: int) -> list[int]:

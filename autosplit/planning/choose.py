@@ -37,6 +37,8 @@ _REPLAYS = 10
 """How many cuts are replayed at most before the leanest is taken."""
 _LEANEST = 4
 """How many of the leanest cuts are replayed where nothing fits."""
+_EXACT = 1.01
+"""A replay that is up to so much above the formula bears it out."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
 
@@ -187,7 +189,10 @@ class _Search:
                 yield Weighed(weighed.entry, way, cut, tuple(room))
 
     def _leanest(self) -> None:
-        """Replay a few of the leanest cuts of all configurations, to find what comes closest to fitting."""
+        """Replay a few of the leanest cuts of all configurations, to find what comes closest to fitting.
+
+        What is neither faster nor leaner than a cut whose replay bore the formula out is left out.
+        """
         found = []
         for place, entry in enumerate(self.entries):
             limits = self.sweep.room(entry.search.problem)
@@ -197,9 +202,15 @@ class _Search:
                 self.weighed.append(Weighed(entry, way, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
                 found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
-        leanest = dict.fromkeys((place, cut) for _, _, place, cut in sorted(found, key=lambda each: each[:3]))
-        for place, cut in list(leanest)[:_LEANEST]:
-            self._finish(self.entries[place], cut)
+        tried: dict[tuple[int, LineCut], tuple[float, Finished]] = {}
+        for over, step_s, place, cut in sorted(found, key=lambda each: each[:3]):
+            beaten = (
+                own <= over and each.cut.step_s <= step_s and each.worst <= _EXACT * own for own, each in tried.values()
+            )
+            if (place, cut) not in tried and not any(beaten):
+                tried[place, cut] = over, self._finish(self.entries[place], cut)
+            if len(tried) == _LEANEST:
+                break
 
     def alternatives(self) -> list[Alternative]:
         """Return what was weighed, as the plan's file has it; what was replayed with its peak."""

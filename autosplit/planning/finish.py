@@ -54,14 +54,20 @@ class Finished:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The less the better: what fits for sure, what is predicted to, what may, and of the rest the closest."""
+        """The less the better: what fits for sure, what is predicted to, what may, and of the rest the closest.
+
+        Of what may fit it is that with the smaller part of its range above the limit: it is the likeliest to run.
+        """
         step_s = self.writer.partition.value_s
         if self.sure:
             return (0.0, step_s)
         if self.worst <= 1.0:
             return (1.0, step_s)
-        may = all(low <= limit for low, limit in zip(self.writer.lows(), self.limits, strict=False))
-        return (2.0 if may else 3.0, round(self.worst, 2), step_s)
+        ranges = list(zip(self.writer.lows(), self.highs, self.limits, strict=False))
+        if all(low <= limit for low, _, limit in ranges):
+            risk = max((high - limit) / max(high - low, 1) for low, high, limit in ranges)
+            return (2.0, round(risk, 1), step_s)
+        return (3.0, round(self.worst, 2), step_s)
 
 
 def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:

@@ -165,7 +165,11 @@ class Rules:
             source = None if hold.producer is None else block[hold.producer]
             ends = [end for end in (*hold.consumers, *hold.savers) if inside >> end & 1]
             enters = any(block[end] != source for end in ends)
-            if _boundary(hold, inside) or (enters and _kept(hold, inside)):
+            # What a block takes from outside is kept for it to run again.
+            taken = any(
+                inside >> end & 1 and block[end][0] == "named" and block[end] != source for end in hold.consumers
+            )
+            if _boundary(hold, inside) or taken or (enters and _kept(hold, inside)):
                 resident += hold.bytes
         largest = 0
         for index in members(inside):

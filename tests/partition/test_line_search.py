@@ -124,6 +124,23 @@ def test_a_neighbour_fits_where_one_of_a_devices_stages_needs_most_of_its_room()
     assert search.fastest(["never"], [30.0, 30.0], near=before) is None
 
 
+def test_a_devices_stages_update_at_once_and_keep_their_last_microbatches_at_once() -> None:
+    works = tuple(Work(str(place), 1.0, 2.0, 10, step_bytes=50) for place in range(4))
+    holds = tuple(Hold(30, place, (), (place,)) for place in range(4))
+    one = Problem(works, (), holds, schedule="interleaved", virtual_stages=2, microbatches=4, devices=(Device(),) * 2)
+    search = LineSearch(Line(one), one, stages=4)
+    assert search.device_bytes((0, 1, 2, 3, 4), ["always"] * 4) == (2 * 10 + 2 * 50,) * 2
+    light = replace(one, works=tuple(replace(work, step_bytes=0) for work in works))
+    search = LineSearch(Line(light), light, stages=4)
+    assert search.device_bytes((0, 1, 2, 3, 4), ["always"] * 4) == (2 * 10 + 30,) * 2
+    assert search.device_bytes((0, 1, 2, 3, 4), ["except_last"] * 4) == (2 * 10 + 2 * 30,) * 2
+    even = search.cut((0, 1, 2, 3, 4), ["except_last"] * 4)
+    assert search.fastest(["except_last"], [79.0] * 2, near=even) is None
+    leaner = search.fastest(["except_last", "always"], [79.0] * 2, near=even)
+    assert leaner is not None
+    assert max(leaner.device_bytes) <= 79
+
+
 def test_what_a_tuple_lists_is_recomputed_stage_by_stage() -> None:
     problem = random_problem(0)
     found = LineSearch(Line(problem), problem, stages=3).listed(("block", "never", "always"))

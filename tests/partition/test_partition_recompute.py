@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
+from autosplit.partition.line import Line
+from autosplit.partition.line_search import LineSearch
 from autosplit.partition.problem import RECOMPUTE, Hold, Net, Problem, Work, devices_of
 from autosplit.partition.solve import smallest_capacity, solve
 from tests.partition.oracle_brute import brute_force, most_stages
@@ -69,6 +71,15 @@ def test_a_block_of_its_own_for_works_without_one() -> None:
     stages = check(bare, (0, 0, 1, 1), recompute=("block", "block")).stages
     # Every output enters another block, so only the 5 bytes of each work are done again.
     assert [(stage.resident_bytes, stage.transient_bytes) for stage in stages] == [(27, 8), (20, 8)]
+
+
+def test_what_enters_a_block_stays_although_no_backward_reads_it() -> None:
+    unread = replace(CHAIN, holds=tuple(replace(own, savers=own.savers[:0]) for own in CHAIN.holds))
+    stage = check(unread, (0, 0, 0, 0), recompute=("block",)).stages[0]
+    # The input 7 and the output between the two blocks, 10; what is inside of a block is not.
+    assert stage.resident_bytes == 17
+    search = LineSearch(Line(unread), unread, stages=1)
+    assert search.device_bytes((0, 4), ["block"]) == check(unread, (0, 0, 0, 0), recompute=("block",)).device_bytes
 
 
 def test_the_solver_recomputes_only_where_it_must() -> None:
