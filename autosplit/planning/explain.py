@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autosplit.checks import resolve_machine
@@ -23,7 +23,8 @@ def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str)
     """Return the best plan, or the one for the fewest devices or for the largest batch, with its explanation."""
     if find == "best":
         space = space_of(paper)
-        return explained(choose_plan(paper.model, paper.found, paper.options, space), paper, space)
+        found = explained(choose_plan(paper.model, paper.found, paper.options, space), paper, space)
+        return found.model_copy(update={"notes": (*found.notes, *_fewer_microbatches(found, paper, space))})
     edge = smallest(paper, space_of) if find == "smallest" else largest_batch(paper, space_of(paper))
     plan = explained(edge.plan, edge.paper, space_of(edge.paper))
     return plan.model_copy(update={"reasons": (edge.words, *plan.reasons)})
@@ -40,6 +41,17 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
             "another way through it"
         )
     return plan.model_copy(update={"notes": (*plan.notes, *(note for note in found if note is not None))})
+
+
+def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[str]:
+    """Yield a note where the batch has too few rows for the microbatches that were asked for."""
+    used, rows, least = len(plan.microbatch_rows), sum(plan.microbatch_rows), paper.found.graph.min_rows
+    if len(space.chunks) == 1 and used < space.chunks[0]:
+        of = f" of at least {least}" if least > 1 else ""
+        yield (
+            f"chunks={space.chunks[0]} was asked for, and the batch's {rows} rows make {used} microbatches{of}; "
+            f"{space.chunks[0]} take {least * space.chunks[0]} rows or more"
+        )
 
 
 def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:

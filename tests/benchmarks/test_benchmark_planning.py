@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ def test_a_row_is_near_and_quick_enough_or_not() -> None:
     assert not row(search_cpu_s=2.0).ok
     assert not row(search_s=None, above=None).ok
     assert not row(sweep_s=None).ok
+    assert row(sweep_s=None, search_s=1.0, above=None).ok
 
 
 def test_a_small_pair_goes_through_search_and_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +53,28 @@ def test_a_small_pair_goes_through_search_and_sweep(monkeypatch: pytest.MonkeyPa
     assert (found.configurations, found.devices) == (4, 2)
     assert found.above == pytest.approx(0.0, abs=planning.ABOVE)
     assert found.chosen == found.best
+
+
+def test_the_file_keeps_pairs_of_the_same_commit_and_has_checks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured_names: list[str] = []
+
+    def counted(pair: Pair) -> Row:
+        measured_names.append(pair.name)
+        return row(name=pair.name)
+
+    monkeypatch.setattr(planning, "measured", counted)
+    monkeypatch.setattr(planning, "_commit", lambda: "abc")
+    file = tmp_path / "planning.json"
+    assert planning.main(["--only", "chain-2", "--json", str(file)]) == 0
+    assert planning.main(["--resume", "--json", str(file)]) == 0
+    assert sorted(measured_names) == sorted(pair.name for pair in planning.PAIRS)
+    assert "24 of 24 checks hold" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    assert len(content["figures"]) == len(planning.PAIRS) >= 12
+    assert content["settings"]["commit"] == "abc"
+    assert {"name", "asked", "measured", "ok"} <= set(content["checks"][0])
+    monkeypatch.setattr(planning, "_commit", lambda: "abd")
+    planning.main(["--only", "chain-2", "--json", str(file)])
+    assert len(json.loads(file.read_text())["figures"]) == 1

@@ -103,3 +103,12 @@ def test_devices_of_other_speeds_get_other_shares() -> None:
 
 def test_the_same_input_gives_the_same_plan(model: nn.Module, found: Trace) -> None:
     assert chosen(model, found, WIDE) == chosen(model, found, WIDE)
+
+
+def test_fewer_microbatches_than_were_asked_for_are_said(model: nn.Module) -> None:
+    def notes(rows: int) -> list[str]:
+        own = plan(model, "2xH100-SXM5-80GB", 8, sample=torch.zeros(rows, WIDTH), schedule="1f1b", recompute="never")
+        return [note for note in own.notes if "chunks=" in note]
+
+    assert notes(3) == ["chunks=8 was asked for, and the batch's 3 rows make 3 microbatches; 8 take 8 rows or more"]
+    assert notes(8) == []
