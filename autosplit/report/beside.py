@@ -185,7 +185,7 @@ def _below(found: Beside) -> Iterator[str]:
     if any(row.before_bytes is None for row in seen):
         yield (
             "peaks on the CPU: parameters, buffers and optimizer state as planned, and what the allocator gave out for "
-            "the lane's own actions and copies during the step"
+            "the lane's own actions and copies during the step; the batch is used where the caller has it"
         )
     counted = [row for row in seen if row.before_bytes is not None]
     if counted:

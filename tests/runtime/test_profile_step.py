@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.schedules import ask
 from autosplit.planning.timeline import StepTimeline
+from autosplit.runtime import clock
 from autosplit.runtime.clock import StepClock
 from autosplit.schedule.action import Action
 from tests.runtime import lane_models
@@ -141,6 +144,23 @@ def test_values_leave_when_their_action_ends_and_gradients_too() -> None:
     }
     for sent in timeline.sent:
         assert sent.start_s == sent.end_s == ends[sent.source, "B" if sent.backward else "F", sent.microbatch]
+
+
+def test_a_host_that_is_held_up_between_two_looks_at_its_clock_shifts_no_cpu_lane() -> None:
+    pipe = split(Plain())
+    step(pipe, "profile_step")
+    looks = 0
+
+    def late() -> float:
+        nonlocal looks
+        looks += 1
+        return time.perf_counter() + 100 * looks  # every look comes later than the one before
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "time", SimpleNamespace(perf_counter=late))
+        timeline, _ = step(pipe, "profile_step")
+    check(timeline, pipe)
+    assert timeline.step_s < 100
 
 
 def test_stages_of_one_lane_send_nothing() -> None:
