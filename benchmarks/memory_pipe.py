@@ -10,8 +10,9 @@ actions; a block belongs to the lane whose action, or whose copy, allocated it:
     lane 0   ──[0F0]──────[0F1]────────────[0B0]──      parameters + optimizer state + its own blocks: its peak
     lane 1   ────────[1F0]─────[1F1][1B0]─────────      predicted: plan.stages[1].memory.peak_bytes
 
-Nothing is fitted; the loss is the mean of the output, which is what a plan without a loss assumes. Optimizer state is
-counted as the plan counts it, and gradients are None when the step begins.
+Nothing is fitted; the loss is the mean of the output, which is what a plan without a loss assumes. The step of the
+optimizer, Adam as plans take it, is part of what is measured, lane by lane: a large embedding's lane may hold the most
+there. Optimizer state is counted as the plan counts it, and gradients are None when the step begins.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from autosplit import PipelinedModule, autosplit, recordings
@@ -146,12 +147,20 @@ def measured(pipe: PipelinedModule, batch: tuple[Tensor, ...]) -> list[int]:
     The pipe must not have been called before.
     """
     with own_memory():
-        for _ in range(2):
-            pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
-            pipe.zero_grad(set_to_none=True)
+        pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
+    optimizers = own_optimizers(pipe)
+    for _ in range(2):
+        pipe.zero_grad(set_to_none=True)
+        pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
+        for optimizer in optimizers.values():
+            optimizer.step()
+    pipe.zero_grad(set_to_none=True)
     gc.collect()
     with marked(pipe), Allocations() as run:
         pipe.train_step(*batch, loss_fn=mean_of, loss_reduction="mean")
+        for lane, optimizer in optimizers.items():
+            with record_function(f"{_MARK}{lane}"):
+                optimizer.step()
     pipe.zero_grad(set_to_none=True)
     owner = owners(run)
     live, most = {}, {}
@@ -162,6 +171,20 @@ def measured(pipe: PipelinedModule, batch: tuple[Tensor, ...]) -> list[int]:
             live[lane] = live.get(lane, 0) + size
             most[lane] = max(most.get(lane, 0), live[lane])
     return [most.get(lane, 0) for lane in range(max(most) + 1)]
+
+
+def own_optimizers(pipe: PipelinedModule) -> dict[int, torch.optim.Adam]:
+    """Return an optimizer for each lane, of the parameters that lie there; steps change nothing.
+
+    Tied parameters are no stage's own: they are taken to lie on the first lane, where these models have embeddings.
+    """
+    assert pipe.plan is not None
+    lane_of = {id(p): s.lane for s, m in zip(pipe.plan.stages, pipe.stages, strict=True) for p in m.parameters()}
+    own: dict[int, list[nn.Parameter]] = {}
+    for parameter in pipe.parameters():
+        if parameter.requires_grad:
+            own.setdefault(lane_of.get(id(parameter), 0), []).append(parameter)
+    return {lane: torch.optim.Adam(parameters, lr=0.0) for lane, parameters in own.items() if parameters}
 
 
 def owners(run: Allocations) -> list[int | None]:
