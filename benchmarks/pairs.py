@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -167,6 +168,7 @@ def facts() -> dict[str, Any]:
     """Return what the figures depend on: the machine, its load (1, 5 and 15 minutes), versions, threads, the date."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
         "processor": _processor(),
         "system": f"{platform.system()} {platform.release()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -178,6 +180,14 @@ def facts() -> dict[str, Any]:
         "autosplit": _version("autosplit"),
         "torchgpipe": _version("torchgpipe"),
     }
+
+
+def _commit() -> str | None:
+    """Return the commit of the working tree that is measured; None where git cannot tell."""
+    told = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

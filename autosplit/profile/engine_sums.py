@@ -5,6 +5,9 @@ place when nobody else holds it, as a view's base does (``can_accumulate_inplace
 ``torch/csrc/autograd/input_buffer.cpp``); fake tensors are a subclass, for which it makes a new tensor: one too many is
 alive. Here the sum is made in place in the engine's stead.
 
+So with gradients that are written into zeros: what ``max``, ``sort``, ``gather`` or an index took is put back in place,
+but for subclasses into a copy (``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp``).
+
 Private torch API, used in this file only, tried on torch 2.13: ``torch._C._current_autograd_node``,
 ``torch._C._storage_Use_Count`` and ``Tensor._use_count`` say who holds a gradient; torch has no public names for them.
 """
@@ -18,6 +21,25 @@ import torch
 
 _HOLDERS, _STORAGE_HOLDERS = 4, 2
 """How often a tensor and its storage are held inside a dispatch mode when only the engine's buffer has it."""
+
+_FILLS = {
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+_FILLERS = frozenset("Max Min Median Nanmedian Mode Kthvalue Topk Sort Index IndexSelect Gather".split())
+"""Operations whose backward writes into zeros of its own."""
+
+
+def in_place_on_zeros(func: Any) -> Any:
+    """Return the operation that autograd runs on plain tensors: in place where it writes a gradient into zeros."""
+    filled = _FILLS.get(func)
+    if filled is None or torch.is_grad_enabled():
+        return func
+    node = torch._C._current_autograd_node()
+    name, _, rest = ("" if node is None else node.name()).partition("Backward")
+    return filled if rest.isdecimal() and name in _FILLERS else func
 
 
 def summed_in_place(

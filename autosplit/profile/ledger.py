@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.profile.engine_sums import summed_in_place
+from autosplit.profile.engine_sums import in_place_on_zeros, summed_in_place
 from autosplit.profile.flops import flop_formulas, moved_bytes
 from autosplit.profile.opaque import true_results, workspace
 from autosplit.profile.quick_fake import QuickFake
@@ -136,7 +136,8 @@ class Ledger(TorchDispatchMode):
             if total is not None:
                 self._enter(func, args, [total])
                 return total
-        out = self._run(func, args, kwargs or {})
+        filled = in_place_on_zeros(func) if self.kernels is not None else func
+        out = self._run(filled, args, kwargs or {})
         if func.is_view:
             return out
         if self.kernels is not None:
