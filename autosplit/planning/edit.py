@@ -19,7 +19,7 @@ from autosplit.partition.coarse import runs
 from autosplit.partition.graph import base_graph
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.case import prepare
-from autosplit.planning.fingerprint import check_plan
+from autosplit.planning.fingerprint import check_plan, fingerprint_of
 from autosplit.planning.given import given
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
@@ -50,6 +50,7 @@ def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Pl
     if plan.rung == "module tree":
         raise PlanError("the plan is of a model that ran by its own Python: it cannot be moved by hand; plan again")
     cut = plan.stage_of()
+    _check_nodes(model, found.graph, plan)
     check_order(found.graph, cut, stages=len(plan.stages))
     own = replace(
         options,
@@ -66,6 +67,24 @@ def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Pl
     unit_of = runs(case.problem, base_graph(case.problem), most=_UNITS)
     units = units_of(case.formulation, case.costs, unit_of, partition.assignment)
     return sealed(made.model_copy(update={"units": units, "proofs": made.proofs or plan.proofs}))
+
+
+def _check_nodes(model: nn.Module, traced: TracedGraph, plan: Plan) -> None:
+    """Raise PlanError where an edit has lost or invented a node; of another recording a plan knows no nodes."""
+    names = [info.name for _, info in traced.compute_nodes()]
+    if not plan.edited or fingerprint_of(model, names).nodes != plan.fingerprint.nodes:
+        return
+    cut = plan.stage_of()
+    lost = next((name for name in names if name not in cut), None)
+    if lost is not None:
+        raise PlanError(f"{lost!r} is in no stage of the plan, and the model runs it; put it into one, or plan again")
+    known = set(names)
+    foreign = next((name for name in cut if name not in known), None)
+    if foreign is not None:
+        raise PlanError(
+            f"{foreign!r} is in stage {cut[foreign]} of the plan, and the model has no such node; take it out, or plan "
+            "again"
+        )
 
 
 def check_order(traced: TracedGraph, cut: Mapping[str, int], *, stages: int) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.planning.diff import PlanDiff, diff
 from autosplit.planning.export import export
@@ -34,7 +35,10 @@ from autosplit.trace.findings import Proof
 VERSION = 1
 MOST_CHUNKS = 2**16
 """More microbatches than this are no plan that anybody could follow."""
+_NOT_NEGATIVE = tuple(f"{name}_bytes" for name in "parameter buffer gradient optimizer peak capacity low high".split())
+"""What a stage's memory has none less of; the rest may be differences."""
 _WAY_OUT = "write one with plan.save(path)"
+_REASONS = {"extra_forbidden": "there is no such field", "missing": "this field is missing"}
 _FITS = {"fits": True, "borderline": None, "no": False}
 
 
@@ -178,13 +182,13 @@ class Plan(Record):
                 raise PlanError(
                     f"{str(path)!r} is a plan of version {version}, this autosplit reads {VERSION}; plan again"
                 )
-            plan = cls.model_validate_json(text)
+            plan = cls.model_validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
+            reason = _REASONS.get(first["type"], first["msg"])
             raise PlanError(
-                f"{str(path)!r} is no plan: {where}: {first['msg']} "
-                f"(problems in all: {error.error_count()}); {_WAY_OUT}"
+                f"{str(path)!r} is no plan: {where}: {reason} (problems in all: {error.error_count()}); {_WAY_OUT}"
             ) from error
         problem = _contradiction(plan)
         if problem is not None:
@@ -203,6 +207,9 @@ def _contradiction(plan: Plan) -> str | None:
     if repeated is not None:
         stages = [stage.index for stage in plan.stages if repeated in stage.nodes]
         return f"node {repeated!r} is listed {uses[repeated]} times, in stages {stages}"
+    empty = next((stage.index for stage in plan.stages if not stage.nodes and plan.rung != "module tree"), None)
+    if empty is not None:
+        return f"stages.{empty}.nodes is empty; leave every stage at least one node"
     foreign = _foreign_stage(plan)
     if foreign is not None:
         return f"{foreign}, there are {count} stages"
@@ -219,6 +226,9 @@ def _contradiction(plan: Plan) -> str | None:
         return f"it has {len(plan.microbatch_rows)} microbatches for chunks={plan.chunks}"
     if plan.fits is not _FITS[plan.verdict]:
         return f"verdict is {plan.verdict!r} and fits is {plan.fits}"
+    figure = _wrong_figure(plan)
+    if figure is not None:
+        return figure
     return None if plan.edited else _wrong_curve(plan)
 
 
@@ -234,6 +244,29 @@ def _foreign_stage(plan: Plan) -> str | None:
             return f"a transfer goes from stage {transfer.producer} to {transfer.consumer}"
     unit = next((unit for unit in plan.units if unit.stage not in stages), None)
     return None if unit is None else f"unit {unit.name!r} is in stage {unit.stage}"
+
+
+def _wrong_figure(plan: Plan) -> str | None:
+    """Return which figure cannot be one: bytes below none, a range from more to less, words that nobody knows."""
+    for index, stage in enumerate(plan.stages):
+        memory, where = stage.memory, f"stages.{index}.memory"
+        counts = {f"{where}.{name}": getattr(memory, name) for name in _NOT_NEGATIVE}
+        counts[f"stages.{index}.parameters"] = stage.parameters
+        below = next((name for name, count in counts.items() if (count or 0) < 0), None)
+        if below is not None:
+            return f"{below} is {counts[below]}, and cannot be below 0"
+        if memory.low_bytes is not None and memory.high_bytes is not None and memory.low_bytes > memory.high_bytes:
+            return f"{where}.low_bytes is {memory.low_bytes}, more than its high_bytes, {memory.high_bytes}"
+    sent = next((place for place, boundary in enumerate(plan.boundaries) if boundary.bytes < 0), None)
+    if sent is not None:
+        return f"boundaries.{sent}.bytes is {plan.boundaries[sent].bytes}, and cannot be below 0"
+    if not -1e-9 <= plan.bubble <= 1 + 1e-9:
+        return f"bubble is {plan.bubble}, and is a share between 0 and 1"
+    if plan.optimizer not in OPTIMIZER_COPIES and not (plan.optimizer.isascii() and plan.optimizer.isdecimal()):
+        return f"optimizer is {plan.optimizer!r}, and is one of {', '.join(OPTIMIZER_COPIES)}, or a number of bytes"
+    if plan.precision not in (None, *PRECISIONS):
+        return f"precision is {plan.precision!r}, and is null or one of {', '.join(PRECISIONS)}"
+    return None
 
 
 def _wrong_curve(plan: Plan) -> str | None:

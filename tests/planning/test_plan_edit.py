@@ -124,6 +124,21 @@ def test_an_edit_of_the_file_is_an_edit(plan: Plan, tmp_path: Path) -> None:
     assert not Plan.load(path).edited
 
 
+@pytest.mark.parametrize(
+    ("lost", "invented", "message"),
+    [
+        (1, [], r"'.*' is in no stage of the plan, and the model runs it; put it into one, or plan again"),
+        (0, ["layers.9#0"], r"'layers.9#0' is in stage 0 of the plan, and the model has no such node; take it out"),
+    ],
+)
+def test_a_node_that_an_edit_lost_or_invented(plan: Plan, lost: int, invented: list[str], message: str) -> None:
+    first = plan.stages[0]
+    nodes = (*first.nodes[: len(first.nodes) - lost], *invented)
+    edited = plan.model_copy(update={"stages": (first.model_copy(update={"nodes": nodes}), *plan.stages[1:])})
+    with pytest.raises(PlanError, match=message):
+        on_paper(plan=edited)
+
+
 def test_a_file_from_before_edits_were_noticed() -> None:
     assert not Plan.model_validate(a_plan()).edited
 

@@ -24,8 +24,8 @@ sizes = st.integers(min_value=0, max_value=2**50)
 def plans(draw: st.DrawFn) -> Plan:
     """Plans that hang together: numbered stages, every node in one of them, boundaries between them."""
     count = draw(st.integers(1, 4))
-    nodes = draw(st.lists(names, unique=True, max_size=8))
-    cuts = [0, *sorted(draw(st.lists(st.integers(0, len(nodes)), min_size=count - 1, max_size=count - 1))), len(nodes)]
+    nodes = draw(st.lists(names, unique=True, min_size=count, max_size=8))
+    cuts = [0, *sorted(draw(st.permutations(range(1, len(nodes))))[: count - 1]), len(nodes)]
     verdict, fits = draw(st.sampled_from([("fits", True), ("borderline", None), ("no", False)]))
     rows = draw(st.lists(st.integers(1, 64), min_size=1, max_size=8))
     return Plan(
@@ -36,7 +36,7 @@ def plans(draw: st.DrawFn) -> Plan:
         chunks=draw(st.integers(len(rows), 16)),
         microbatch_rows=tuple(rows),
         schedule=draw(st.sampled_from(["gpipe", "1f1b", "zb_h1", "forward"])),
-        optimizer=draw(names),
+        optimizer=draw(st.sampled_from(["adamw", "none", "12"])),
         step_s=draw(seconds),
         bubble=draw(st.floats(0, 1)),
         bottleneck_s=draw(seconds),
@@ -53,6 +53,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def _stages(index: int, *, nodes: tuple[str, ...]) -> st.SearchStrategy[StagePlan]:
     byte_fields = [name for name in StageMemory.model_fields if name != "capacity_bytes"]
     memory = st.builds(StageMemory, **dict.fromkeys(byte_fields, sizes), capacity_bytes=st.one_of(st.none(), sizes))
+    memory = memory.map(lambda m: m.model_copy(update={"high_bytes": m.low_bytes + m.high_bytes}))
     return st.builds(
         StagePlan,
         index=st.just(index),
@@ -145,7 +146,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         ("stages: 4", r"is no plan: the file: Invalid JSON.*plan\.save"),
         ("", r"is no plan: the file: Invalid JSON"),
         ("[1, 2]", r"is no plan: the file: "),
-        ("{}", r"is no plan: version: Field required"),
+        ("{}", r"is no plan: version: this field is missing"),
         (b"\xff\xfe\x00", r"is no plan: it is no UTF-8 text; .*plan\.save"),
     ],
 )
@@ -164,12 +165,18 @@ def test_another_version_is_called_that_whatever_else_is_in_it(tmp_path: Path, v
     ("edit", "message"),
     [
         ({"chunks": "many"}, r"is no plan: chunks: .*integer.*problems in all: 1"),
-        ({"colour": "red"}, r"is no plan: colour: Extra inputs"),
+        ({"colour": "red"}, r"is no plan: colour: there is no such field"),
         ({"status": "good"}, r"is no plan: status: .*'optimal' or 'bounded'"),
-        ({"stages": [{"index": 0}]}, r"is no plan: stages\.0\.device: Field required"),
+        ({"stages": [{"index": 0}]}, r"is no plan: stages\.0\.device: this field is missing"),
         ({"stages": []}, r"contradicts itself: its stages are numbered \[\]"),
         ({"chunks": 1}, r"contradicts itself: it has 2 microbatches for chunks=1; undo the edit, or plan again"),
         ({"microbatch_rows": []}, r"contradicts itself: it has 0 microbatches"),
+        ({"chunks": "2"}, r"is no plan: chunks: .*integer"),
+        ({"chunks": True}, r"is no plan: chunks: .*integer"),
+        ({"step_s": 1e300}, r"is no plan: step_s: .*less than or equal to 1000000000000"),
+        ({"bubble": 7}, r"contradicts itself: bubble is 7.0, and is a share between 0 and 1"),
+        ({"optimizer": "lion"}, r"optimizer is 'lion', and is one of none, sgd, .*, or a number of bytes"),
+        ({"precision": "bf8"}, r"precision is 'bf8', and is null or one of fp32, amp_bf16"),
         ({"verdict": "no"}, r"contradicts itself: verdict is 'no' and fits is True"),
         (
             {"boundaries": [{"value": "b#0", "producer": 0, "consumers": [7], "bytes": 8}]},
@@ -180,6 +187,23 @@ def test_another_version_is_called_that_whatever_else_is_in_it(tmp_path: Path, v
 def test_an_edit_that_breaks_the_plan(tmp_path: Path, edit: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         load(tmp_path, a_plan() | edit)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"nodes": []}, r"stages\.1\.nodes is empty; leave every stage at least one node"),
+        ({"parameters": -1}, r"stages\.1\.parameters is -1, and cannot be below 0"),
+        ({"memory": {"peak_bytes": -5}}, r"stages\.1\.memory\.peak_bytes is -5, and cannot be below 0"),
+        ({"memory": {"low_bytes": 9, "high_bytes": 8}}, r"memory\.low_bytes is 9, more than its high_bytes, 8"),
+        ({"memory": {"peak_bytes": 10**30}}, r"stages\.1\.memory\.peak_bytes: .*less than or equal to"),
+    ],
+)
+def test_a_stage_that_cannot_be(tmp_path: Path, edit: dict[str, Any], message: str) -> None:
+    plan = a_plan()
+    plan["stages"][1] |= edit | {"memory": plan["stages"][1]["memory"] | edit.get("memory", {})}
+    with pytest.raises(PlanError, match=message):
+        load(tmp_path, plan)
 
 
 def test_stages_out_of_order(tmp_path: Path) -> None:
