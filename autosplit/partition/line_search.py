@@ -72,14 +72,20 @@ class LineSearch:
         self.paths = Paths(line, self.model)
         self._leaner_known: dict[tuple[object, ...], list[int] | None] = {}
         self._free: dict[float, LineCut | None] = {}
+        self._moved_free: dict[float, LineCut] = {}
 
     def fastest(
-        self, options: Sequence[str], room: Sequence[float] | None = None, *, near: LineCut | None = None
+        self,
+        options: Sequence[str],
+        room: Sequence[float] | None = None,
+        *,
+        near: LineCut | None = None,
+        within: Sequence[float] | None = None,
     ) -> LineCut | None:
         """Return the cut with the shortest step whose devices hold no more than ``room``, None where none is found.
 
         Every stage takes of ``options`` the fastest with which its device has room. The neighbours of ``near`` are
-        looked at too.
+        looked at too. Where no room is given, boundaries are not moved of a cut that does not keep ``within``.
         """
         ranked = sorted(options, key=self.share)
         if room is not None or near is not None:
@@ -87,9 +93,16 @@ class LineSearch:
         # Without limits it is the same cut whatever stages keep, as long as they do as much again.
         again = self.share(ranked[0])
         if again not in self._free:
-            self._free[again] = self._fastest(ranked[:1], None)
+            self._free[again] = self._fastest(ranked[:1], None, move=False)
         free = self._free[again]
-        return None if free is None else self._as(free, [ranked[0]] * self.stages)
+        if free is None:
+            return None
+        own = self._as(free, [ranked[0]] * self.stages)
+        if within is not None and any(held > limit for held, limit in zip(own.device_bytes, within, strict=False)):
+            return own
+        if again not in self._moved_free:
+            self._moved_free[again] = self._moved(own, ranked[:1], None)
+        return self._as(self._moved_free[again], own.recompute)
 
     def listed(
         self, recompute: Sequence[str], room: Sequence[float] | None = None, *, near: LineCut | None = None
@@ -98,7 +111,12 @@ class LineSearch:
         return self._fastest(tuple(recompute), room, near)
 
     def _fastest(
-        self, ranked: Sequence[str], room: Sequence[float] | None, near: LineCut | None = None
+        self,
+        ranked: Sequence[str],
+        room: Sequence[float] | None,
+        near: LineCut | None = None,
+        *,
+        move: bool = True,
     ) -> LineCut | None:
         """``ranked`` is a list of what every stage may take, or a tuple of what each takes."""
         best = None if near is None else self._best(self._fitting(self._beside(near), ranked, room), ranked)
@@ -109,7 +127,7 @@ class LineSearch:
                 best = found
             if found is not None:
                 break
-        return None if best is None else self._moved(best, ranked, room)
+        return self._moved(best, ranked, room) if best is not None and move else best
 
     def _beside(self, cut: LineCut) -> Ints:
         """Return the cut, for other options may fit it, and those with one boundary elsewhere, or two."""

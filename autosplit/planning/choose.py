@@ -107,8 +107,7 @@ class _Search:
             self.entries.append(entry)
             limits = self.sweep.room(entry.search.problem)
             for way in self.sweep.ways(entry.settled.stages):
-                free = entry.best(way, None)
-                assert free is not None, "without limits every line of enough units can be cut"
+                free = entry.free(way, limits)
                 self.weighed.append(Weighed(entry, way, free, None))
                 if limits is None or _within(free.device_bytes, limits):
                     break

@@ -143,3 +143,19 @@ def test_a_path_after_a_move_is_what_it_is_in_the_moved_cut(schedule: str, virtu
             along += hops.along(path.hops[None], moves.start, moves.stop, moves.by)
             whole = one.bounds(chains, np.tile(again, (len(chains), 1)))
             assert along[0] + once_s == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_cut_that_does_not_keep_the_limits_is_not_moved() -> None:
+    search, plain = searched(5, "1f1b", 1), searched(5, "1f1b", 1)
+    moved = plain.fastest(["never"])
+    assert moved is not None
+    tight, wide = [1.0] * 3, [1e9] * 3
+    left = search.fastest(["never"], within=tight)
+    assert left is not None
+    assert max(left.device_bytes) > 1
+    assert left.step_s >= moved.step_s
+    assert search.fastest(["never"], within=wide) == moved == search.fastest(["never"])
+    assert (kept := search.fastest(["always"], within=tight)) is not None
+    assert (other := search.fastest(["block"], within=wide)) is not None
+    assert other.step_s <= kept.step_s
+    assert set(other.recompute) == {"block"}
