@@ -95,8 +95,7 @@ class FastSimulator:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         stages, ticks = schedule.stages, schedule.clocks()
-        cells = sorted(ticks, key=lambda cell: (ticks[cell], cell.lane))
-        actions = [schedule.lanes[cell.lane][cell.position] for cell in cells]
+        actions = [schedule.lanes[cell.lane][cell.position] for cell in ticks]
         self.count, self.stages = len(actions), stages
         row = {action: index for index, action in enumerate(actions)}
         of_tick = np.zeros(max(ticks.values(), default=-1) + 2, dtype=np.int64)

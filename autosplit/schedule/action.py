@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, cast
+from types import MappingProxyType
+from typing import Literal, NamedTuple, cast
 
 from autosplit.errors import ScheduleError
 
@@ -14,8 +15,7 @@ Kind = Literal["F", "B", "I", "W"]
 """F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients."""
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """What one stage does for one microbatch; the text form is ``2F0`` (stage 2, forward, microbatch 0).
 
     It is the text form of ``torch.distributed.pipelining``'s schedule files.
@@ -43,8 +43,7 @@ def describe(action: Action) -> str:
     return f"stage {action.stage}, {kind}, microbatch {action.microbatch}"
 
 
-@dataclass(frozen=True, order=True)
-class Cell:
+class Cell(NamedTuple):
     """A place in a schedule: a lane and a position in it."""
 
     lane: int
@@ -73,7 +72,7 @@ class Schedule:
     def __iter__(self) -> Iterator[Action]:
         return (action for lane in self.lanes for action in lane)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Number of stages, virtual ones too."""
         return len(self.stage_lane)
@@ -117,28 +116,40 @@ class Schedule:
         own = Action(stage, "F", microbatch)
         return (own,) if stage == self.stages - 1 else (own, self.input_gradient(stage + 1, microbatch))
 
-    def clocks(self) -> dict[Cell, int]:
+    def clocks(self) -> Mapping[Cell, int]:
         """Return the clock tick of each cell when every action takes one tick and starts as early as it can.
 
-        Cells that can never start (a deadlock) are missing.
+        Cells that can never start (a deadlock) are missing. They come by tick, then by lane.
         """
-        ticks: dict[Cell, int] = {}
-        done: set[Action] = set()
-        position = [0] * len(self.lanes)
-        clock = 0
-        while True:
-            starting = [
-                Cell(lane, position[lane])
-                for lane, actions in enumerate(self.lanes)
-                if position[lane] < len(actions) and done.issuperset(self.needs(actions[position[lane]]))
-            ]
-            if not starting:
-                return ticks
-            for cell in starting:
-                ticks[cell] = clock
-                done.add(self.lanes[cell.lane][cell.position])
-                position[cell.lane] += 1
-            clock += 1
+        return self._clocks
+
+    @cached_property
+    def _clocks(self) -> Mapping[Cell, int]:
+        """Follow each lane until it waits for an action of another, and go on there once that has its tick."""
+        ticks: dict[Action, int] = {}
+        found: list[tuple[int, int, int]] = []
+        position, clock = [0] * len(self.lanes), [0] * len(self.lanes)
+        waiting: dict[Action, list[int]] = {}
+        running = list(range(len(self.lanes)))
+        while running:
+            lane = running.pop()
+            actions = self.lanes[lane]
+            while position[lane] < len(actions):
+                action = actions[position[lane]]
+                tick = clock[lane]
+                for need in self.needs(action):
+                    if need not in ticks:
+                        waiting.setdefault(need, []).append(lane)
+                        break
+                    tick = max(tick, ticks[need] + 1)
+                else:
+                    found.append((tick, lane, position[lane]))
+                    clock[lane], position[lane] = tick + 1, position[lane] + 1
+                    ticks[action] = min(tick, ticks.get(action, tick))
+                    running += waiting.pop(action, ())
+                    continue
+                break
+        return MappingProxyType({Cell(lane, at): tick for tick, lane, at in sorted(found)})
 
     def grid(self, marked: Collection[Cell] = ()) -> str:
         """Return the schedule as text: a row per lane, a column per clock tick, marked cells as ``>2F0<``.

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.gpipe import forward_only, gpipe
 from autosplit.schedule.in_flight import most_held
-from autosplit.schedule.interleaved import interleaved, interleaved_lane, looped_bfs
+from autosplit.schedule.interleaved import interleaved, looped_bfs
 from autosplit.schedule.one_f_one_b import one_f_one_b
 from autosplit.schedule.zero_bubble import zb_h1, zb_v
 
@@ -58,11 +59,8 @@ def _depth(stage: int, size: Size) -> int:
 
 
 def _interleaved(stage: int, size: Size) -> int:
-    devices = size.stages // size.virtual_stages
-    lane = interleaved_lane(
-        stage % devices, devices=devices, microbatches=size.microbatches, virtual_stages=size.virtual_stages
-    )
-    return most_held(lane, stage=stage)
+    schedule = _built("interleaved", size)
+    return most_held(schedule.lanes[schedule.stage_lane[stage]], stage=stage)
 
 
 SCHEDULES: Mapping[str, Entry] = MappingProxyType(
@@ -96,8 +94,12 @@ def build(name: str, *, stages: int, microbatches: int, virtual_stages: int = 1)
     the schedule takes when nothing is asked for: 2 under interleaved, looped_bfs and zb_v, whose devices hold several.
     Raises ScheduleError when the stages do not fill the devices, or the schedule has no such number per device.
     """
-    entry = _entry(name)
-    return entry.build(_size(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages))
+    return _built(name, _size(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages))
+
+
+@lru_cache(maxsize=16)
+def _built(name: str, size: Size) -> Schedule:
+    return _entry(name).build(size)
 
 
 def in_flight(name: str, *, stage: int, stages: int, microbatches: int, virtual_stages: int = 1) -> int:

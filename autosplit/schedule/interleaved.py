@@ -19,13 +19,13 @@ def interleaved(stages: int, microbatches: int, *, virtual_stages: int) -> Sched
     """
     devices = stages // virtual_stages
     lanes = (
-        interleaved_lane(device, devices=devices, microbatches=microbatches, virtual_stages=virtual_stages)
+        _lane(device, devices=devices, microbatches=microbatches, virtual_stages=virtual_stages)
         for device in range(devices)
     )
     return Schedule("interleaved", tuple(lanes), looped(devices=devices, virtual_stages=virtual_stages))
 
 
-def interleaved_lane(device: int, *, devices: int, microbatches: int, virtual_stages: int) -> tuple[Action, ...]:
+def _lane(device: int, *, devices: int, microbatches: int, virtual_stages: int) -> tuple[Action, ...]:
     """Return one device's lane of interleaved 1F1B.
 
     The device runs ahead by ``(virtual_stages - 1) * group + 2 * (devices - 1 - device)`` forwards: its last stage's

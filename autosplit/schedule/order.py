@@ -15,5 +15,4 @@ def issue_order(schedule: Schedule) -> tuple[Action, ...]:
             f"{blocked} actions of schedule {schedule.name!r} can never start; validate(schedule) shows where\n"
             f"{schedule.grid()}"
         )
-    cells = sorted(ticks, key=lambda cell: (ticks[cell], cell.lane))
-    return tuple(schedule.lanes[cell.lane][cell.position] for cell in cells)
+    return tuple(schedule.lanes[cell.lane][cell.position] for cell in ticks)
