@@ -13,6 +13,7 @@ from autosplit.planning.formulate import Formulation, formulate, scheduled
 from autosplit.planning.paper_loss import PaperLoss, with_loss
 from autosplit.planning.schedules import settle
 from autosplit.profile.autocasting import autocast_of
+from autosplit.profile.blocks import CostMemo
 from autosplit.profile.combine import profile
 from autosplit.profile.trace_memo import TraceMemo
 from autosplit.profile.types import Profile
@@ -44,27 +45,28 @@ class Case:
 
 def prepare(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Case:
     """Profile a recording for microbatches of the given sizes and formulate its problem."""
-    costs = profiled(model, found, options, sizes)
+    memo = CostMemo()
+    costs = profiled(model, found, options, sizes, memo=memo)
     formulation = formulate(found.graph, costs, options, microbatches=len(sizes))
-    formulation = slowed(formulation, slowdowns(model, found, options, sizes, costs))
+    formulation = slowed(formulation, slowdowns(model, found, options, sizes, costs, memo=memo))
     settled = settle(options, parts=base_graph(formulation.problem).size, microbatches=len(sizes))
     formulation = replace(formulation, problem=scheduled(formulation.problem, settled))
     return Case(model, found, options, sizes, costs, formulation, settled.warning)
 
 
 def slowdowns(
-    model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...], costs: Profile
+    model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...], costs: Profile, *, memo: CostMemo
 ) -> tuple[float, ...] | None:
     """Return how many times as long all nodes together take on each device as on the first; None: all are alike.
 
-    ``costs`` are those of the first device on paper.
+    ``costs`` are those of the first device on paper; ``memo`` is what they were made with.
     """
     if options.machine is None or len({device.name for device in options.machine.devices}) < 2:
         return None
     first_s, known = _seconds(costs), {options.machine.devices[0].name: 1.0}
     for device in options.machine.devices:
         if device.name not in known:
-            there_s = _seconds(profiled(model, found, options, sizes, device=device))
+            there_s = _seconds(profiled(model, found, options, sizes, device=device, memo=memo))
             known[device.name] = there_s / first_s if first_s and there_s else 1.0
     return tuple(known[device.name] for device in options.machine.devices)
 
@@ -89,10 +91,11 @@ def profiled(
     sizes: tuple[int, ...],
     *,
     device: DeviceSpec | str | None = None,
+    memo: CostMemo | None = None,
 ) -> Profile:
     """Return what the nodes of a recording cost for microbatches of the first size; the model stays as it is.
 
-    ``device`` is by default the options' first.
+    ``device`` is by default the options' first; ``memo`` is for further sizes and devices.
     """
     device = options.model_device if device is None else device
     leaves = []
@@ -109,6 +112,7 @@ def profiled(
             measure=options.measure,
             device=device,
             kernels=options.kernels,
+            memo=memo,
         )
         if not isinstance(options.loss, PaperLoss):
             return costs

@@ -24,6 +24,7 @@ from autosplit.planning.formulate import Formulation, formulate, scheduled
 from autosplit.planning.schedules import Settled, settle
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.writer import shared_s
+from autosplit.profile.blocks import CostMemo
 from autosplit.profile.trace_memo import TraceMemo
 from autosplit.profile.types import Profile
 from autosplit.trace.ladder import Trace
@@ -97,6 +98,7 @@ class Sweep:
     def __init__(self, model: nn.Module, found: Trace, options: Options, space: Space, *, rows: int) -> None:
         self.model, self.found, self.options, self.space, self.rows = model, found, options, space, rows
         self.memo = TraceMemo()
+        self._costs = CostMemo(self.memo.quick)
         self._units: tuple[int, ...] | None = None
         self._parts = 0
         self.group_of: tuple[int, ...] = ()
@@ -121,13 +123,13 @@ class Sweep:
 
     def _sized(self, sizes: tuple[int, ...]) -> Sized:
         options = replace(self.options, chunks=len(sizes))
-        costs = profiled(self.model, self.found, options, sizes)
+        costs = profiled(self.model, self.found, options, sizes, memo=self._costs)
         formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes))
         if self._units is None:
             graph = base_graph(formulation.problem)
             self.group_of = graph.group_of
             self._parts, self._units = graph.size, runs(formulation.problem, graph, most=self._most(graph))
-        formulation = slowed(formulation, slowdowns(self.model, self.found, options, sizes, costs))
+        formulation = slowed(formulation, slowdowns(self.model, self.found, options, sizes, costs, memo=self._costs))
         coarse = coarsened(formulation.problem, self._units)
         return Sized(sizes, costs, formulation, coarse, Line(coarse.problem), shared_s(self.found.graph, costs))
 

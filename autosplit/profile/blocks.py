@@ -23,6 +23,7 @@ from torch import fx, nn
 from autosplit.memory.events import StageTrace
 from autosplit.profile.expand import Costs, Run, Traces, Uneven
 from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
+from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
@@ -102,6 +103,24 @@ def shorten_graph(graph: fx.Graph, root: nn.Module, *, outputs: Iterable[fx.Node
     return ShortGraph(short if runs else graph, copies, runs)
 
 
+class CostMemo:
+    """What is known of one recording from its costs at other sizes, or on other devices; under one autocast."""
+
+    def __init__(self, quick: QuickFake | None = None) -> None:
+        """``quick`` knows operations from elsewhere."""
+        self.quick = quick or QuickFake()
+        self.costs: dict[Hashable, FakeCosts] = {}
+        self._traced: TracedGraph | None = None
+        self._short: ShortGraph | None = None
+
+    def short(self, traced: TracedGraph) -> ShortGraph:
+        """Return the recording's graph without the blocks that others stand for."""
+        if self._traced is not traced or self._short is None:
+            self._traced, self._short = traced, shorten_graph(traced.graph, traced.root)
+            self.costs.clear()
+        return self._short
+
+
 def block_costs(
     traced: TracedGraph,
     *,
@@ -109,9 +128,29 @@ def block_costs(
     batch_rows: int,
     input_grads: Sequence[bool] | None = None,
     kernels: Literal["cpu", "cuda"] = "cpu",
+    memo: CostMemo | None = None,
 ) -> FakeCosts:
     """Return what :func:`fake_costs` returns, from a run without most of the repeated blocks."""
-    short = shorten_graph(traced.graph, traced.root)
+    memo = memo or CostMemo()
+    short = memo.short(traced)
+    key = rows, batch_rows, None if input_grads is None else tuple(input_grads), kernels
+    if key not in memo.costs:
+        memo.costs[key] = _block_costs(
+            traced, short, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels, quick=memo.quick
+        )
+    return memo.costs[key]
+
+
+def _block_costs(
+    traced: TracedGraph,
+    short: ShortGraph,
+    *,
+    rows: int,
+    batch_rows: int,
+    input_grads: Sequence[bool] | None,
+    kernels: Literal["cpu", "cuda"],
+    quick: QuickFake,
+) -> FakeCosts:
     if short.runs:
         own = replace(traced, graph=short.graph)
         found = fake_costs(
@@ -121,11 +160,12 @@ def block_costs(
             input_grads=input_grads,
             without=short.without,
             kernels=kernels,
+            quick=quick,
         )
         with contextlib.suppress(Uneven):
             costs = short.costs(found.nodes)
             return FakeCosts({info.name: costs[info.name] for _, info in traced.compute_nodes()})
-    return fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels)
+    return fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels, quick=quick)
 
 
 def block_trace(

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from autosplit.errors import DeviceError
-from autosplit.profile.blocks import block_costs
+from autosplit.profile.blocks import CostMemo, block_costs
 from autosplit.profile.cache import ProfileCache, profile_key
 from autosplit.profile.cost_model import cost_model_of
 from autosplit.profile.fake import FakeCosts, NodeCosts
@@ -35,6 +35,7 @@ def profile(
     cache: ProfileCache | None = None,
     count_bytes: bool = False,
     kernels: Literal["cpu", "cuda"] = "cpu",
+    memo: CostMemo | None = None,
 ) -> Profile:
     """Return what every node, parameter and buffer costs in training, for a microbatch of ``rows`` batch rows.
 
@@ -44,11 +45,11 @@ def profile(
     not measured: the cost model gives their times, scaled as the measured nodes came out against it. So it does for
     nodes that memory runs out for, with a warning. A ``cache`` keeps measured times on disk;
     ``count_bytes`` also counts what a CPU's allocator gives out, see `measure`. ``kernels``: whose kernels' results and
-    scratch are counted.
+    scratch are counted. ``memo`` is for profiles of one recording that follow each other.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
     with phase("profiling"):
-        costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels)
+        costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels, memo=memo)
         times = modelled_times(costs, model=cost_model_of(device))
     name = device.name if isinstance(device, DeviceSpec) else device
     found = MeasuredTimes({}, name)

@@ -58,6 +58,7 @@ class _Names:
         self.templates: dict[_Place, int] = {}
         self.bytes: dict[int, int] = {}
         self._made: dict[tuple[int, int], int] = {}
+        self._template_of: dict[int, int] = {}
         self._counts: dict[tuple[int, int, str], int] = {}
         self._next = 0
 
@@ -89,9 +90,12 @@ class _Names:
             return storage
         if not 0 < target < last:
             raise Uneven
-        template = self.templates.get(replace(place, block=1))
-        if template is None or self.bytes[template] != self.bytes[storage]:
-            raise Uneven
+        template = self._template_of.get(storage)
+        if template is None:
+            template = self.templates.get(replace(place, block=1))
+            if template is None or self.bytes[template] != self.bytes[storage]:
+                raise Uneven
+            self._template_of[storage] = template
         if target == 1:
             return template
         key = template, target

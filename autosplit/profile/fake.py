@@ -77,17 +77,19 @@ def fake_costs(
     input_grads: Sequence[bool] | None = None,
     without: Iterable[str] = (),
     kernels: Literal["cpu", "cuda"] = "cpu",
+    quick: QuickFake | None = None,
 ) -> FakeCosts:
     """Return the costs of every node: micro and shared nodes at ``rows`` batch rows, full nodes at ``batch_rows``.
 
     ``input_grads`` says which inputs require a gradient (None: none of them). The costs are those of training, also
     when gradients are switched off around the call. ``without``: paths of modules that the graph does not use.
-    ``kernels``: whose kernels run: what they save, allocate and compute.
+    ``kernels``: whose kernels run: what they save, allocate and compute. ``quick`` knows operations from other runs.
     """
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
-    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=kernels, quick=QuickFake())
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=kernels, quick=quick or QuickFake())
+    mode.cache_enabled = False  # the ledger's own memory is the quicker one
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
         with quiet_log(), mode, ledger:

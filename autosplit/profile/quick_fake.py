@@ -10,12 +10,15 @@ public names, and ``torch._C._DisableTorchDispatch``, under which a meta tensor 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autosplit.profile.norm_looks import norm_results
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
@@ -74,6 +77,8 @@ class QuickFake:
         if not self._suited[place][1] or not self._tell_all(args, kwargs, parts, tensors) or not tensors:
             return self._worked_out(func, args, kwargs)
         key = tuple(parts)
+        if key not in self._known and (shapes := norm_results(func, args)) is not None:
+            self._known[key] = tuple, tuple(self._contiguous(shape, tensors[0].dtype) for shape in shapes)
         if key not in self._known:
             out = self._worked_out(func, args, kwargs)
             again: list[Any] = [place]
@@ -149,7 +154,15 @@ class QuickFake:
         return True
 
     def _look(self, tensor: torch.Tensor) -> _Look:
-        look = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        return self._looking(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def _contiguous(self, shape: tuple[int, ...] | None, dtype: torch.dtype) -> _Result | None:
+        if shape is None:
+            return None
+        strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+        return _Result(False, -1, self._looking(shape, strides, 0, dtype))
+
+    def _looking(self, *look: Any) -> _Look:
         if look not in self._looks:
             self._looks[look] = _Look(*look)
         return self._looks[look]

@@ -49,7 +49,7 @@ class TraceMemo:
 
     def __init__(self) -> None:
         self._kinds = Kinds()
-        self._quick = QuickFake()
+        self.quick = QuickFake()
         self._whole: dict[Hashable, _Traced] = {}
         self._short: dict[Hashable, _Traced] = {}
         self._known: dict[Hashable, Known] = {}
@@ -96,7 +96,7 @@ class TraceMemo:
         key = self._kinds.key(stage, how)
         known = self._short.get(key.kind)
         if known is None:
-            known = self._short[key.kind] = _Traced(trace_stage(stage, how, quick=self._quick), key.names)
+            known = self._short[key.kind] = _Traced(trace_stage(stage, how, quick=self.quick), key.names)
         return known.trace if known.names == key.names else _renamed(known, key.names)
 
 
