@@ -190,7 +190,8 @@ class _Search:
     def _leanest(self) -> None:
         """Replay a few of the leanest cuts of all configurations, to find what comes closest to fitting.
 
-        What is neither faster nor leaner than a cut whose replay bore the formula out is left out.
+        What is fuller than a cut whose replay bore the formula out is left out: by anything at all where it is not
+        faster, else by more than the formula is worth.
         """
         found = []
         for place, entry in enumerate(self.entries):
@@ -204,7 +205,8 @@ class _Search:
         tried: dict[tuple[int, LineCut], tuple[float, Finished]] = {}
         for over, step_s, place, cut in sorted(found, key=lambda each: each[:3]):
             beaten = (
-                own <= over and each.cut.step_s <= step_s and each.worst <= _EXACT * own for own, each in tried.values()
+                own * (1.0 if each.cut.step_s <= step_s else _EXACT) <= over and each.worst <= _EXACT * own
+                for own, each in tried.values()
             )
             if (place, cut) not in tried and not any(beaten):
                 tried[place, cut] = over, self._finish(self.entries[place], cut)

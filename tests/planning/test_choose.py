@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.nn import functional as F
 
 from autosplit.api import plan
 from autosplit.options import Options, Sample
+from autosplit.planning import choose
 from autosplit.planning.choose import Space, alternative, choose_plan
+from autosplit.planning.finish import Finished
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import predicted
 from autosplit.trace.ladder import Trace, trace
@@ -79,6 +82,29 @@ def test_where_nothing_fits_the_plan_that_comes_closest_says_no(model: nn.Module
     none = chosen(model, found, WIDE, limit=1000)
     assert (none.verdict, none.fits) == ("no", False)
     assert peak(none) <= 1.02 * min(peak(each) for each in over(model, found, WIDE, limit=1000))
+
+
+def test_where_nothing_fits_what_is_fuller_by_an_exact_formula_is_not_replayed(
+    model: nn.Module, found: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[Finished] = []
+
+    def finish(*args: Any) -> Finished:
+        replayed.append(own(*args))
+        return replayed[-1]
+
+    own = choose.finish
+    monkeypatch.setattr(choose, "finish", finish)
+    limit = int(0.7 * peak(chosen(model, found, WIDE, limit=1000)))
+    replayed.clear()
+    few = chosen(model, found, WIDE, limit=limit)
+    count = len(replayed)
+    monkeypatch.setattr(choose, "_EXACT", 0.0)  # nothing bears the formula out, so that all are replayed
+    monkeypatch.setattr(choose, "_LEANEST", 1000)
+    replayed.clear()
+    every = chosen(model, found, WIDE, limit=limit)
+    assert count < len(replayed)
+    assert peak(few) <= 1.01 * peak(every)
 
 
 def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: Trace) -> None:
