@@ -6,7 +6,7 @@ Every pair is a model and devices on paper; where a limit is given it is a share
 one. The sweep solves, cuts and replays each combination of microbatches, schedule and recompute alone, as `autosplit`
 does when all three are given; the best that fits is the reference. The search is one `choose_plan` over the same
 space. ``above`` is the search's step over the reference's, ``share`` its part of the sweep's time; seconds are of this
-process's CPU, without the recording of the model, which both start from. All pairs take about ten minutes. The file
+process's CPU, without the recording of the model, which both start from. All pairs take about a quarter of an hour. The file
 is written after every pair and keeps what it has of other pairs of the same commit; ``--resume`` measures the rest.
 """
 
@@ -131,10 +131,12 @@ def _unet() -> tuple[nn.Module, Sample]:
 
 PAIRS = (
     Pair("chain-2", _chain, "2xH100-SXM5-80GB"),
+    Pair("chain-2-limit", _chain, "2xH100-SXM5-80GB", 0.95),
     Pair("chain-4-limit", _chain, "4xA100-SXM4-80GB", 0.95),
     Pair("chain-mixed", _chain, ["H100-SXM5-80GB", "H100-SXM5-80GB", "V100-SXM2-16GB"]),
     Pair("gpt-2", _gpt, "2xA100-SXM4-80GB"),
     Pair("gpt-2-limit", _gpt, "2xA100-SXM4-80GB", 0.7),
+    Pair("gpt-3", _gpt, "3xA100-SXM4-80GB"),
     Pair("gpt-4-limit", _gpt, "4xL4-24GB", 0.6),
     Pair("uneven-3", _uneven, "3xL4-24GB"),
     Pair("uneven-2-limit", _uneven, "2xL4-24GB", 0.97),
