@@ -81,15 +81,17 @@ class LineSearch:
         *,
         near: LineCut | None = None,
         within: Sequence[float] | None = None,
+        move: bool = True,
     ) -> LineCut | None:
         """Return the cut with the shortest step whose devices hold no more than ``room``, None where none is found.
 
         Every stage takes of ``options`` the fastest with which its device has room. The neighbours of ``near`` are
-        looked at too. Where no room is given, boundaries are not moved of a cut that does not keep ``within``.
+        looked at too. Where no room is given, boundaries are not moved of a cut that does not keep ``within``; without
+        ``move`` none are.
         """
         ranked = sorted(options, key=self.share)
         if room is not None or near is not None:
-            return self._fastest(ranked, room, near)
+            return self._fastest(ranked, room, near, move=move)
         # Without limits it is the same cut whatever stages keep, as long as they do as much again.
         again = self.share(ranked[0])
         if again not in self._free:
@@ -98,6 +100,8 @@ class LineSearch:
         if free is None:
             return None
         own = self._as(free, [ranked[0]] * self.stages)
+        if not move:
+            return own
         if within is not None and any(held > limit for held, limit in zip(own.device_bytes, within, strict=False)):
             return own
         if again not in self._moved_free:
@@ -105,10 +109,19 @@ class LineSearch:
         return self._as(self._moved_free[again], own.recompute)
 
     def listed(
-        self, recompute: Sequence[str], room: Sequence[float] | None = None, *, near: LineCut | None = None
+        self,
+        recompute: Sequence[str],
+        room: Sequence[float] | None = None,
+        *,
+        near: LineCut | None = None,
+        move: bool = True,
     ) -> LineCut | None:
         """Return the like cut whose stages recompute as listed, one entry per stage."""
-        return self._fastest(tuple(recompute), room, near)
+        return self._fastest(tuple(recompute), room, near, move=move)
+
+    def moved(self, cut: LineCut, options: Sequence[str], room: Sequence[float] | None) -> LineCut:
+        """Return a cut with its boundaries moved while that is faster; stages take of a list, or what a tuple lists."""
+        return self._moved(cut, options if isinstance(options, tuple) else sorted(options, key=self.share), room)
 
     def _fastest(
         self,

@@ -15,8 +15,9 @@ from __future__ import annotations
 import heapq
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import nn
 
 from autosplit.errors import InputError
@@ -39,18 +40,24 @@ _LEANEST = 4
 """How many of the leanest cuts are replayed where nothing fits."""
 _EXACT = 1.01
 """A replay that is up to so much above the formula bears it out."""
+_GAINED = 1.05
+"""A cut that is beaten so many times over in step and peak is not moved: moves gain less of a step."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """A cut of one configuration and what it costs by the formula; ``room`` is what it was found for."""
+    """A cut of one configuration and what it costs by the formula; ``room`` is what it was found for.
+
+    ``moved``: whether its boundaries were moved, as far as that is worth while.
+    """
 
     entry: Entry
     way: Sequence[str]
     cut: LineCut
     room: tuple[float, ...] | None
+    moved: bool = True
 
 
 def choose_plan(
@@ -111,14 +118,30 @@ class _Search:
                 self.weighed.append(Weighed(entry, way, free, None))
                 if limits is None or _within(free.device_bytes, limits):
                     break
-                held = entry.best(way, limits)
+                held = entry.best(way, limits, move=False)
                 if held is not None:
-                    self.weighed.append(Weighed(entry, way, held, tuple(limits)))
+                    self.weighed.append(Weighed(entry, way, held, tuple(limits), moved=False))
+        self._move()
         if not self.entries:
             raise InputError(
                 f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "
                 "schedules can be built; give others"
             )
+
+    def _move(self) -> None:
+        """Move the boundaries of what fits, the fastest first, but for what another beats by more than moves gain."""
+        order = sorted((place for place, each in enumerate(self.weighed) if self._fits(each)), key=self._step_s)
+        steps, peaks = np.full(len(order), np.inf), np.full(len(order), np.inf)
+        for turn, place in enumerate(order):
+            each = self.weighed[place]
+            peak = max(each.cut.device_bytes)
+            beaten = (steps * _GAINED < each.cut.step_s) & (peaks * _GAINED < peak)
+            if not each.moved and not beaten.any():
+                each = self.weighed[place] = _moved(each)
+            steps[turn], peaks[turn] = each.cut.step_s, max(each.cut.device_bytes)
+
+    def _step_s(self, place: int) -> float:
+        return self.weighed[place].cut.step_s
 
     def run(self) -> Finished:
         """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
@@ -129,7 +152,11 @@ class _Search:
         turns = 0
         while heap and len(self.finished) < _REPLAYS:
             turns += 1
-            _, _, best = heapq.heappop(heap)
+            _, place, best = heapq.heappop(heap)
+            if not best.moved:
+                best = _moved(best)
+                heapq.heappush(heap, (best.cut.step_s, place, best))
+                continue
             over = self._over(best)
             if over is None:
                 if (id(best.entry), best.cut) in known:
@@ -242,6 +269,11 @@ class _Search:
             verdict="fits" if fits else "borderline" if near else "no",
             replayed=replayed,
         )
+
+
+def _moved(weighed: Weighed) -> Weighed:
+    cut = weighed.entry.search.moved(weighed.cut, weighed.way, weighed.room)
+    return replace(weighed, cut=cut, moved=True)
 
 
 def _within(held: Sequence[float], limits: Sequence[float]) -> bool:

@@ -74,15 +74,17 @@ class Entry:
         sized, warning = self.sized, self.settled.warning
         return Case(model, found, self.options, sized.sizes, sized.costs, own, warning, memo)
 
-    def best(self, way: Sequence[str], room: Sequence[float] | None, *, near: LineCut | None = None) -> LineCut | None:
+    def best(
+        self, way: Sequence[str], room: Sequence[float] | None, *, near: LineCut | None = None, move: bool = True
+    ) -> LineCut | None:
         """Return the best cut where stages choose among the entries of a list, or recompute as a tuple lists.
 
         ``near`` is a cut whose neighbours are looked at too: where room is short the dynamic program, which divides a
-        device's room evenly among its stages, may miss all that fit.
+        device's room evenly among its stages, may miss all that fit. Without ``move`` its boundaries are not moved.
         """
         if isinstance(way, tuple):
-            return self.search.listed(way, room, near=near)
-        return self.search.fastest(way, room, near=near)
+            return self.search.listed(way, room, near=near, move=move)
+        return self.search.fastest(way, room, near=near, move=move)
 
     def free(self, way: Sequence[str], limits: Sequence[float] | None) -> LineCut:
         """Return the best cut whatever it holds; what does not keep the limits is only there to be compared with."""

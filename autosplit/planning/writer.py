@@ -140,7 +140,7 @@ class Writer:
         return sealed(made)
 
     def _stage(self, index: int) -> StagePlan:
-        names = [info.name for _, info in self.traced.compute_nodes() if self.stage_of[info.name] == index]
+        names = self._names[index]
         own = self._works(index)
         parameters = [s for s in self._states(index) if s.is_parameter]
         devices = self.formulation.problem.devices
@@ -166,9 +166,8 @@ class Writer:
     def _issue(self, index: int, names: Sequence[str]) -> NodeTimes:
         """Return how long a host thread issues a stage's kernels, per microbatch."""
         each_s = kernel_issue_s(self.options, self.lane[index])
-        classes = {info.name: info.node_class for _, info in self.traced.compute_nodes()} if each_s else {}
         share = {NodeClass.MICRO: 1.0, NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
-        own = [(self.costs.nodes[name], each_s * share[classes[name]]) for name in names] if each_s else []
+        own = [(self.costs.nodes[name], each_s * share[self._classes[name]]) for name in names] if each_s else []
         return NodeTimes(
             sum(node.forward_kernels * part for node, part in own),
             sum(node.backward_kernels * part for node, part in own),
@@ -210,12 +209,37 @@ class Writer:
         }
 
     def _works(self, index: int) -> list[Work]:
-        works = zip(self.formulation.problem.works, self.partition.assignment, strict=True)
-        return [work for work, stage in works if stage == index]
+        return self._works_of[index]
 
     def _states(self, index: int) -> list[StateProfile]:
         """Return the parameters and buffers whose home a stage is."""
-        return [s for s in self.costs.state.values() if self._home(s.uses) == index]
+        return self._states_of.get(index, [])
+
+    @cached_property
+    def _states_of(self) -> Mapping[int, list[StateProfile]]:
+        found: dict[int, list[StateProfile]] = {}
+        for state in self.costs.state.values():
+            found.setdefault(self._home(state.uses), []).append(state)
+        return found
+
+    @cached_property
+    def _names(self) -> Sequence[list[str]]:
+        """The names of each stage's nodes, in model order."""
+        found: list[list[str]] = [[] for _ in range(self.partition.stages)]
+        for _, info in self.traced.compute_nodes():
+            found[self.stage_of[info.name]].append(info.name)
+        return found
+
+    @cached_property
+    def _works_of(self) -> Sequence[list[Work]]:
+        found: list[list[Work]] = [[] for _ in range(self.partition.stages)]
+        for work, stage in zip(self.formulation.problem.works, self.partition.assignment, strict=True):
+            found[stage].append(work)
+        return found
+
+    @cached_property
+    def _classes(self) -> Mapping[str, NodeClass]:
+        return {info.name: info.node_class for _, info in self.traced.compute_nodes()}
 
     def _home(self, uses: Iterable[str]) -> int:
         return min((self.stage_of[name] for name in uses), default=0)
