@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from autosplit.partition.line import Line
@@ -103,19 +104,23 @@ class Bands:
 
     def _program(self, costs: Sequence[Floats], *, highest: bool) -> tuple[float, tuple[int, ...]] | None:
         """Return the value and bounds of the best row of stages; ``costs`` has an entry per kind of place."""
-        best = np.full(self.line.size + 1, np.inf)
-        best[0] = 0.0
-        tail = self.tail[: len(costs[0])]
-        columns, back = np.arange(len(best)), []
+        join = np.maximum if highest else np.add
+        most, size = len(costs[0]), self.line.size + 1
+        # The value of the best row of stages so far that ends at each place, behind more than a stage reaches back to.
+        best = np.full(most + size, np.inf)
+        best[most] = 0.0
+        # Row n is what stands in front of a stage of n + 1 units that ends at each column.
+        before, value = sliding_window_view(best, size)[most - 1 :: -1], np.empty((most, size))
+        known = []
         for kind in self.kind:
-            before, cost = best[tail], costs[kind]
-            value = np.maximum(before, cost) if highest else before + cost
-            chosen = value.argmin(axis=0)
-            best = value[chosen, columns]
-            back.append(tail[chosen, columns])
+            known.append(best.copy())
+            join(before, costs[kind], out=value)
+            np.minimum.reduce(value, axis=0, out=best[most:])
         if not math.isfinite(best[-1]):
             return None
-        chain = [len(best) - 1]
-        for tails in reversed(back):
-            chain.append(int(tails[chain[-1]]))
+        chain = [size - 1]
+        for kind, earlier in zip(reversed(self.kind), reversed(known), strict=True):
+            end = chain[-1]
+            own = join(earlier[end : end + most][::-1], costs[kind][:, end])
+            chain.append(end - 1 - int(own.argmin()))
         return float(best[-1]), tuple(chain[::-1])

@@ -150,12 +150,13 @@ def _by_group(graph: Graph, each: Sequence[float]) -> Floats:
 
 def _links(problem: Problem, lane: Sequence[int]) -> tuple[Floats, Floats]:
     """Return the slowest link between each pair of stages, and the slower of those next to each stage."""
-    stages = len(lane)
-    between = np.ones((stages, stages))
     links = problem.links or ()
-    for tail in range(stages):
-        for head in range(stages):
-            low, high = sorted((lane[tail], lane[head]))
-            between[tail, head] = max(links[low:high], default=1.0)
+    places = max(lane) + 1
+    # The slowest of a row of links, from each place on.
+    slowest = np.ones((places, places))
+    for low in range(places - 1 if links else 0):
+        slowest[low, low + 1 :] = np.maximum.accumulate(links[low : places - 1])
+        slowest[low + 1 :, low] = slowest[low, low + 1 :]
+    between = slowest[np.ix_(lane, lane)]
     near = np.array([max(links[max(place - 1, 0) : place + 1], default=1.0) for place in lane])
     return between, near

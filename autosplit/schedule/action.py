@@ -133,20 +133,21 @@ class Schedule:
         running = list(range(len(self.lanes)))
         while running:
             lane = running.pop()
-            actions = self.lanes[lane]
-            while position[lane] < len(actions):
-                action = actions[position[lane]]
-                tick = clock[lane]
+            for at in range(position[lane], len(self.lanes[lane])):
+                action, tick = self.lanes[lane][at], clock[lane]
                 for need in self.needs(action):
-                    if need not in ticks:
+                    needed = ticks.get(need)
+                    if needed is None:
                         waiting.setdefault(need, []).append(lane)
                         break
-                    tick = max(tick, ticks[need] + 1)
+                    if needed >= tick:
+                        tick = needed + 1
                 else:
-                    found.append((tick, lane, position[lane]))
-                    clock[lane], position[lane] = tick + 1, position[lane] + 1
-                    ticks[action] = min(tick, ticks.get(action, tick))
-                    running += waiting.pop(action, ())
+                    found.append((tick, lane, at))
+                    clock[lane], position[lane] = tick + 1, at + 1
+                    ticks.setdefault(action, tick)
+                    if action in waiting:
+                        running += waiting.pop(action)
                     continue
                 break
         return MappingProxyType({Cell(lane, at): tick for tick, lane, at in sorted(found)})

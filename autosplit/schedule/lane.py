@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import cast
 
@@ -18,14 +17,14 @@ class LaneWriter:
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
         self.actions: list[Action] = []
-        self._next: Counter[tuple[int, Kind]] = Counter()
+        self._next: dict[tuple[int, Kind], int] = {}
 
     def add(self, stage: int, kinds: str) -> None:
         """Append the stage's next action of each kind."""
         for kind in cast(Iterable[Kind], kinds):
-            microbatch = self._next[stage, kind]
+            microbatch = self._next.get((stage, kind), 0)
             if microbatch < self.microbatches:
-                self._next[stage, kind] += 1
+                self._next[stage, kind] = microbatch + 1
                 self.actions.append(Action(stage, kind, microbatch))
 
     def lane(self) -> tuple[Action, ...]:
