@@ -7,7 +7,8 @@ one. The sweep solves, cuts and replays each combination of microbatches, schedu
 does when all three are given; the best that fits is the reference. The search is one `choose_plan` over the same
 space. ``above`` is the search's step over the reference's, ``share`` its part of the sweep's time; seconds are of this
 process's CPU, without the recording of the model, which both start from. All pairs take about a quarter of an hour. The
-file is written after every pair and keeps what it has of other pairs of the same commit; ``--resume`` measures the rest.
+file is written after every pair and keeps what it has of other pairs of the same commit; ``--resume`` measures the
+rest.
 """
 
 from __future__ import annotations
