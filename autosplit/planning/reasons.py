@@ -9,7 +9,7 @@ from autosplit.partition.problem import again_share
 from autosplit.planning.host import host_step
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, StagePlan
-from autosplit.planning.timeline import predicted
+from autosplit.planning.timeline import predicted_step_s
 from autosplit.planning.verdicts import device_verdicts
 from autosplit.schedule.in_flight import in_flight_of
 from autosplit.units import format_bytes, format_seconds
@@ -33,7 +33,7 @@ def _recompute(plan: Plan) -> Iterator[str]:
     again = [stage for stage in plan.stages if stage.recompute != "never"]
     if not again:
         return
-    cost = _step_s(plan) / _step_s(without_recompute(plan)) - 1
+    cost = predicted_step_s(plan) / predicted_step_s(without_recompute(plan)) - 1
     where = "every stage" if len(again) == len(plan.stages) else _stages([stage.index for stage in again])
     kinds = sorted({stage.recompute for stage in again})
     saved = max(saved_bytes(plan), default=0)
@@ -70,10 +70,6 @@ def saved_bytes(plan: Plan) -> list[int]:
         transient = max((unit.transient_bytes for unit in units), default=0)
         found.append(device.states_bytes + kept + transient - device.peak_bytes)
     return found
-
-
-def _step_s(plan: Plan) -> float:
-    return predicted(plan).step_s
 
 
 def _uneven(plan: Plan) -> Iterator[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autosplit.planning.plan import Plan
-from autosplit.schedule.action import Action, Kind
-from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.schedule.action import Action, Kind, Schedule
+from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,12 @@ class StepTimeline:
     timed: bool = True
 
 
-def predicted(plan: Plan) -> StepTimeline:
-    """Return the simulated step of a plan, from what the plan holds and nothing else."""
+def predicted_step_s(plan: Plan) -> float:
+    """Return the length of the simulated step of a plan."""
+    return _simulated(plan)[2].step_s
+
+
+def _simulated(plan: Plan) -> tuple[Schedule, tuple[TransferTime, ...], Timeline]:
     schedule = plan.schedule_for(len(plan.microbatch_rows))
     times = tuple(TransferTime(t.producer, t.consumer, t.forward_s, t.backward_s) for t in plan.transfers)
     found = simulate(
@@ -88,6 +92,12 @@ def predicted(plan: Plan) -> StepTimeline:
         weight_gradient_s=[stage.weight_s for stage in plan.stages],
         transfers=times,
     )
+    return schedule, times, found
+
+
+def predicted(plan: Plan) -> StepTimeline:
+    """Return the simulated step of a plan, from what the plan holds and nothing else."""
+    schedule, times, found = _simulated(plan)
     lane = schedule.stage_lane
     bars = tuple(
         Bar(lane[s.action.stage], s.action.stage, s.action.kind, s.action.microbatch, s.start_s, s.end_s)
