@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,14 @@ COMMANDS = ("devices", "diff", "plan", "profile", "solve", "report", "verify")
 WORKLOAD = ROOT / "benchmarks" / "data" / "workloads" / "pd_gnmt_bw1e10.json"
 SOLVE = ("solve", str(WORKLOAD), "--stages", "4", "--json")
 WAITS = "import os, signal, time\ndef make():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+
+
+@pytest.fixture
+def _heeded() -> Iterator[None]:
+    """Let children heed a Ctrl-C, also where the tests were started in the background and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -138,6 +148,7 @@ def test_the_phases_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"profiling", "measuring", "solving", "replaying memory"} <= set(names)
 
 
+@pytest.mark.usefixtures("_heeded")
 def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS, encoding="utf-8")
     terminal = Terminal("plan", f"{tmp_path / 'waits.py'}:make", "--input", "x=float32[4]")
@@ -148,6 +159,7 @@ def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
 
 
+@pytest.mark.usefixtures("_heeded")
 def test_ctrl_c_that_an_import_swallows_is_still_heeded(tmp_path: Path) -> None:
     swallows = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: pass\n"
     swallows += "def make():\n    from torch import nn\n    return nn.Linear(4, 4)\n"
