@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,3 +161,26 @@ def test_boundaries_of_what_is_beaten_by_far_need_not_move(
         plans.append(chosen(model, found, WIDE, limit=limit))
     assert plans[0] == plans[1]
     assert 0 < moved[0] < moved[1]
+
+
+def ranked(step_s: float, low: int, peak: int, high: int) -> tuple[float, ...]:
+    """Return the rank of a cut for one device of 100 bytes."""
+    partition = SimpleNamespace(value_s=step_s)
+    writer = SimpleNamespace(partition=partition, lows=lambda: [low], peaks=lambda: [peak], highs=lambda: [high])
+    nothing: Any = None
+    return Finished(nothing, nothing, cast(Any, writer), (100.0,)).rank
+
+
+def test_what_is_likelier_to_fit_goes_before_what_is_faster() -> None:
+    sure, predicted_to, likely, unlikely, no, further = (
+        ranked(6.0, 80, 85, 90),
+        ranked(5.0, 90, 95, 105),
+        ranked(4.0, 96, 101, 106),
+        ranked(3.0, 99, 104, 109),
+        ranked(2.0, 105, 110, 115),
+        ranked(1.0, 205, 210, 215),
+    )
+    assert sure < predicted_to < likely < unlikely < no < further
+    assert ranked(1.0, 80, 85, 90) < sure
+    assert ranked(1.0, 90, 95, 105) < predicted_to
+    assert ranked(1.0, 96, 101, 106) < likely
