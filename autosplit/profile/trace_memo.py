@@ -77,19 +77,19 @@ class TraceMemo:
         kind = recompute, *(None if key is None else key.kind for key in keys)
         names = next(key.names for key in keys if key is not None)
         if kind not in self._known:
-            one, other = map(partial(self._trace, stage), (never, recomputed), keys)
-            first = one or other
-            assert first is not None, "a stage's microbatches run one way or the other"
-            traces = StageTraces(recompute, never=_trace_of(one), recomputed=_trace_of(other))
-            self._known[kind] = Known(traces, first.names)
+            one, other = map(partial(self._trace, stage, names=names), (never, recomputed), keys)
+            self._known[kind] = Known(StageTraces(recompute, never=one, recomputed=other), names)
         return self._known[kind], names
 
-    def _trace(self, stage: StageNodes, how: How | None, key: StageKey | None) -> _Traced | None:
+    def _trace(
+        self, stage: StageNodes, how: How | None, key: StageKey | None, *, names: tuple[str, ...]
+    ) -> StageTrace | None:
+        """Return one trace of a stage in the names that its traces share: it may have been made on another stage."""
         if how is None or key is None:
             return None
         if key.kind not in self._whole:
             self._whole[key.kind] = _Traced(block_trace(stage.copied(), how, run=self._run), key.names)
-        return self._whole[key.kind]
+        return _in_words(self._whole[key.kind], names)
 
     def _run(self, stage: StageGraph, how: How) -> StageTrace:
         """Return the trace of a stage as it is, made or renamed."""
@@ -97,14 +97,12 @@ class TraceMemo:
         known = self._short.get(key.kind)
         if known is None:
             known = self._short[key.kind] = _Traced(trace_stage(stage, how, quick=self.quick), key.names)
-        return known.trace if known.names == key.names else _renamed(known, key.names)
+        return _in_words(known, key.names)
 
 
-def _trace_of(traced: _Traced | None) -> StageTrace | None:
-    return None if traced is None else traced.trace
-
-
-def _renamed(known: _Traced, names: tuple[str, ...]) -> StageTrace:
+def _in_words(known: _Traced, names: tuple[str, ...]) -> StageTrace:
+    if known.names == names:
+        return known.trace
     words = dict(zip(known.names, names, strict=True)) | {"": ""}
     trace = known.trace
     return replace(

@@ -97,6 +97,22 @@ def test_every_cut_is_as_if_traced_alone(tied: bool, recompute: Recompute) -> No
         assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain())
 
 
+def test_equal_stages_may_be_recomputed_in_different_ways() -> None:
+    own = by_block("always", "never", "always", "except_last", "except_last", "except_last")
+    assert fullest_moments(own, memo=TraceMemo()) == fullest_moments(own, memo=Plain())
+
+
+def by_block(*recompute: Recompute) -> Cut:
+    """Return a cut with a block per stage, the embedding alone in the first and the head in the last."""
+    own = cut(False, 2, "never", 0)
+    stage_of = {name: (int(name.split(".")[1][0]) + 1 if name.startswith("blocks") else 0) for name in own.stage_of}
+    stage_of |= {name: LAYERS for name in stage_of if name.startswith("head")}
+    stages = len(recompute)
+    options = Options(devices=(torch.device("cpu"),) * stages, chunks=CHUNKS, measure=False)
+    schedule = build("1f1b", stages=stages, microbatches=CHUNKS)
+    return Cut(own.traced, own.profile, options, stage_of, own.sizes, schedule, recompute)
+
+
 def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[StageGraph] = []
 
@@ -106,15 +122,8 @@ def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(trace_memo, "trace_stage", run)
     memo = TraceMemo()
-    own = cut(False, 2, "never", 0)
-    names = [*own.stage_of]
-    by_block = {name: (int(name.split(".")[1][0]) + 1 if name.startswith("blocks") else 0) for name in names}
-    by_block |= {name: LAYERS for name in names if name.startswith("head")}
-    stages = LAYERS + 1
-    schedule = build("1f1b", stages=stages, microbatches=CHUNKS)
-    options = Options(devices=(torch.device("cpu"),) * stages, chunks=CHUNKS, measure=False)
-    never: tuple[Recompute, ...] = tuple("never" for _ in range(stages))
-    alone = Cut(own.traced, own.profile, options, by_block, own.sizes, schedule, never)
+    never: tuple[Recompute, ...] = tuple("never" for _ in range(LAYERS + 1))
+    alone = by_block(*never)
     first = fullest_moments(alone, memo=memo)
     assert len(runs) == 3  # the embedding, a block, the last block with the head
     assert [moment.moment.node.split("#")[0] for moment in first[1:-1]] == [
