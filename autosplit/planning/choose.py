@@ -28,6 +28,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
 from autosplit.planning.sweep import Entry, Space, Sweep
 from autosplit.planning.units import units_of
+from autosplit.planning.verdicts import Verdict
 from autosplit.progress import phase, update
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.ladder import Trace
@@ -243,19 +244,25 @@ class _Search:
     def alternatives(self) -> list[Alternative]:
         """Return what was weighed, as the plan's file has it; what was replayed with its peak."""
         replayed = [
-            self._alternative(each.entry, each.cut.recompute, each.writer.partition.value_s, each.peaks, replayed=True)
+            self._alternative(each.entry, each.cut.recompute, each.writer.partition.value_s, each.peaks, each.verdict)
             for each in self.finished
         ]
         known = set(map(_key, replayed))
         weighed = (
-            self._alternative(each.entry, each.cut.recompute, each.cut.step_s, each.cut.device_bytes, replayed=False)
+            self._alternative(each.entry, each.cut.recompute, each.cut.step_s, each.cut.device_bytes)
             for each in self.weighed
         )
         return [*replayed, *(each for each in weighed if _key(each) not in known)]
 
     def _alternative(
-        self, entry: Entry, recompute: tuple[str, ...], step_s: float, held: Sequence[int], *, replayed: bool
+        self,
+        entry: Entry,
+        recompute: tuple[str, ...],
+        step_s: float,
+        held: Sequence[int],
+        replayed: Verdict | None = None,
     ) -> Alternative:
+        """``replayed`` is the verdict of a replay; without one the formula's peaks are held against the limits."""
         limits = self.sweep.room(entry.search.problem)
         fits = limits is not None and _within(held, limits)
         near = limits is None or _within(held, [limit * _NEAR for limit in limits])
@@ -266,8 +273,8 @@ class _Search:
             recompute=recompute if len(set(recompute)) > 1 else recompute[:1],
             step_s=step_s + entry.sized.once_s,
             peak_bytes=max(held),
-            verdict="fits" if fits else "borderline" if near else "no",
-            replayed=replayed,
+            verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
+            replayed=replayed is not None,
         )
 
 

@@ -14,6 +14,7 @@ from autosplit.partition.spread_bound import spread_bound
 from autosplit.partition.step_bound import simple_bound
 from autosplit.planning.case import Case
 from autosplit.planning.sweep import Entry, Sweep
+from autosplit.planning.verdicts import Verdict
 from autosplit.planning.writer import Writer
 
 _MOST = 1_000
@@ -53,6 +54,15 @@ class Finished:
         return all(high <= limit for high, limit in zip(self.highs, self.limits, strict=False))
 
     @property
+    def verdict(self) -> Verdict:
+        """Whether it fits, by the ranges of all devices."""
+        if self.sure:
+            return "fits"
+        return (
+            "borderline" if all(low <= own for low, own in zip(self.writer.lows(), self.limits, strict=False)) else "no"
+        )
+
+    @property
     def rank(self) -> tuple[float, ...]:
         """The less the better: what fits for sure, what is predicted to, what may, and of the rest the closest.
 
@@ -63,8 +73,8 @@ class Finished:
             return (0.0, step_s)
         if self.worst <= 1.0:
             return (1.0, step_s)
-        ranges = list(zip(self.writer.lows(), self.highs, self.limits, strict=False))
-        if all(low <= limit for low, _, limit in ranges):
+        if self.verdict == "borderline":
+            ranges = zip(self.writer.lows(), self.highs, self.limits, strict=False)
             risk = max((high - limit) / max(high - low, 1) for low, high, limit in ranges)
             return (2.0, round(risk, 1), step_s)
         return (3.0, round(self.worst, 2), step_s)

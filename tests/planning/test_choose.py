@@ -163,12 +163,17 @@ def test_boundaries_of_what_is_beaten_by_far_need_not_move(
     assert 0 < moved[0] < moved[1]
 
 
-def ranked(step_s: float, low: int, peak: int, high: int) -> tuple[float, ...]:
-    """Return the rank of a cut for one device of 100 bytes."""
+def cut(step_s: float, low: int, peak: int, high: int) -> Finished:
+    """Return a cut for one device of 100 bytes."""
     partition = SimpleNamespace(value_s=step_s)
     writer = SimpleNamespace(partition=partition, lows=lambda: [low], peaks=lambda: [peak], highs=lambda: [high])
     nothing: Any = None
-    return Finished(nothing, nothing, cast(Any, writer), (100.0,)).rank
+    return Finished(nothing, nothing, cast(Any, writer), (100.0,))
+
+
+def ranked(step_s: float, low: int, peak: int, high: int) -> tuple[float, ...]:
+    """Return the rank of a cut for one device of 100 bytes."""
+    return cut(step_s, low, peak, high).rank
 
 
 def test_what_is_likelier_to_fit_goes_before_what_is_faster() -> None:
@@ -184,3 +189,21 @@ def test_what_is_likelier_to_fit_goes_before_what_is_faster() -> None:
     assert ranked(1.0, 80, 85, 90) < sure
     assert ranked(1.0, 90, 95, 105) < predicted_to
     assert ranked(1.0, 96, 101, 106) < likely
+
+
+def test_what_was_replayed_is_judged_by_its_range() -> None:
+    ranges = ((80, 85, 100), (90, 95, 105), (96, 104, 106), (101, 104, 106))
+    assert [cut(1.0, *own).verdict for own in ranges] == ["fits", "borderline", "borderline", "no"]
+
+
+def test_the_frontier_says_of_what_was_replayed_that_it_may_not_fit(
+    model: nn.Module, found: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = int(0.8 * peak(chosen(model, found, WIDE)))
+    first = chosen(model, found, WIDE, limit=limit)
+    monkeypatch.setattr(Finished, "highs", property(lambda own: [round(1.3 * high) for high in own.writer.highs()]))
+    best = chosen(model, found, WIDE, limit=limit)
+    assert peak(best) < peak(first)
+    assert [each.verdict for each in best.frontier if each.replayed and each.peak_bytes == peak(first)] == [
+        "borderline"
+    ]
