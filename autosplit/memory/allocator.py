@@ -196,6 +196,12 @@ class Allocator:
         self._allocated_peak = max(self._allocated_peak, self._allocated)
         return True
 
+    def adopt(self, storage: int, block: Block, requested_bytes: int) -> None:
+        """Note that a block which is in use already is a storage's."""
+        self._live[storage] = block, requested_bytes
+        self._allocated += block.size
+        self._requested += requested_bytes
+
     def free(self, storage: int) -> None:
         """Take back a storage's block and join it with free neighbours."""
         block, requested_bytes = self._live.pop(storage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 MIB = 1 << 20
 
@@ -58,6 +59,10 @@ class Pool:
         """The first block of every segment."""
         return tuple(self._heads.values())
 
+    def head(self, address: int) -> Block | None:
+        """Return the first block of the segment at an address; None where there is no such segment."""
+        return self._heads.get(address)
+
     def best_fit(self, size: int) -> Block | None:
         """Return the smallest free block of at least ``size`` bytes, the lowest address among equals.
 
@@ -112,14 +117,30 @@ class Pool:
             block = before
         self.put(block)
 
-    def open(self, size: int) -> Block:
-        """Reserve a segment and return it as one block, not among the free ones."""
-        block = Block(self, self._top, size)
-        self._top += size
+    def open(self, size: int, *, address: int | None = None) -> Block:
+        """Reserve a segment, behind all others or at ``address``; return it as one block, not among the free ones."""
+        block = Block(self, self._top if address is None else address, size)
+        self._top = max(self._top, block.address + size)
         self._heads[block.address] = block
         self.segments += 1
         self.reserved_bytes += size
         return block
+
+    def restore(self, address: int, blocks: Sequence[tuple[int, bool]]) -> list[Block]:
+        """Take over a segment and return its blocks, of which sizes and whether they are free are given in order."""
+        block = self.open(sum(size for size, _ in blocks), address=address)
+        found = [block]
+        for size, _ in blocks[:-1]:
+            rest = Block(self, block.address + size, block.size - size)
+            block.size = size
+            _insert_after(block, rest)
+            found.append(rest)
+            block = rest
+        for block, (_, free) in zip(found, blocks, strict=True):
+            block.free = free
+            if free:
+                self.put(block)
+        return found
 
     def close(self, block: Block) -> None:
         """Give a segment that is one free block back to the device."""
