@@ -187,9 +187,7 @@ def test_whatever_differs_is_named() -> None:
 def test_a_history_without_its_beginning_is_refused() -> None:
     device, opening = busy(4, before=80, entries=80)
     late = device.snapshot()
-    with pytest.raises(
-        InputError, match=r"never (opened|allocated) and .*beginning is missing; record from"
-    ):
+    with pytest.raises(InputError, match=r"never (opened|allocated) and .*beginning is missing; record from"):
         replay_history(history_of(late))
     with pytest.raises(InputError, match="beginning is missing"):
         list(changes_of(history_of(late)))
