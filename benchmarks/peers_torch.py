@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining as a contender: two processes over gloo, one stage and one intra-op thread each.
+"""torch.distributed.pipelining as a contender: a process with one intra-op thread for each stage, two over gloo here.
 
     this process     "1f1b" ──┬──► rank 0   first stage ─┐ gloo
                               └──► rank 1   last stage  ─┘        seconds of the slower one ──► reading
@@ -9,12 +9,14 @@ processes, which sleep while others are read.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks import pairs
@@ -35,40 +37,66 @@ _TIMEOUT_S = 120.0
 _GRADIENTS, _STOP = "gradients", "stop"
 
 
-class Ranks:
-    """The two processes of one subject."""
+@dataclass(frozen=True)
+class Job:
+    """What the ranks run: a stage each, on one batch; ``amp``: under bf16 autocast."""
 
-    def __init__(self, subject: str) -> None:
+    stages: Sequence[nn.Module]
+    batch: Tensor
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    chunks: int
+    amp: bool = False
+
+
+def job_of(subject: str) -> Job:
+    """Return the two stages of a subject."""
+    made = subjects()[subject].make()
+    return Job(made.stages(), made.batch, made.target, made.subject.loss, CHUNKS)
+
+
+class Ranks:
+    """The processes of one job; each makes it for itself, so ``make`` must pickle."""
+
+    def __init__(
+        self, make: str | Callable[[], Job], *, world: int = _WORLD, place: str = "cpu", backend: str = "gloo"
+    ) -> None:
+        made = partial(job_of, make) if isinstance(make, str) else make
         context = processes.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.links: list[Connection] = []
         self.own: list[Any] = []
-        for rank in range(_WORLD):
+        store = str(Path(self.folder.name) / "store")
+        for rank in range(world):
             here, there = context.Pipe()
-            given = (rank, there, subject, str(Path(self.folder.name) / "store"))
+            given = (rank, there, made, _Where(world, place, backend, store))
             self.own.append(context.Process(target=_work, args=given, daemon=True))
             self.links.append(here)
             self.own[-1].start()
             there.close()
 
     def ask(self, what: str) -> list[Any]:
-        """Have both ranks do something and return what each answers; raises RuntimeError when one cannot."""
+        """Have all ranks do something and return what each answers; raises RuntimeError when one cannot."""
         for link in self.links:
             link.send(what)
         answers = []
         for rank, link in enumerate(self.links):
             if not link.poll(_TIMEOUT_S):
                 raise RuntimeError(f"rank {rank} does not answer {what!r} within {_TIMEOUT_S:g} s")
-            answers.append(link.recv())
+            try:
+                answers.append(link.recv())
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died") from None
         failed = [answer for answer in answers if isinstance(answer, str)]
         if failed:
             raise RuntimeError("; ".join(failed))
         return answers
 
     def close(self) -> None:
-        """End both processes."""
+        """End all processes."""
         for link in self.links:
-            link.send(_STOP)
+            with contextlib.suppress(OSError):  # it may have died
+                link.send(_STOP)
         for process in self.own:
             process.join(_JOIN_S)
             process.kill()
@@ -77,13 +105,13 @@ class Ranks:
 
 @dataclass
 class Distributed:
-    """One schedule on the two ranks, as a contender."""
+    """One schedule on the ranks, as a contender."""
 
     ranks: Ranks
     schedule: str
 
     def read(self) -> pairs.Reading:
-        """Run a step that begins without gradients; the slower rank's seconds, and both ranks' CPU seconds."""
+        """Run a step that begins without gradients; the slowest rank's seconds, and all ranks' CPU seconds."""
         answers = self.ranks.ask(self.schedule)
         walls, cpus = zip(*answers, strict=True)
         return pairs.Reading(wall_s=max(walls), process_s=sum(cpus), thread_s=0.0)
@@ -96,27 +124,39 @@ class Distributed:
         """Leave the ranks alone: the other schedule may still want them."""
 
 
-def _work(rank: int, link: Connection, subject: str, store: str) -> None:
+@dataclass(frozen=True)
+class _Where:
+    world: int
+    place: str
+    backend: str
+    store: str
+
+
+def _work(rank: int, link: Connection, make: Callable[[], Job], where: _Where) -> None:
     """Answer what the benchmark asks until it says stop."""
     torch.set_num_threads(1)
     try:
-        timeout = datetime.timedelta(seconds=_TIMEOUT_S)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=_WORLD, timeout=timeout)
-        made = subjects()[subject].make()
-        module = made.stages()[rank]
+        timeout, device = datetime.timedelta(seconds=_TIMEOUT_S), torch.device(where.place)
+        init = f"file://{where.store}"
+        dist.init_process_group(where.backend, init_method=init, rank=rank, world_size=where.world, timeout=timeout)
+        job = make()
+        module = job.stages[rank]
         steps = {}
         for name, schedule in SCHEDULES.items():
-            stage = PipelineStage(module, rank, _WORLD, torch.device("cpu"))
-            steps[name] = schedule(stage, CHUNKS, loss_fn=made.subject.loss)
-        given: Sequence[Tensor] = (made.batch,) if rank == 0 else ()
-        options = {} if rank == 0 else {"target": made.target}
+            stage = PipelineStage(module, rank, where.world, device)
+            steps[name] = schedule(stage, job.chunks, loss_fn=job.loss)
+        given: Sequence[Tensor] = (job.batch,) if rank == 0 else ()
+        options = {"target": job.target} if rank == where.world - 1 else {}
         while (asked := link.recv()) != _STOP:
             if asked == _GRADIENTS:
-                link.send([p.grad.numpy() for p in module.parameters() if p.grad is not None])
+                link.send([p.grad.cpu().numpy() for p in module.parameters() if p.grad is not None])
                 continue
             module.zero_grad(set_to_none=True)
             wall, cpu = time.perf_counter(), time.process_time()
-            steps[asked].step(*given, **options, return_outputs=False)
+            with torch.autocast(device.type, torch.bfloat16, enabled=job.amp):
+                steps[asked].step(*given, **options, return_outputs=False)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             link.send((time.perf_counter() - wall, time.process_time() - cpu))
     except Exception as error:
         link.send(f"rank {rank}: {type(error).__name__}: {error}")

@@ -1,0 +1,1 @@
+"""The benchmark for a GPU, part by part; see :mod:`benchmarks.gpu.run`."""

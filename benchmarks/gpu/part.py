@@ -1,0 +1,152 @@
+"""What the parts of the GPU benchmark share: where they run, what they hand back, and timing on a device."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cost_models
+from benchmarks import pairs
+from benchmarks.pairs import Check, Spread, at_least, at_most
+from cost_models.specs import DeviceSpec
+
+__all__ = ["Check", "Found", "Setting", "Spread", "at_least", "at_most", "differ", "ratios", "settled"]
+
+_DIGITS = 5
+"""Significant digits of a figure in a file."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a part runs, and how large.
+
+    Attributes:
+        device: the CUDA device that is measured, or the CPU in a dry run.
+        small: whether sizes are tiny: seconds on a CPU, figures of nothing.
+        peers: the peers that are measured in the same run.
+    """
+
+    device: torch.device
+    small: bool = False
+    peers: tuple[str, ...] = ("torchgpipe", "torch")
+
+    @property
+    def cuda(self) -> bool:
+        """Whether a GPU is measured."""
+        return self.device.type == "cuda"
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """What is known of the device: raises ValueError for a GPU that nobody has described."""
+        if not self.cuda:
+            return cost_models.device("cpu-lane")
+        name = torch.cuda.get_device_name(self.device)
+        found = cost_models.identify(name)
+        if found is None:
+            raise ValueError(f"no file of cost_models/devices has the driver name {name!r}; add one")
+        return found
+
+    @property
+    def short_name(self) -> str:
+        """The device in one word, as files of results are named: ``h200``, ``cpu``."""
+        if not self.cuda:
+            return "cpu"
+        name = torch.cuda.get_device_name(self.device)
+        found = cost_models.identify(name)
+        return (name if found is None else found.name).replace(" ", "-").split("-")[0].lower()
+
+    def wait(self) -> None:
+        """Wait until the device is through with what it was given."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def empty(self) -> None:
+        """Give back what nobody holds any more, pipes and their lanes too."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def waited(self, step: Callable[[], Any], *, calls: int = 1) -> Callable[[], None]:
+        """Return what takes some steps one after the other and then waits for the device."""
+
+        def run() -> None:
+            for _ in range(calls):
+                step()
+            self.wait()
+
+        return run
+
+
+@dataclass
+class Found:
+    """What a part hands back.
+
+    Attributes:
+        checks: the numbers that are asked for, with what was measured.
+        figures: everything that was measured, as plain data; spreads are written as their quartiles.
+        settings: what the figures depend on beside the machine.
+        missing: what could not be measured and why, ``"torchgpipe: it is not installed"``.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+
+Part = Callable[[Setting], Found]
+
+
+def settled(check: Check) -> Check:
+    """Return a check as a file has it: rounded, and ``ok`` read off what stands there."""
+    word, _, text = check.asked.partition(" ")
+    measured, asked = float(f"{check.measured:.{_DIGITS}g}"), float(text)
+    return replace(check, measured=measured, ok={"<=": measured <= asked, ">=": measured >= asked}[word])
+
+
+def ratios(readings: pairs.Pairs) -> Spread:
+    """Return how many times as long ours took as its reference on the clock, pair by pair."""
+    both = zip(readings.ours, readings.reference, strict=True)
+    return Spread.of([ours.wall_s / reference.wall_s for ours, reference in both])
+
+
+def beside(
+    ours: Callable[[], Any], reference: Callable[[], Any], *, setting: Setting, repeats: int, calls: int
+) -> pairs.Pairs:
+    """Read one step beside another in turns; each reading is of ``calls`` steps and the device's end."""
+    run, other = setting.waited(ours, calls=calls), setting.waited(reference, calls=calls)
+    return pairs.paired({"": run}, {"": other}, repeats=repeats, calls=1, warmups=2)[""]
+
+
+def differ(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference between two lists of tensors, each over the largest entry of its pair."""
+    if len(found) != len(expected):
+        raise ValueError(f"{len(found)} gradients, {len(expected)} expected")
+    return max(float((f - e).abs().max() / (e.abs().max() + 1e-30)) for f, e in zip(found, expected, strict=True))
+
+
+def seconds(step: Callable[[], Any], *, setting: Setting, calls: int = 1) -> float:
+    """Return the mean seconds of some steps on the clock, the device's end included."""
+    setting.wait()
+    began = time.perf_counter()
+    setting.waited(step, calls=calls)()
+    return (time.perf_counter() - began) / calls
+
+
+def milliseconds(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Return a figure as a line of a table: seconds in ms, ratios with three digits, lists left out."""
+    shown = {}
+    for name, value in figures.items():
+        if isinstance(value, Spread):
+            shown[name] = value.scaled(1e3).text(2) if name.endswith("_s") else value.text(3)
+        elif isinstance(value, float):
+            shown[name] = f"{value * 1e3:.3f}" if name.endswith("_s") else f"{value:.4g}"
+        elif isinstance(value, (str, int)):
+            shown[name] = str(value)
+    return {name.replace("_s", " ms") if name.endswith("_s") else name: text for name, text in shown.items()}

@@ -1,0 +1,140 @@
+"""One part of the GPU benchmark: at most eight minutes on the device, one file of results.
+
+    python -m benchmarks.gpu.run --part step [--device cuda:0] [--small] [--json FILE] [--peers torchgpipe torch]
+    python -m benchmarks.gpu.run --list
+
+Figures go to ``benchmarks/results/<part>-<device>.json``, such as ``step-h200.json``: the device, versions, the date,
+``checks`` (name, asked, measured, ok), ``figures``, and ``missing``: what could not be measured, and why. With
+``--device cpu --small`` every part runs in seconds on tiny sizes: a dry run, which shows that nothing is misspelt. Its
+file says so, and it is written only where ``--json`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import pairs
+from benchmarks.gpu.part import Found, Part, Setting, milliseconds, settled
+
+PARTS = {
+    "step": "one stage against the plain model; four stages on one card against a plain loop and peers",
+    "memory": "peaks predicted without a GPU against the allocator's; traces replayed; budgets",
+    "roofline": "time per stage by the calibrated roofline, leave one family out",
+    "measured": "the measured profile against stages run alone",
+    "twin_unet": "U-Net (5, 64) at 2, 4 and 8 stages, simulated from stages measured alone",
+    "twin_amoebanet": "AmoebaNet-D (18, 256), likewise",
+    "twin_resnet": "ResNet-101, likewise",
+    "twin_gpt2": "GPT-2 XL, likewise",
+    "predict": "predictions written down, then checked: stages on one card; the CPU and the card",
+    "faster": "graphs=True and compile=True against eager stages",
+    "races": "random delays around every transfer: the bits of the single stream",
+}
+RESULTS = Path(__file__).parents[1] / "results"
+DRY = "a dry run on the CPU with tiny sizes: it shows that the part runs, and no figure in it is a GPU's"
+SMALL = "a run with tiny sizes: it shows that the part runs, and its figures are of nothing"
+
+
+def part(name: str) -> Part:
+    """Return what runs a part."""
+    module, _, rest = name.partition("_")
+    run = importlib.import_module(f"benchmarks.gpu.{module}")
+    return run.run_for(rest) if rest else run.run
+
+
+def machine(setting: Setting) -> dict[str, Any]:
+    """Return what the figures depend on: the host as for every benchmark, and the device."""
+    found = {**pairs.facts(), "device": setting.short_name, "device_name": "CPU"}
+    if setting.cuda:
+        own = torch.cuda.get_device_properties(setting.device)
+        found |= {
+            "device_name": own.name,
+            "device_bytes": own.total_memory,
+            "multiprocessors": own.multi_processor_count,
+            "capability": f"{own.major}.{own.minor}",
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+        }
+    return found
+
+
+def write(path: Path, name: str, setting: Setting, facts: dict[str, Any], found: Found) -> None:
+    """Write the file of results, as `benchmarks.pairs.write` does, with what is missing and what it is worth."""
+    settings = {**found.settings, "small": setting.small, "device": str(setting.device)}
+    checks = [settled(check) for check in found.checks]
+    pairs.write(path, benchmark=name, settings=settings, machine=facts, figures=found.figures, checks=checks)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    worth = {"dry_run": DRY} if not setting.cuda else {"dry_run": SMALL} if setting.small else {}
+    head = {"benchmark": name, "device": setting.short_name, "date": facts["date"], **worth, "missing": found.missing}
+    path.write_text(json.dumps({**head, **content}, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def check_device(device: torch.device, *, small: bool) -> None:
+    """Raise ValueError where a device is not there, or a CPU is asked for a GPU's figures."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device} is neither cpu nor a CUDA device")
+    if device.type == "cpu" and not small:
+        raise ValueError("a CPU gives no figures of a GPU; for a dry run add --small")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no {device}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")
+
+
+def report(found: Found) -> str:
+    """Return what was found as text: figures, checks, what is missing."""
+    rows = [milliseconds(figure) for figure in found.figures]
+    kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(row), []).append(row)
+    checks = [settled(check) for check in found.checks]
+    shown = [
+        {"check": c.name, "asked": c.asked, "measured": f"{c.measured:g}", "": "" if c.ok else "no"} for c in checks
+    ]
+    missing = [f"missing: {text}" for text in found.missing]
+    return "\n\n".join([*(pairs.table(own) for own in kinds.values()), pairs.table(shown), *missing])
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line's settings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--part", choices=list(PARTS))
+    asked.add_argument("--list", action="store_true", help="print the parts")
+    parser.add_argument("--device", default="cuda:0", type=torch.device)
+    parser.add_argument("--small", action="store_true", help="tiny sizes: a dry run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--peers", nargs="*", choices=("torchgpipe", "torch"), default=("torchgpipe", "torch"))
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a part, print what was found, and write the file."""
+    arguments = parse(argv)
+    if arguments.list:
+        print(*(f"{name:16} {text}" for name, text in PARTS.items()), sep="\n")
+        return
+    try:
+        check_device(arguments.device, small=arguments.small)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    setting = Setting(arguments.device, arguments.small, tuple(arguments.peers))
+    facts = machine(setting)
+    print(f"{arguments.part} on {facts['device_name']}\n{pairs.facts_text(facts)}", flush=True)
+    path = arguments.json
+    if path is None and setting.cuda and not setting.small:
+        path = RESULTS / f"{arguments.part}-{setting.short_name}.json"
+    found = part(arguments.part)(setting)
+    print(report(found))
+    if path is not None:
+        write(path, arguments.part, setting, facts, found)
+        print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The GPU benchmark: every part runs here on tiny sizes, its file has the form of results, and its checks follow."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from benchmarks import pairs
+from benchmarks.gpu import part, run, step, subjects
+from benchmarks.gpu.part import Found, Setting
+
+CPU = Setting(torch.device("cpu"), small=True, peers=("torchgpipe",))
+THERE = [name for name in run.PARTS if importlib.util.find_spec(f"benchmarks.gpu.{name.partition('_')[0]}")]
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def follows(check: dict) -> bool:
+    """Return what ``ok`` must be, from the two figures beside it."""
+    word, text = check["asked"].split()
+    return {"<=": check["measured"] <= float(text), ">=": check["measured"] >= float(text)}[word]
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_every_part_runs_here_and_its_file_has_the_form_of_results(name, tmp_path, capsys):
+    path = tmp_path / f"{name}.json"
+    run.main(["--part", name, "--device", "cpu", "--small", "--peers", "torchgpipe", "--json", str(path)])
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert {"benchmark", "device", "date", "dry_run", "missing", "machine", "settings", "checks", "figures"} <= set(
+        content
+    )
+    assert (content["benchmark"], content["device"], content["dry_run"]) == (name, "cpu", run.DRY)
+    assert content["machine"]["torch"] == torch.__version__
+    assert content["figures"]
+    assert content["checks"] or content["missing"]
+    for check in content["checks"]:
+        assert set(check) == {"name", "asked", "measured", "ok"}
+        assert check["ok"] is follows(check), check
+    assert len({check["name"] for check in content["checks"]}) == len(content["checks"])
+    printed = capsys.readouterr().out
+    assert all(check["name"] in printed for check in content["checks"])
+    assert all(text in printed for text in content["missing"])
+
+
+def test_a_peer_that_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(pairs, "torchgpipe", lambda: None)
+    made = next(iter(subjects.steps(small=True).values())).make(CPU.device, chunks=2)
+    with pytest.raises(ModuleNotFoundError, match="it is not installed"):
+        step.torchgpipe_step(made, [2, 3])
+
+
+def test_a_step_with_other_gradients_is_not_timed():
+    made = next(iter(subjects.steps(small=True).values())).make(CPU.device, chunks=2)
+    made.loop()
+    expected = made.gradients()
+    step._same(made, made.loop, expected, "the loop")
+    with pytest.raises(ValueError, match="the gradients of half of it are off by"):
+        step._same(made, made.loop, [2 * gradient for gradient in expected], "half of it")
+
+
+def test_ok_is_read_off_the_rounded_figure():
+    near = part.at_most("near", 1.01, 1.0100001)
+    assert not near.ok
+    assert part.settled(near) == part.Check("near", "<= 1.01", 1.01, True)
+    assert part.settled(part.at_least("share", 0.95, 0.9499999)).ok
+    assert not part.settled(part.at_least("share", 0.95, 0.9499)).ok
+
+
+def test_a_file_of_a_card_says_nothing_of_a_dry_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(Setting, "short_name", "h200")
+    found = Found(checks=[part.at_most("a", 1.0, 0.5)], figures=[{"x_s": 1.0}])
+    card = Setting(torch.device("cuda:0"))
+    run.write(tmp_path / "a.json", "a", card, {"date": "today", "device": "h200"}, found)
+    content = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert "dry_run" not in content
+    assert content["device"] == "h200"
+    assert content["checks"] == [{"name": "a", "asked": "<= 1", "measured": 0.5, "ok": True}]
+    run.write(tmp_path / "b.json", "a", Setting(card.device, small=True), {"date": "today", "device": "h200"}, found)
+    assert json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["dry_run"] == run.SMALL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--part", "step", "--device", "cpu"], "a CPU gives no figures of a GPU"),
+        (["--part", "step", "--device", "cuda:99"], "there is no cuda:99"),
+        (["--part", "step", "--device", "meta"], "neither cpu nor a CUDA device"),
+    ],
+)
+def test_a_device_that_is_not_there_is_said(arguments, said):
+    with pytest.raises(SystemExit, match=said):
+        run.main(arguments)
+
+
+def test_parts_are_listed(capsys):
+    run.main(["--list"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(run.PARTS)
+
+
+def test_parts_are_dealt_out_evenly():
+    assert subjects.even(14, 4) == [3, 4, 3, 4]
+    assert subjects.even(4, 4) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_a_cut_by_parts_is_the_one_asked_for(name):
+    made = subjects.published(small=True)[name].make(CPU.device, chunks=2)
+    balance = subjects.even(len(made.model.parts), 2)
+    found = step.cut_pipe(made, CPU, balance).plan
+    parts = [{int(node.split("#")[0].split(".")[1]) for node in stage.nodes} for stage in found.stages]
+    assert max(parts[0]) < balance[0] <= min(parts[1])
+    assert [len(stage.parts) for stage in made.stages(balance)] == balance
