@@ -10,7 +10,7 @@ from autosplit.planning.host import host_step
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, StagePlan
 from autosplit.planning.timeline import predicted_step_s
-from autosplit.planning.verdicts import device_verdicts
+from autosplit.planning.verdicts import DeviceVerdict, device_verdicts
 from autosplit.schedule.in_flight import in_flight_of
 from autosplit.units import format_bytes, format_seconds
 
@@ -34,7 +34,7 @@ def _recompute(plan: Plan) -> Iterator[str]:
     if not again:
         return
     cost = predicted_step_s(plan) / predicted_step_s(without_recompute(plan)) - 1
-    where = "every stage" if len(again) == len(plan.stages) else _stages([stage.index for stage in again])
+    where = "every stage" if len(again) == len(plan.stages) else _named("stage", [stage.index for stage in again])
     kinds = sorted({stage.recompute for stage in again})
     saved = max(saved_bytes(plan), default=0)
     saves = f" and saves {format_bytes(saved)} on the fullest device" if saved > 0 else ""
@@ -81,12 +81,23 @@ def _uneven(plan: Plan) -> Iterator[str]:
         for device in device_verdicts(plan)
         if device.share >= _FULL and mean and loads[device.lane] < _LESS_WORK * mean
     ]
+    alike: dict[tuple[str, int], list[DeviceVerdict]] = {}
     for device in full:
-        numbers = f"{format_bytes(device.peak_bytes)} of {format_bytes(device.capacity_bytes or 0)}"
-        yield (
-            f"device {device.lane} has {1 - loads[device.lane] / mean:.0%} less work than the mean: it is full "
-            f"({numbers}, most of it {device.term})"
+        alike.setdefault((device.term, device.capacity_bytes or 0), []).append(device)
+    for (term, capacity), own in alike.items():
+        less = _span(
+            [f"{1 - loads[device.lane] / mean:.0%}" for device in sorted(own, key=lambda one: -loads[one.lane])]
         )
+        needs = _span([format_bytes(size) for size in sorted(device.peak_bytes for device in own)])
+        who = _named("device", [device.lane for device in own])
+        has, is_ = ("has", "it is") if len(own) == 1 else ("have", "they are")
+        numbers = f"{needs} of {format_bytes(capacity)}, most of it {term}"
+        yield f"{who} {has} {less} less work than the mean: {is_} full ({numbers})"
+
+
+def _span(texts: Sequence[str]) -> str:
+    """Return the first and the last of some figures: ``10% to 40%``, or the one that they all are."""
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
 def _loads(plan: Plan) -> dict[int, float]:
@@ -156,10 +167,10 @@ def _setting(one: Alternative) -> str:
     return f"{one.chunks} chunks under {one.schedule}{each}{again}"
 
 
-def _stages(indices: Sequence[int]) -> str:
-    """Return stages as ranges: ``stages 0-2, 5``."""
+def _named(noun: str, indices: Sequence[int]) -> str:
+    """Return numbers as ranges behind their noun: ``stages 0-2, 5``."""
     runs = []
     for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         found = [index for _, index in run]
         runs.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else f"{found[0]}")
-    return f"stage{'s' * (len(indices) > 1)} {', '.join(runs)}"
+    return f"{noun}{'s' * (len(indices) > 1)} {', '.join(runs)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
@@ -12,13 +12,16 @@ from autosplit.report.words import clip, numbers, recompute_words, schedule_word
 from autosplit.units import format_bytes, format_seconds
 
 FRONTIER_ROWS = 12
+VERDICT_ROWS = 16
 
 
 def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
     """Yield one row per device, where a capacity is known: what it needs and has, and what most of that is."""
-    rows = device_verdicts(plan)
-    if all(row.verdict is None for row in rows):
+    every = device_verdicts(plan)
+    if all(row.verdict is None for row in every):
         return
+    fullest = sorted(every, key=lambda row: (row.verdict == "fits", -row.share))[:VERDICT_ROWS]
+    rows = every if width is None else tuple(row for row in every if row in fullest)
     ranged = any(row.low_bytes != row.high_bytes for row in rows)
     columns = (
         *([column("stages", rows, lambda row: numbers(row.stages), align="left")] if _several(rows) else []),
@@ -31,7 +34,18 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
     device = column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")
     if width is not None and table_width([device, *columns]) > width:
         device = column("device", rows, lambda row: str(row.lane))
-    yield Section("Verdict per device", columns=(device, *columns))
+    left = [row for row in every if row not in rows]
+    yield Section("Verdict per device", columns=(device, *columns), below=tuple(_emptier(left)))
+
+
+def _emptier(rows: Sequence[DeviceVerdict]) -> Iterator[str]:
+    """Yield a line for the devices that have the most room."""
+    if rows:
+        sizes, said = sorted(row.peak_bytes for row in rows), dict.fromkeys(row.verdict or "-" for row in rows)
+        yield (
+            f"and {len(rows)} that are less full, {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}: "
+            f"{', '.join(said)}"
+        )
 
 
 def changes(plan: Plan) -> Iterator[Section]:

@@ -87,6 +87,17 @@ def test_a_full_device_with_less_work_is_named() -> None:
     assert reasons(simulated(make_plan(stages=roomy))) == ()
 
 
+def test_devices_that_are_full_alike_are_named_together() -> None:
+    works = ((75.0, 0.008), (74.0, 0.009), (3.0, 0.02), (76.0, 0.009))
+    stages = [
+        stage_with(i, activation_gib=gib, forward_s=f_s, backward_s=2 * f_s) for i, (gib, f_s) in enumerate(works)
+    ]
+    assert reasons(simulated(make_plan(devices=("cpu",) * 4, stages=tuple(stages)))) == (
+        "devices 0-1, 3 have 22% to 30% less work than the mean: they are full (74.7 GiB to 76.7 GiB of 80.0 GiB, most "
+        "of it activations)",
+    )
+
+
 def test_a_link_that_is_long_beside_the_work_is_named() -> None:
     slow = (Transfer(producer=0, consumer=1, forward_s=0.02, backward_s=0.02),)
     found = reasons(simulated(make_plan(transfers=slow)))

@@ -214,3 +214,14 @@ def test_markdown_lists_all_modules_of_a_stage() -> None:
     text = render_markdown(make_plan(stages=(make_stage(0, modules=modules), make_stage(1))))
     assert "part39x" in text
     assert "more" not in text.split("Memory")[0]
+
+
+def test_of_many_devices_the_fullest_are_listed_and_the_rest_counted() -> None:
+    memories = [memory(4, activation_gib, 0) for activation_gib in (*range(20), 90)]
+    stages = [make_stage(index).model_copy(update={"memory": one}) for index, one in enumerate(memories)]
+    plan = make_plan(devices=("cpu",) * 21, stages=tuple(stages))
+    table = render(plan, width=120).split("Verdict per device")[1].split("\n\n")[0]
+    listed = [int(line.split(":")[0]) for line in table.splitlines()[3:-1]]
+    assert listed == list(range(5, 21))
+    assert table.splitlines()[-1] == "and 5 that are less full, 4.00 GiB to 8.00 GiB: fits"
+    assert all(f"| {index}: " in render_markdown(plan) for index in range(21))
