@@ -6,7 +6,6 @@ import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from autosplit.errors import DeviceError
-from autosplit.lower.locate import add_location
+from autosplit.lower.locate import Locate
 from autosplit.lower.program import STATE, emit
 from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
@@ -238,7 +237,7 @@ class PipelinedModule(Measured, fx.GraphModule):
                 flat = program(self, *step.given())
                 handed += flat
         except BaseException as error:
-            add_location(error, lowered=recorded.lowered)
+            step.locate(error)
             raise
         return recorded.traced.unflatten(list(flat))
 
@@ -308,7 +307,7 @@ class PipelinedModule(Measured, fx.GraphModule):
             recorded.lowered,
             lambda *given: recorded.setup.forward(*given),
             lambda *given: recorded.ending.forward(*given),
-            partial(add_location, lowered=recorded.lowered),
+            Locate(recorded.lowered, core.recordings.plan, recorded.lanes, sizes),
             tensors,
             rows,
             lengths,

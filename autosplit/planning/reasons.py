@@ -141,14 +141,14 @@ def _tradeoffs(plan: Plan) -> Iterator[str]:
     if smaller:
         one = min(smaller, key=lambda other: other.step_s)
         yield (
-            f"{_setting(one)} would need {format_bytes(peak - one.peak_bytes)} less on the fullest device and take "
+            f"{setting(one)} would need {format_bytes(peak - one.peak_bytes)} less on the fullest device and take "
             f"{one.step_s / plan.step_s - 1:.0%} longer"
         )
     if faster and plan.verdict != "no":
         one = max(faster, key=lambda other: other.step_s)
         gain = 1 - one.step_s / plan.step_s
         but = {"no": "does not fit", "borderline": "may not fit", "fits": "fits too"}[one.verdict]
-        yield f"{_setting(one)} would be {gain:.0%} faster, but {but}: {format_bytes(one.peak_bytes)}"
+        yield f"{setting(one)} would be {gain:.0%} faster, but {but}: {format_bytes(one.peak_bytes)}"
 
 
 def _same(plan: Plan, one: Alternative) -> bool:
@@ -160,7 +160,8 @@ def _recomputed(stages: Sequence[StagePlan]) -> set[str]:
     return {stage.recompute for stage in stages}
 
 
-def _setting(one: Alternative) -> str:
+def setting(one: Alternative) -> str:
+    """Return what another plan chose, in words: ``8 chunks under 1f1b, recompute block``."""
     each = f" with {one.virtual_stages} stages per device" if one.virtual_stages > 1 else ""
     kinds = list(dict.fromkeys(one.recompute))
     again = "" if kinds == ["never"] else f", recompute {' and '.join(kinds)}"

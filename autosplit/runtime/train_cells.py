@@ -61,7 +61,8 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
             total = total + value
         if check is not None:
             check.compare(losses, cells.lowered.traced)
-        cells.hand_over()
+        with step.located():
+            cells.hand_over()
         with step.entered():
             update_statistics(step.state, step.lanes)
         if step.clock is not None:
