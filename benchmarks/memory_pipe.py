@@ -33,6 +33,7 @@ from torch.autograd.profiler import record_function
 
 from autosplit import PipelinedModule, autosplit, recordings
 from autosplit.profile.allocations import Allocations
+from autosplit.runtime import train_cells
 from autosplit.runtime.cells import Cells
 from autosplit.runtime.lanes import Bundle, CpuLane, Lane
 from benchmarks import pairs
@@ -40,6 +41,8 @@ from benchmarks.families import Family, families
 
 ASKED = 0.03
 _MARK = "lane "
+_TIED_LANE = 0
+"""Where tied parameters lie: these models have embeddings on the first lane."""
 
 
 class OwnMemory(CpuLane):
@@ -125,8 +128,12 @@ def own_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def marked(pipe: PipelinedModule) -> Iterator[None]:
-    """Mark in the profiler's events which lane an action belongs to."""
-    lanes, act = pipe._core.recordings.lanes, Cells.act
+    """Mark in the profiler's events which lane an action belongs to.
+
+    At the step's end gradients are handed over as they are; only those of a tied parameter's uses on several lanes are
+    added up there, into memory of the lane where the parameter lies.
+    """
+    lanes, act, hand_over = pipe._core.recordings.lanes, Cells.act, train_cells._TrainCells.hand_over
 
     def acting(cells: Cells, action: Any) -> None:
         OwnMemory.at_work = True
@@ -134,11 +141,15 @@ def marked(pipe: PipelinedModule) -> Iterator[None]:
             act(cells, action)
         OwnMemory.at_work = False
 
-    Cells.act = acting  # type: ignore[method-assign]
+    def handing(cells: Any) -> None:
+        with record_function(f"{_MARK}{_TIED_LANE}"):
+            hand_over(cells)
+
+    Cells.act, train_cells._TrainCells.hand_over = acting, handing  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Cells.act = act  # type: ignore[method-assign]
+        Cells.act, train_cells._TrainCells.hand_over = act, hand_over  # type: ignore[method-assign]
 
 
 def measured(pipe: PipelinedModule, batch: tuple[Tensor, ...]) -> list[int]:
@@ -176,14 +187,14 @@ def measured(pipe: PipelinedModule, batch: tuple[Tensor, ...]) -> list[int]:
 def own_optimizers(pipe: PipelinedModule) -> dict[int, torch.optim.Adam]:
     """Return an optimizer for each lane, of the parameters that lie there; steps change nothing.
 
-    Tied parameters are no stage's own: they are taken to lie on the first lane, where these models have embeddings.
+    Tied parameters are no stage's own: they lie on the first lane.
     """
     assert pipe.plan is not None
     lane_of = {id(p): s.lane for s, m in zip(pipe.plan.stages, pipe.stages, strict=True) for p in m.parameters()}
     own: dict[int, list[nn.Parameter]] = {}
     for parameter in pipe.parameters():
         if parameter.requires_grad:
-            own.setdefault(lane_of.get(id(parameter), 0), []).append(parameter)
+            own.setdefault(lane_of.get(id(parameter), _TIED_LANE), []).append(parameter)
     return {lane: torch.optim.Adam(parameters, lr=0.0) for lane, parameters in own.items() if parameters}
 
 
