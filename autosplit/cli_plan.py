@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autosplit.aside import second_core
 from autosplit.cli_common import (
     AsJson,
     Batch,
@@ -140,7 +141,7 @@ def plan_command(
         choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
         find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
         machine = _checked(_devices(devices, pinned), pinned, choices)
-        with beside_stdout():
+        with beside_stdout(), second_core():
             found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
         return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 

@@ -17,7 +17,7 @@ from autosplit.options import Options
 from autosplit.planning.formulate import held_copies, state_bytes
 from autosplit.profile.stage_graph import StageNodes
 from autosplit.profile.stage_trace import How
-from autosplit.profile.trace_memo import Known, TraceMemo
+from autosplit.profile.trace_memo import Known, TraceMemo, Wanted
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
@@ -159,12 +159,13 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest
 
 def replayed_stages(cut: Cut, *, memo: TraceMemo, stages: Iterable[int]) -> dict[int, ReplayedStage]:
     """Return what is replayed of some stages."""
-    found, graphs = {}, memo.graphs(cut.traced)
-    for stage in stages:
-        nodes = graphs.nodes([info.name for info in cut.nodes.get(stage, ())])
-        known, names = _traces(cut, stage, nodes, memo)
-        found[stage] = ReplayedStage(known, names, _static(cut, stage, nodes))
-    return found
+    graphs = memo.graphs(cut.traced)
+    nodes = {stage: graphs.nodes([info.name for info in cut.nodes.get(stage, ())]) for stage in stages}
+    wanted = {stage: _wanted(cut, stage, own, memo) for stage, own in nodes.items()}
+    return {
+        stage: ReplayedStage(known, wanted[stage].names, _static(cut, stage, nodes[stage]))
+        for stage, known in zip(wanted, memo.traces(wanted.values()), strict=True)
+    }
 
 
 def _called(moment: Moment, stages: Mapping[int, ReplayedStage]) -> Moment:
@@ -175,11 +176,11 @@ def _called(moment: Moment, stages: Mapping[int, ReplayedStage]) -> Moment:
     return replace(moment, node=own.known.node(moment.node, own.names))
 
 
-def _traces(cut: Cut, stage: int, nodes: StageNodes, memo: TraceMemo) -> tuple[Known, tuple[str, ...]]:
-    """Return the traces of a stage's microbatches, under "except_last" those of both kinds, and its nodes' names."""
+def _wanted(cut: Cut, stage: int, nodes: StageNodes, memo: TraceMemo) -> Wanted:
+    """Return what is to be traced of a stage's microbatches, under "except_last" of both kinds."""
     option = cut.recompute[stage]
     units = memo.blocks(nodes) if option == "block" else ()
-    return memo.traces(
+    return memo.wanted(
         nodes,
         option,
         never=_how(cut, stage, nodes) if option in ("never", "except_last") else None,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from autosplit.aside import aside
 from autosplit.errors import ScheduleError
 from autosplit.options import Options
 from autosplit.partition.coarse import Coarse, coarsened, runs
@@ -29,6 +30,8 @@ from autosplit.profile.trace_memo import TraceMemo
 from autosplit.profile.types import Profile
 from autosplit.trace.ladder import Trace
 
+_WORTH = 500
+"""Nodes times sizes from which on the profile of some sizes is made aside."""
 _UNITS = 320
 """About as many units a model is cut into at most."""
 
@@ -56,6 +59,15 @@ class Sized:
     line: Line
     once_s: float
     """What runs once per step beside the stages."""
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """What nodes cost for microbatches of one size, and the problem that comes of it."""
+
+    sizes: tuple[int, ...]
+    costs: Profile
+    formulation: Formulation
 
 
 @dataclass(frozen=True)
@@ -108,32 +120,47 @@ class Sweep:
 
     def entries(self, *, progress: Callable[[int, int], None] | None = None) -> Iterator[Entry]:
         """Yield every configuration that its schedule can be built for, each pair of sizes and schedule once."""
-        seen = set()
-        every = [(chunks, each) for chunks in self.space.chunks for each in self.space.schedules]
-        sized: Sized | None = None
-        for done, (chunks, (schedule, virtual_stages)) in enumerate(every):
+        every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+        for chunks in self.space.chunks:
             sizes = sizes_of(self.rows, chunks, self.found.graph.min_rows, like=self.options.microbatches)
-            if (sizes, schedule, virtual_stages) not in seen:
-                seen.add((sizes, schedule, virtual_stages))
-                if sized is None or sized.sizes != sizes:
-                    sized = self._sized(sizes)
+            every.setdefault(sizes, []).extend(own for own in self.space.schedules if own not in every[sizes])
+        done, total = 0, sum(map(len, every.values()))
+        for sized in self._all_sized(list(every)):
+            for schedule, virtual_stages in every[sized.sizes]:
                 entry = self._entry(sized, schedule, virtual_stages)
                 if entry is not None:
                     yield entry
-            if progress is not None:
-                progress(done + 1, len(every))
+                if progress is not None:
+                    progress(done := done + 1, total)
 
-    def _sized(self, sizes: tuple[int, ...]) -> Sized:
+    def _all_sized(self, every: Sequence[tuple[int, ...]]) -> Iterator[Sized]:
+        """Yield the model for microbatches of all sizes; those of the second half of the list are profiled aside.
+
+        What is known of operations stays where it was found out.
+        """
+        here = every[: (len(every) + 1) // 2] if len(every) != 3 else every[:1]
+        there = every[len(here) :]
+        worth = len(there) * len(self.found.graph.graph.nodes) >= _WORTH
+        with aside(lambda: [self._priced(sizes) for sizes in there], worth=worth) as other:
+            yield from (self._in_units(self._priced(sizes)) for sizes in here)
+            yield from map(self._in_units, other.result())
+
+    def _priced(self, sizes: tuple[int, ...]) -> _Priced:
         options = replace(self.options, chunks=len(sizes))
         costs = profiled(self.model, self.found, options, sizes, memo=self._costs)
         formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes))
+        factors = slowdowns(self.model, self.found, options, sizes, costs, memo=self._costs)
+        return _Priced(sizes, costs, slowed(formulation, factors))
+
+    def _in_units(self, own: _Priced) -> Sized:
+        problem = own.formulation.problem
         if self._units is None:
-            graph = base_graph(formulation.problem)
+            graph = base_graph(problem)
             self.group_of = graph.group_of
-            self._parts, self._units = graph.size, runs(formulation.problem, graph, most=self._most(graph))
-        formulation = slowed(formulation, slowdowns(self.model, self.found, options, sizes, costs, memo=self._costs))
-        coarse = coarsened(formulation.problem, self._units)
-        return Sized(sizes, costs, formulation, coarse, Line(coarse.problem), shared_s(self.found.graph, costs))
+            self._parts, self._units = graph.size, runs(problem, graph, most=self._most(graph))
+        coarse = coarsened(problem, self._units)
+        once_s = shared_s(self.found.graph, own.costs)
+        return Sized(own.sizes, own.costs, own.formulation, coarse, Line(coarse.problem), once_s)
 
     def _most(self, graph: Graph) -> int:
         stages = max(virtual_stages for _, virtual_stages in self.space.schedules) * len(self.options.devices)

@@ -40,6 +40,11 @@ class Kinds:
         self._places: dict[int, int] = {}
         self._tied: frozenset[str] = frozenset()
 
+    @property
+    def count(self) -> int:
+        """How many kinds of nodes were told."""
+        return len(self._numbers)
+
     def key(self, stage: StageGraph | StageNodes, how: How) -> StageKey:
         """Return the key of a stage of the recording; it is that of a copy too."""
         if not self._places:

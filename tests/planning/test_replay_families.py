@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -17,10 +18,10 @@ from autosplit.planning.apply import assign
 from autosplit.planning.memory import Cut, fullest_moments, replayed_stages
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.combine import profile
-from autosplit.profile.stage_graph import StageGraphs, StageNodes
+from autosplit.profile.stage_graph import StageGraphs
 from autosplit.profile.stage_key import Kinds
 from autosplit.profile.stage_trace import How, trace_stage
-from autosplit.profile.trace_memo import Known, TraceMemo
+from autosplit.profile.trace_memo import Known, TraceMemo, Wanted
 from autosplit.schedule.catalog import build
 from autosplit.trace.ladder import Trace, trace
 from benchmarks.families import families
@@ -38,11 +39,13 @@ WAYS: list[tuple[str, Recompute, str | None]] = [
 class Slow(TraceMemo):
     """Knows nothing: every stage is copied, and traced as it is."""
 
-    def traces(
-        self, stage: StageNodes, recompute: Recompute, *, never: How | None = None, recomputed: How | None = None
-    ) -> tuple[Known, tuple[str, ...]]:
-        one, other = (None if how is None else trace_stage(stage.copied(), how) for how in (never, recomputed))
-        return Known(StageTraces(recompute, never=one, recomputed=other), ()), ()
+    def traces(self, wanted: Iterable[Wanted]) -> list[Known]:
+        return [self._slow(own) for own in wanted]
+
+    @staticmethod
+    def _slow(own: Wanted) -> Known:
+        one, other = (None if how is None else trace_stage(own.stage.copied(), how) for how in own.hows)
+        return Known(StageTraces(own.recompute, never=one, recomputed=other), own.names)
 
 
 @cache

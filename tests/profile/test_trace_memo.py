@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -17,9 +18,9 @@ from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.profile import trace_memo
 from autosplit.profile.combine import profile
 from autosplit.profile.quick_fake import QuickFake
-from autosplit.profile.stage_graph import StageGraph, StageNodes
+from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_trace import How, trace_stage
-from autosplit.profile.trace_memo import Known, TraceMemo
+from autosplit.profile.trace_memo import Known, TraceMemo, Wanted
 from autosplit.schedule.catalog import build
 from autosplit.trace.ladder import Trace, trace
 
@@ -29,11 +30,13 @@ WIDTH, LAYERS, CHUNKS = 8, 5, 3
 class Plain(TraceMemo):
     """Knows nothing: every stage is traced as it is."""
 
-    def traces(
-        self, stage: StageNodes, recompute: Recompute, *, never: How | None = None, recomputed: How | None = None
-    ) -> tuple[Known, tuple[str, ...]]:
-        one, other = (None if how is None else trace_stage(stage.copied(), how) for how in (never, recomputed))
-        return Known(StageTraces(recompute, never=one, recomputed=other), ()), ()
+    def traces(self, wanted: Iterable[Wanted]) -> list[Known]:
+        return [self._slow(own) for own in wanted]
+
+    @staticmethod
+    def _slow(own: Wanted) -> Known:
+        one, other = (None if how is None else trace_stage(own.stage.copied(), how) for how in own.hows)
+        return Known(StageTraces(own.recompute, never=one, recomputed=other), own.names)
 
 
 class Block(nn.Module):

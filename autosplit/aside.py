@@ -1,0 +1,265 @@
+"""Work that a second core does meanwhile: a forked child has all objects, works out one thing and sends it back.
+
+    caller ── fork ──► its own work ──────────────► result()
+                └────► work() ──► pickled ──► pipe ────┘
+
+Only inside of `second_core`, which the command line opens: a process of somebody else's may hold locks and threads that
+do not survive a fork. Wherever a child is of no use, or ends without an answer, `result` does the work in place: what
+comes back is the same, and an error is the work's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from autosplit.progress import silent
+
+Result = TypeVar("Result")
+
+_ALLOWED: ContextVar[bool] = ContextVar("autosplit_second_core", default=False)
+_ALIVE: ContextVar[int] = ContextVar("autosplit_children", default=0)
+
+_PATIENCE_S = 60.0
+"""A child that is not done so long after the caller is, or four times as long as the caller took, is given up."""
+_PIECE_BYTES = 2**20
+
+
+@contextlib.contextmanager
+def second_core() -> Iterator[None]:
+    """Let work inside the block be done aside where that is safe, by children of this process."""
+    token = _ALLOWED.set(True)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def can_fork() -> bool:
+    """Tell whether a child would be safe and of use.
+
+    Not on one core, nor where as many children as cores work already; not from another thread than the main one; not
+    with an accelerator, whose driver and whose threads of autograd's do not survive a fork; on Linux alone.
+    """
+    if not _ALLOWED.get() or not hasattr(os, "sched_getaffinity") or not hasattr(os, "fork"):
+        return False
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2 or _ALIVE.get() >= cores:
+        return False
+    import torch
+
+    return not torch.accelerator.is_available()
+
+
+@contextlib.contextmanager
+def aside(work: Callable[[], Result], *, known: Sequence[Any] = (), worth: bool = True) -> Iterator[Aside[Result]]:
+    """Begin ``work`` on another core, as far as that is safe; inside the block its `Aside.result` can be asked for.
+
+    The work must change nothing that the caller sees. ``known`` are objects of the caller's that may be part of the
+    result: they come back as themselves and need not be picklable. ``worth``: whether the work is more than a fork and
+    its way back, some hundredths of a second. The child ends with the block.
+    """
+    child = _begun(work, known) if worth and can_fork() else None
+    token = _ALIVE.set(_ALIVE.get() + (child is not None))
+    try:
+        yield Aside(work, known, child)
+    finally:
+        _ALIVE.reset(token)
+        if child is not None:
+            child.end()
+
+
+class Aside(Generic[Result]):
+    """Work that is done aside, or if need be by whoever asks for its result."""
+
+    def __init__(self, work: Callable[[], Result], known: Sequence[Any], child: _Child | None) -> None:
+        self._work, self._known, self._child = work, known, child
+        self._made: list[Result] = []
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a child is doing it."""
+        return self._child is not None
+
+    def result(self) -> Result:
+        """Return what the work returns; raises what it raises."""
+        if not self._made:
+            answer = None if self._child is None else self._answer(self._child)
+            if answer is None:
+                self._made.append(self._work())
+            else:
+                answer.shown()
+                self._made.append(answer.result)
+        return self._made[0]
+
+    def _answer(self, child: _Child) -> _Answer | None:
+        """Return what the child sent; None where it ended without, or nobody can read it."""
+        data = child.read()
+        try:
+            return None if data is None else _Unpickler(data, self._known).load()
+        except Exception:  # a stranger's class may raise anything when it is read; the work is done in place then
+            return None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a child found, printed and warned of."""
+
+    result: Any
+    printed: tuple[str, str]
+    warned: tuple[tuple[Warning, type[Warning], str, int], ...]
+
+    def shown(self) -> None:
+        """Print and warn as the work would have in place."""
+        for stream, text in zip((sys.stdout, sys.stderr), self.printed, strict=True):
+            if text:
+                stream.write(text)
+        for message, category, path, line in self.warned:
+            module = next((m for m in list(sys.modules.values()) if vars(m).get("__file__") == path), None)
+            registry = None if module is None else vars(module).setdefault("__warningregistry__", {})
+            warnings.warn_explicit(message, category, path, line, registry=registry)
+
+
+class _Child:
+    """A child at work: its process, and where its answer comes from."""
+
+    def __init__(self, process: int, pipe: int) -> None:
+        self.process, self.pipe = process, pipe
+        self.begun_s = time.monotonic()
+        self.over = False
+
+    def read(self) -> bytes | None:
+        """Wait for the answer and return it; None where the child failed, or takes far too long."""
+        pieces: list[bytes] = []
+        until = time.monotonic() + max(_PATIENCE_S, 4 * (time.monotonic() - self.begun_s))
+        while True:
+            ready, _, _ = select.select([self.pipe], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                return None
+            piece = os.read(self.pipe, _PIECE_BYTES)
+            if not piece:
+                return b"".join(pieces) if self._waited() == 0 else None
+            pieces.append(piece)
+
+    def end(self) -> None:
+        """End the child, should it still work."""
+        os.close(self.pipe)
+        if not self.over:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process, signal.SIGKILL)
+            self._waited()
+
+    def _waited(self) -> int | None:
+        """Wait for the child to end and return how it did; None where somebody else has asked already."""
+        self.over = True
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(self.process, 0)[1]
+        return None
+
+
+def _begun(work: Callable[[], Any], known: Sequence[Any]) -> _Child | None:
+    """Fork a child that does the work; None where the system has no room for one.
+
+    Ctrl-C waits until the child has no handlers of ours any more.
+    """
+    ours, its = os.pipe()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, such as that of a bar
+            process = os.fork()
+        if process == 0:
+            _work(work, known, its, blocked)
+    except OSError:
+        os.close(ours)
+        return None
+    finally:
+        os.close(its)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return _Child(process, ours)
+
+
+def _work(work: Callable[[], Any], known: Sequence[Any], pipe: int, blocked: set[Any]) -> None:
+    """Do the work in the child and end it; nothing of the caller's is unwound, flushed or ended here."""
+    status = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        gc.freeze()  # what the caller has is not looked through, so that its pages stay shared
+        import torch
+
+        torch.set_num_threads(1)
+        _ALLOWED.set(False)
+        data = memoryview(_pickled(_answered(work), known))
+        while data:
+            data = data[os.write(pipe, data) :]
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _answered(work: Callable[[], Any]) -> _Answer:
+    """Return what the work returns and says; bars and streams of the caller's may be locked and are left alone."""
+    warned: list[tuple[Any, type[Warning], str, int]] = []
+
+    def keep(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        warned.append((message, category, filename, lineno))
+
+    printed = io.StringIO(), io.StringIO()
+    warnings.showwarning = cast(Any, keep)
+    with contextlib.redirect_stdout(printed[0]), contextlib.redirect_stderr(printed[1]), silent():
+        result = work()
+    return _Answer(result, (printed[0].getvalue(), printed[1].getvalue()), tuple(warned))
+
+
+def _pickled(answer: _Answer, known: Sequence[Any]) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, known).dump(answer)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes objects that both sides have as their number."""
+
+    def __init__(self, buffer: io.BytesIO, known: Sequence[Any]) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._places = {id(own): place for place, own in enumerate(known)}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to write an object."""
+        place = self._places.get(id(value))
+        return NotImplemented if place is None else (_known, (place,))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` wrote."""
+
+    def __init__(self, data: bytes, known: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._objects = known
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what makes an object."""
+        if module == __name__ and name == _known.__name__:
+            return self._objects.__getitem__
+        return super().find_class(module, name)
+
+
+def _known(place: int) -> Any:
+    raise AssertionError(f"object {place} is the caller's own")
