@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.errors import InputError, PlanError
+from autosplit.planning.alone import StagesAlone
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.html import page
 from autosplit.report.json_text import render_json
 from autosplit.report.markdown import render_markdown
 from autosplit.report.table import render
 from autosplit.report.trace_file import write_trace
+from autosplit.runtime.alone_clock import AloneClock
+from autosplit.runtime.ambient import one_intra_op_thread
 from autosplit.runtime.clock import StepClock
 from autosplit.runtime.memory_clock import MemoryClock
-from autosplit.runtime.modes import random_state_on_refusal
+from autosplit.runtime.modes import left_alone, random_state_on_refusal
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -91,6 +95,43 @@ class Measured:
         found = clock.timeline([stage.lane for stage in self.plan.stages])
         self._core.measured = _together(self._core.measured, found)
         return found
+
+    def profile_stages(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Any = None,
+        loss_reduction: str = "auto",
+        repeats: int = 3,
+        memory: bool = False,
+        **kwargs: Any,
+    ) -> StagesAlone:
+        """Run a training step's actions each alone on its device, and return what they take.
+
+        One thread issues them in the schedule's order and waits for each; every action runs ``repeats`` times after a
+        first time that does not count. From that `StagesAlone` predicts the step: with every lane on a device of its
+        own, or all on one. So one device tells what several would do. ``memory`` counts what CPU lanes allocate, in a
+        step more; CUDA devices count by themselves. Gradients, buffers and the random state are left as they were.
+
+        Raises:
+            InputError: the step does not run action by action, and why; ``repeats`` is below 1.
+        """
+        if repeats < 1:
+            raise InputError(f"repeats={repeats} measures nothing; give 1 or more")
+        clock, counted = AloneClock(), MemoryClock() if memory else None
+        threaded = self._core.options.lanes == "threads"
+        with left_alone(self._core.model, (args, kwargs, target, loss_fn)), one_intra_op_thread(only=threaded):
+            for _ in range(repeats + 1):
+                self._train_step(args, kwargs, target, loss_fn, loss_reduction, clock)
+            if counted is not None:
+                with contextlib.closing(counted):
+                    self._train_step(args, kwargs, target, loss_fn, loss_reduction, counted)
+        if clock.whole is not None:
+            raise InputError(f"the step does not run action by action, so no stage runs alone: {clock.whole}")
+        plan = self._planned()
+        grown = () if counted is None else counted.memory([stage.lane for stage in plan.stages])
+        schedule = plan.schedule_for(clock.microbatches)
+        return clock.alone(schedule, [None if own is None else own.grown_bytes for own in grown])
 
     def save_trace(self, path: str | Path, measured: StepTimeline | None = None) -> None:
         """Write the plan's step as a file for Perfetto (Chrome's trace format), beside the step that was profiled last.

@@ -26,7 +26,6 @@ from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.clock import StepClock, Whole
 from autosplit.runtime.lanes import Lane, caller_lane
-from autosplit.runtime.memory_clock import MemoryClock
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.proof import Proofs
 from autosplit.runtime.threads import LaneThreads
@@ -217,7 +216,7 @@ class PipelinedModule(Measured, fx.GraphModule):
             reduction=reduction,
             proofs=self._core.proofs,
             whole=lambda: self._run(replace(step, state=step.state.fresh())),
-            threads=None if needs_one_thread() or isinstance(clock, MemoryClock) else self._core.threads,
+            threads=None if needs_one_thread() or (clock is not None and clock.in_turn) else self._core.threads,
         )
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:

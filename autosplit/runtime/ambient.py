@@ -158,10 +158,13 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_intra_op_thread() -> Iterator[None]:
-    """Compute with one thread, as the lanes do: how torch adds up, and with it the bits, depends on their number."""
+def one_intra_op_thread(*, only: bool = True) -> Iterator[None]:
+    """Compute with one thread, as the lanes do: how torch adds up, and with it the bits, depends on their number.
+
+    ``only``: whether to do so at all.
+    """
     count = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1 if only else count)
     try:
         yield
     finally:

@@ -53,6 +53,9 @@ class StepClock:
     Several lanes' threads call it at the same time: each writes under its own actions.
     """
 
+    in_turn = False
+    """Whether one thread is to issue all lanes' actions, one after the other."""
+
     def __init__(self) -> None:
         self._whole: str | None = None
         self._lanes: tuple[Lane, ...] = ()

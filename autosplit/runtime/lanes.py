@@ -61,6 +61,9 @@ class Lane(Protocol):
     def seconds(self, first: Any, then: Any) -> float:
         """Return how long after the first of two stamps of this lane the other was; the host waits for both."""
 
+    def occupy(self, seconds: float) -> None:
+        """Keep the lane's device at work for at least so long, where work may be under way when a call has returned."""
+
     def held_bytes(self) -> int | None:
         """Return the bytes of the lane's device that tensors have now; None where nobody counts them."""
 
@@ -114,6 +117,9 @@ class CpuLane:
     def seconds(self, first: float, then: float) -> float:
         """Return the time between two stamps."""
         return then - first
+
+    def occupy(self, seconds: float) -> None:
+        """Do nothing: an action begins when it is called."""
 
     def held_bytes(self) -> None:
         """Return None: nobody counts the host's tensors."""
@@ -231,6 +237,10 @@ class CudaLane:
     def seconds(self, first: Any, then: Any) -> float:
         """Wait for two stamps and return the time between them."""
         return self.streams.seconds(first, then)
+
+    def occupy(self, seconds: float) -> None:
+        """Keep the compute stream at work."""
+        self.streams.occupy(self.own.compute, seconds)
 
     def held_bytes(self) -> int | None:
         """Return what the device's allocator has given out."""

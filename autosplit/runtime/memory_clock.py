@@ -31,6 +31,8 @@ class MemoryClock(StepClock):
     To be closed after the step, also after a failed one.
     """
 
+    in_turn = True
+
     def __init__(self) -> None:
         super().__init__()
         self._allocations = Allocations()

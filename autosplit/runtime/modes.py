@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.errors import InputError
+from autosplit.trace.state import buffer_contents, random_state
 
 
 @contextlib.contextmanager
@@ -32,6 +35,29 @@ def eval_mode(model: nn.Module, *others: nn.Module) -> Iterator[None]:
         for module, training in flags:
             if module.training != training:
                 module.__dict__["training"] = training
+
+
+@contextlib.contextmanager
+def left_alone(model: nn.Module, given: Any) -> Iterator[None]:
+    """Run steps that leave no trace: gradients, of what is given too, buffers and random states are as before.
+
+    Gradients are None inside.
+    """
+    modules = [model, *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, nn.Module))]
+    leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    leaves += [parameter for module in modules for parameter in module.parameters()]
+    before = [(leaf, leaf.grad) for leaf in dict.fromkeys(leaves)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(random_state())
+        for module in modules:
+            stack.enter_context(buffer_contents(module))
+        try:
+            for leaf, _ in before:
+                leaf.grad = None
+            yield
+        finally:
+            for leaf, gradient in before:
+                leaf.grad = gradient
 
 
 @contextlib.contextmanager

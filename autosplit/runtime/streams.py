@@ -2,6 +2,9 @@
 
 :class:`autosplit.runtime.lanes.CudaLane` holds the handshake and reaches the hardware through nothing else, so that
 the same handshake runs on CUDA and, in the tests, on streams that only write down what they were told.
+
+Private torch API: ``torch.cuda._sleep``, the one kernel that takes a time and nothing else; torch's own tests of
+streams use it. It is there in torch 2.11 to 2.15; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
+
+_FASTEST_HZ = 2.6e9
+"""No GPU's multiprocessors run faster, so a count of cycles is never too short."""
 
 
 class Streams(Protocol):
@@ -35,6 +41,9 @@ class Streams(Protocol):
 
     def seconds(self, first: Any, then: Any) -> float:
         """Wait for two timed events of one device and return how long after the first the other was reached."""
+
+    def occupy(self, stream: Any, seconds: float) -> None:
+        """Give a stream work of at least so long that uses nothing of the device but the time."""
 
     def held_bytes(self, device: torch.device) -> int | None:
         """Return the bytes of a device that tensors have now, by the host's clock; None where nobody counts them."""
@@ -96,6 +105,11 @@ class CudaStreams:
         """Return the time between two events of one device; CUDA's clock counts half microseconds."""
         then.synchronize()
         return first.elapsed_time(then) / 1e3
+
+    def occupy(self, stream: torch.cuda.Stream, seconds: float) -> None:
+        """Spin on one multiprocessor for as many cycles as the fastest clock has in that time."""
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(seconds * _FASTEST_HZ))
 
     def held_bytes(self, device: torch.device) -> int:
         """Return what the caching allocator has given out."""

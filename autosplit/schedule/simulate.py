@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Literal
 
 from autosplit.schedule.action import Action, Kind, Schedule
@@ -98,6 +98,7 @@ def simulate(
     weight_gradient_s: Sequence[float] | None = None,
     transfers: tuple[TransferTime, ...] = (),
     issue_s: Mapping[Kind, Sequence[float]] | None = None,
+    host_stages: Collection[int] = (),
     holds: Sequence[StageHolds] | None = None,
 ) -> Timeline:
     """Return the timeline from one microbatch's times of each stage, virtual ones too.
@@ -108,8 +109,8 @@ def simulate(
     ended and arrived. Raises ValueError when times of a kind that the schedule uses are missing.
 
     ``issue_s[kind][stage]`` is how long one host thread takes to issue an action, for all lanes, in the order of
-    `issue_order`; it does not wait for lanes, and no action starts before it is issued. ``holds`` are the sizes of each
-    stage, for the memory over time.
+    `issue_order`; it does not wait for lanes, and no action starts before it is issued. The actions of ``host_stages``
+    it runs itself, when what they need is there. ``holds`` are the sizes of each stage, for the memory over time.
     """
     times: dict[Kind, Sequence[float] | None] = {
         "F": forward_s,
@@ -120,15 +121,21 @@ def simulate(
     duration = _durations(schedule, times)
     delays = _delays(schedule, transfers)
     ends: dict[Action, float] = {}
-    issued = _issued(schedule, issue_s)
+    issued: dict[Action, float] = {}
+    host_s = 0.0
     free = [0.0] * len(schedule.lanes)
     spans: list[Span] = []
     for action in issue_order(schedule):
         ready = [ends[need] for need in schedule.needs(action)]
         ready += (ends[need] + delay_s for need, delay_s in _arriving(schedule, action, delays))
         lane = schedule.stage_lane[action.stage]
-        start_s = max(free[lane], *ready, issued.get(action, 0.0))
+        if issue_s is not None:
+            host_s += 0.0 if action.stage in host_stages else issue_s[action.kind][action.stage]
+            issued[action] = host_s
+        start_s = max(free[lane], *ready, host_s)
         end_s = start_s + duration[action.kind][action.stage]
+        if action.stage in host_stages:
+            host_s = end_s
         free[lane] = ends[action] = end_s
         spans.append(Span(action, start_s, end_s))
     lanes = _lane_times(schedule, spans, duration)
@@ -143,14 +150,6 @@ def simulate(
         host=_host(schedule, spans, issued, delays) if issued else None,
         memory=() if holds is None else occupancy(schedule, spans, holds),
     )
-
-
-def _issued(schedule: Schedule, issue_s: Mapping[Kind, Sequence[float]] | None) -> dict[Action, float]:
-    """Return when the issue of each action ends."""
-    if issue_s is None:
-        return {}
-    order = issue_order(schedule)
-    return dict(zip(order, accumulate(issue_s[action.kind][action.stage] for action in order), strict=True))
 
 
 def _host(schedule: Schedule, spans: Sequence[Span], issued: Mapping[Action, float], delays: _Delays) -> HostTime:

@@ -69,6 +69,8 @@ class RecordingStreams:
         self.quiet = False
         self.watched: list[torch.device] = []
         """Devices whose peak was asked to be watched."""
+        self.occupied: list[tuple[str, float]] = []
+        """Streams that were kept at work, and for how long."""
         self._numbers = 0
         self._memories: dict[int, _Held] = {}
         self._pinned: set[int] = set()
@@ -108,6 +110,9 @@ class RecordingStreams:
         """Return a time in which one entry of a log takes a microsecond."""
         then.synchronize()
         return (then.number - first.number) * 1e-6
+
+    def occupy(self, stream: Stream, seconds: float) -> None:
+        self.occupied.append((stream.name, seconds))
 
     def held_bytes(self, device: torch.device) -> int:
         self.collect()
