@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -38,7 +39,7 @@ def peak_ranges(cut: Cut, fullest: Sequence[Fullest], *, memo: TraceMemo) -> Map
         lane: peak_range(
             fullest[lane].peak_bytes,
             states_bytes=_states_bytes(fullest[lane]),
-            workspace_bytes=cublas_workspace_bytes(_capability(options, lane)),
+            workspace_bytes=_workspace_bytes(options, lane),
             lists_bytes=_lists_bytes(fullest[lane], options),
             guessed_bytes=fullest[lane].guessed_bytes,
             estimated=lane in estimated,
@@ -71,6 +72,12 @@ def _capability(options: Options, lane: int) -> tuple[int, int]:
         return torch.cuda.get_device_capability(options.devices[lane])
     major, _, minor = (options.machine.devices[lane].compute_capability or "").partition(".")
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
+
+
+def _workspace_bytes(options: Options, lane: int) -> int:
+    """Return what cuBLAS keeps per handle; a device that is here is set by the environment, as cuBLAS itself is."""
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG") if options.machine is None else None
+    return cublas_workspace_bytes(_capability(options, lane), config=config)
 
 
 def _fragments(cut: Cut, memo: TraceMemo, lane: int) -> float:

@@ -69,6 +69,7 @@ def profile(
         estimated=costs.estimated,
         out_of_memory=found.out_of_memory,
         samples=found.nodes,
+        workspaces=found.workspaces,
     )
 
 

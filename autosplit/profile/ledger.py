@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,15 +55,18 @@ class Ledger(TorchDispatchMode):
         kernels: Literal["cpu", "cuda"] | None = None,
         quick: QuickFake | None = None,
         listing: bool = True,
+        observed: Mapping[str, int] | None = None,
     ) -> None:
         """Count; on fake tensors add what the ``kernels`` of a device would hold beside their results.
 
-        ``quick`` runs operations on fake tensors; without ``listing`` no operations are listed.
+        ``quick`` runs operations on fake tensors; without ``listing`` no operations are listed. ``observed``: see
+        `opaque.workspace`.
         """
         super().__init__()
         self.kernels = kernels
         self._run: Callable[[Any, Any, Any], Any] = _plain if quick is None else quick.run
         self._listing = listing
+        self._observed = observed
         self.guessed: dict[str, int] = {}
         """Most bytes of scratch, by operation, that nobody measured."""
         self.live_bytes = 0
@@ -146,7 +149,8 @@ class Ledger(TorchDispatchMode):
         for tensor in results:
             self.storage(tensor)
         if self.kernels is not None:
-            self._scratch(func._opname, workspace(func, args, kwargs or {}, out, target=self.kernels))
+            scratch = workspace(func, args, kwargs or {}, out, target=self.kernels, observed=self._observed)
+            self._scratch(func._opname, scratch)
         self._enter(func, args, results, kwargs=kwargs, out=out)
         return out
 

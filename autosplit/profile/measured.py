@@ -25,10 +25,12 @@ from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nod
 from autosplit.profile.clocks import Clock, clock_of, is_out_of_memory
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.profile.times import MeasuredNode, MeasuredTimes
+from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
 from autosplit.progress import phase, update
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.state import random_state
 from autosplit.units import format_bytes
+from cost_models.workspaces import Workspaces
 
 _LONG_S = 0.1
 """A node whose first run takes longer than this is measured once."""
@@ -69,7 +71,8 @@ def measure(
         timing = _Timing(twin.module, traced, clock, repeats=repeats, device=device, counted=counted)
         with phase("measuring", total=sum(1 for _ in traced.compute_nodes())):
             timing.run(rows, *own, initial_env=dict.fromkeys(epilogue_nodes(traced)))
-    return MeasuredTimes(timing.measured(), str(device), timing.out_of_memory)
+    clock.release()
+    return MeasuredTimes(timing.measured(), str(device), timing.out_of_memory, timing.observed())
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class _Timing(BorderInterpreter):
     ) -> None:
         super().__init__(module, graph=traced.graph)
         self.out_of_memory: dict[str, str] = {}
+        self._watched = WorkspaceWatch(clock)
         self._clock = clock
         self._repeats = repeats
         self._where = device
@@ -131,6 +135,10 @@ class _Timing(BorderInterpreter):
         """Return what was measured of all nodes that ran."""
         found = {kind: self._samples[kind].summary() for kind in set(self._kinds.values())}
         return {name: found[kind] for name, kind in self._kinds.items()}
+
+    def observed(self) -> Workspaces | None:
+        """Return what the device's kernels held beside their results; None where bytes are not counted."""
+        return self._watched.found(device_name(self._where)) if self._clock.warms else None
 
     def run_node(self, n: fx.Node) -> Any:
         """Run and time one node; inputs, sizes, attributes and the output just run."""
@@ -172,8 +180,15 @@ class _Timing(BorderInterpreter):
         return run.result
 
     def _rehearse(self, node: fx.Node) -> _Samples:
-        """Warm the node up and measure it on copies, as often as its length allows."""
+        """Warm the node up and measure it on copies, as often as its length allows.
+
+        Where the first run loads kernels its length says nothing: a second one tells. The first is watched instead.
+        """
         samples = _Samples()
+        if self._clock.warms:
+            with WorkspaceWatch(self._clock) as watch:
+                self._once(node, private=True)
+            self._watched.add(watch)
         warm = self._once(node, private=True)
         affordable = int(_LONG_S / max(warm.forward_s + warm.backward_s, 1e-9))
         del warm

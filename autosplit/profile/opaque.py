@@ -15,25 +15,32 @@ from typing import Any
 import torch
 
 from autosplit.profile.opaque_cpu import cpu_workspace
-from autosplit.profile.opaque_cuda import cuda_results, cuda_workspace
+from autosplit.profile.opaque_cuda import ALWAYS_OBSERVED, cuda_results, cuda_workspace
 from autosplit.profile.opaque_recurrent import recurrent_results
 from autosplit.profile.workspaces import Workspace
 
-__all__ = ["Workspace", "true_results", "workspace"]
+__all__ = ["ALWAYS_OBSERVED", "Workspace", "true_results", "workspace"]
 
 _KEEPS_ITS_TERMS = frozenset(("mse_loss", "smooth_l1_loss", "huber_loss"))
 
 
 def workspace(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, target: str = "cpu"
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    out: Any,
+    *,
+    target: str = "cpu",
+    observed: Mapping[str, int] | None = None,
 ) -> Workspace | None:
     """Return what the kernel of an aten operation holds beside its results while it runs; None when it needs nothing.
 
     ``func`` is the overload as the dispatcher calls it, ``out`` what it returned (fake or real); ``target`` is "cpu" or
-    "cuda": whose kernels. CPU figures depend on ``torch.get_num_threads()`` and on the instruction set in use.
+    "cuda": whose kernels. ``observed`` is what they were seen to hold on the device. CPU figures depend on
+    ``torch.get_num_threads()`` and on the instruction set in use.
     """
     if target == "cuda":
-        return cuda_workspace(func._opname, args, kwargs, out)
+        return cuda_workspace(func._opname, args, kwargs, out, observed=observed)
     return cpu_workspace(func._opname, args, kwargs, out)
 
 

@@ -1,38 +1,54 @@
 """Scratch of CUDA kernels, and the results that they make otherwise than the CPU's.
 
 Nothing here was measured: what follows from torch's source is tagged "formula", everything else "unknown", with a
-guess of its bytes or 0. CUDA kernels read mixed types without copies, and reductions of halves need none either.
+guess of its bytes or 0. What was observed on a device (`workspace_watch`) goes before it, tagged "measured".
+CUDA kernels read mixed types without copies, and reductions of halves need none either.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from autosplit.profile.workspaces import Workspace, nbytes
+from autosplit.profile.workspaces import Workspace, nbytes, operation_key
 
 _Rule = Callable[[Sequence[Any], Any], Workspace | None]
 
+_CONFIG = re.compile(r":(\d+):(\d+)")
 _HALF = (torch.bfloat16, torch.float16)
 _SORT_FROM = 3072
 """Indices up to which the embedding's backward does without a sort (``Embedding.cu``)."""
 
 
-def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+def cublas_workspace_bytes(capability: tuple[int, int], *, config: str | None = None) -> int:
     """Return what cuBLAS keeps, once it was called, per handle and stream on a device of this compute capability.
 
-    It comes from torch's allocator and stays; the forward's thread and autograd's own a handle each
-    (``CublasHandlePool.cpp``, ``parseChosenWorkspaceSize``; ``CUBLAS_WORKSPACE_CONFIG`` overrides it). cuBLASLt uses
-    the same memory.
+    It comes from torch's allocator and stays; the forward's thread and autograd's own a handle each. cuBLASLt uses the
+    same memory. ``config`` is the text of ``CUBLAS_WORKSPACE_CONFIG``, sizes in KiB and how many of each: ``:4096:2``,
+    which torch reads itself and passes over where it has no such form (``ATen/cuda/CublasHandlePool.cpp``,
+    ``parseChosenWorkspaceSize``, ``getChosenWorkspaceSize``).
     """
+    given = _CONFIG.findall(config or "")
+    if given:
+        return sum(1024 * int(size) * int(count) for size, count in given)
     return 32 * 2**20 if capability[0] in (9, 10, 12) else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
-def cuda_workspace(name: str, args: Sequence[Any], _kwargs: Mapping[str, Any], out: Any) -> Workspace | None:
-    """Return the scratch of the operation called ``name``; None when it needs none."""
+def cuda_workspace(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, observed: Mapping[str, int] | None = None
+) -> Workspace | None:
+    """Return the scratch of the operation called ``name``; None when it needs none.
+
+    What was ``observed`` of the very same operation on the device, by `operation_key`, goes before any rule.
+    """
+    if observed:
+        count = observed.get(operation_key(name, args, kwargs))
+        if count is not None:
+            return Workspace(count, "measured")
     rule = _RULES.get(name)
     return rule(args, out) if rule is not None else None
 
@@ -117,3 +133,6 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
         "binary_cross_entropy_with_logits": _reduced_loss,
     }
 )
+
+ALWAYS_OBSERVED = frozenset(_RULES)
+"""Operations whose scratch is worth knowing also where it is nothing."""

@@ -40,6 +40,7 @@ from autosplit.profile.stage_pieces import cut_in_pieces, last_uses
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
+from cost_models.workspaces import Workspaces
 
 _CPU = torch.device("cpu")
 LARGE_BYTES = 1 << 16
@@ -65,6 +66,7 @@ class How:
         autocast_ends: the caller's autocast context ends with the forward, as in a plain training loop; else it is
             around the step, and what it cast lives until then.
         kernels: whose kernels' scratch is counted.
+        observed: what those of a device were seen to hold.
     """
 
     rows: int
@@ -77,6 +79,7 @@ class How:
     apart: bool = False
     autocast_ends: bool = False
     kernels: Literal["cpu", "cuda"] = "cpu"
+    observed: Workspaces | None = None
 
 
 def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) -> StageTrace:
@@ -86,7 +89,8 @@ def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) 
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # it forgets which results are one tensor, so that a second trace would differ
-    ledger = Ledger(kernels=how.kernels, quick=quick or QuickFake(), listing=False)
+    observed = None if how.observed is None else how.observed.operations
+    ledger = Ledger(kernels=how.kernels, quick=quick or QuickFake(), listing=False, observed=observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
         with quiet_log(), mode, ledger, _one_autocast():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cost_models.workspaces import Workspaces
+
 
 @dataclass(frozen=True)
 class NodeTimes:
@@ -40,8 +42,10 @@ class MeasuredTimes:
         nodes: the nodes that ran.
         device: the device that they ran on, as text.
         out_of_memory: the nodes that did not run because memory ran out, and why: they, or what they need, did not fit.
+        workspaces: what the device's kernels were seen to hold; None where the device does not count bytes.
     """
 
     nodes: Mapping[str, MeasuredNode]
     device: str
     out_of_memory: Mapping[str, str] = field(default_factory=dict)
+    workspaces: Workspaces | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autosplit.profile.times import MeasuredNode
+from cost_models.workspaces import Workspaces
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Profile:
         estimated: nodes whose FLOPs and bytes are estimates because they could not run on fake tensors, and why.
         out_of_memory: nodes that could not be measured because memory ran out, and why.
         samples: what was measured, by stable node name: medians, ranges, and the device's own peak bytes.
+        workspaces: what the device's kernels were seen to hold meanwhile; None where nobody looked.
     """
 
     rows: int
@@ -73,6 +75,7 @@ class Profile:
     estimated: Mapping[str, str] = field(default_factory=dict)
     out_of_memory: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, MeasuredNode] = field(default_factory=dict)
+    workspaces: Workspaces | None = None
 
     @property
     def modelled(self) -> dict[str, str]:

@@ -14,49 +14,101 @@ import torch
 from autosplit.profile.clocks import clock_of, is_out_of_memory
 
 
+class FakeCuda:
+    """What a `CudaClock` asks of torch, noted in order; the host issues everything in ``issue_s``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self.issue_s = 0.004
+        self.now_s = 0.0
+        self.properties = SimpleNamespace(clock_rate=1_000_000)
+        order = self.order
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+                self.name = "end" if order[-1:] == ["made"] else "start"
+                order.append("made")
+
+            def record(self) -> None:
+                order.append(f"record {self.name}")
+
+            def synchronize(self) -> None:
+                order.append(f"wait {self.name}")
+
+            def elapsed_time(self, end: Event) -> float:
+                return 250.0
+
+        @contextlib.contextmanager
+        def on(device: torch.device) -> Iterator[None]:
+            order.append(f"enter {device}")
+            yield
+            order.append("leave")
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "device", on)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: order.append(f"reset {device}"))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"sleep {cycles}"))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: self.properties)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def run(self) -> str:
+        self.order.append("run")
+        self.now_s += self.issue_s
+        return "done"
+
+
 def test_on_cuda_events_take_the_time_and_the_allocator_counts(monkeypatch):
-    order: list[str] = []
-    cuda = torch.device("cuda", 1)
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-            self.name = "end" if "made" in order else "start"
-            order.append("made")
-
-        def record(self) -> None:
-            order.append(f"record {self.name}")
-
-        def synchronize(self) -> None:
-            order.append(f"wait {self.name}")
-
-        def elapsed_time(self, end: Event) -> float:
-            return 250.0
-
-    @contextlib.contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        order.append(f"enter {device}")
-        yield
-        order.append("leave")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: order.append(f"reset {device}"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 70)
-    clock = clock_of(cuda, threads=1)
-    found = clock.timed(lambda: order.append("run") or "done")
-    assert (found.result, found.seconds, found.peak_bytes) == ("done", 0.25, 70)
-    assert order == [
+    cuda = FakeCuda(monkeypatch)
+    clock = clock_of(torch.device("cuda", 1), threads=1)
+    found = clock.timed(cuda.run)
+    assert (found.result, found.seconds, found.peak_bytes, found.issue_s) == ("done", 0.25, 70, 0.004)
+    assert cuda.order == [
         "enter cuda:1",
         "made",
         "made",
         "reset cuda:1",
+        "sleep 50000",
         "record start",
         "run",
         "record end",
         "wait end",
         "leave",
     ]
+
+
+def test_the_device_waits_as_long_as_the_host_issued_the_time_before(monkeypatch):
+    """Else the time between the events is the host's, who issues small kernels more slowly than they run."""
+    cuda = FakeCuda(monkeypatch)
+    clock = clock_of(torch.device("cuda", 1), threads=1)
+    for seconds in (0.004, 0.5, 0.0, 0.0):
+        cuda.issue_s = seconds
+        clock.timed(cuda.run)
+    assert [text for text in cuda.order if text.startswith("sleep")] == [
+        "sleep 50000",
+        "sleep 6000000",
+        "sleep 50000000",
+        "sleep 50000",
+    ]
+    cuda.order.clear()
+    cuda.properties = SimpleNamespace()
+    clock_of(torch.device("cuda", 0), threads=1).timed(cuda.run)
+    assert "sleep 100000" in cuda.order, "a rate that is not known is taken for a fast one: the wait is never short"
+
+
+@pytest.mark.cuda
+def test_a_small_kernel_s_time_is_the_device_s_not_the_host_s():
+    x = torch.ones(16, device="cuda")
+    clock = clock_of(x.device, threads=1)
+
+    def run() -> None:
+        for _ in range(100):
+            x.add_(1)
+
+    clock.timed(run)
+    found = clock.timed(run)
+    assert found.seconds < found.issue_s
 
 
 @pytest.mark.parametrize(("threads", "resolution_s", "seconds"), [(1, 1e-9, 3.0), (1, 0.015, 7.0), (2, 1e-9, 7.0)])
