@@ -1,7 +1,7 @@
 """What every node of a recording costs, from one run on fake tensors: nothing is allocated, no value is computed.
 
-``FakeTensorMode`` is private, but torch has no public way to run shapes only (used in this file only; tried on torch
-2.13). Every fake tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process
+Torch has no public way to run shapes only; its ``FakeTensorMode`` is in :mod:`autosplit.profile.late_fake`. Every fake
+tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process
 without a GPU, and "meta" tensors take other kernels.
 
     first pass    shared and micro nodes at ``rows``      ──► ids of the storages by node
@@ -14,15 +14,16 @@ import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.profile.assumptions import parameters_met, why_estimated
 from autosplit.profile.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
+from autosplit.profile.gradients import gradients
+from autosplit.profile.late_fake import FakeWorld, LateFakeMode
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.quick_fake import QuickFake, blank
@@ -30,6 +31,9 @@ from autosplit.profile.shadow import Shadow, shadow
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _CPU = torch.device("cpu")
 
@@ -88,11 +92,11 @@ def fake_costs(
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
-    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=kernels, quick=quick or QuickFake())
-    mode.cache_enabled = False  # the ledger's own memory is the quicker one
+    mode, quick = LateFakeMode(), quick or QuickFake()
+    ledger = Ledger(kernels=kernels, quick=quick)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
-        with quiet_log(), mode, ledger:
+        with quiet_log(), FakeWorld(mode, quick), ledger:
             first = _FakePass(traced, twin, ledger, before_epilogue, {})
             first.sweep(rows, grads, skip=epilogue)
             costs = first.costs
@@ -170,8 +174,8 @@ class _FakePass(BorderInterpreter):
         if targets and call.leaves:
             try:
                 ones = [torch.empty_like(target) for target in targets]
-                gradients = torch.autograd.grad(targets, call.leaves, ones, allow_unused=True)
-                del ones, gradients
+                found = gradients(targets, call.leaves, ones)
+                del ones, found
             except Exception as error:
                 problem = f"its backward did not run alone: {_text(error)}"
         forward_flops, backward = sum(op.flops for op in forward), tuple(ledger.operations)

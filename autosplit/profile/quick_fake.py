@@ -18,12 +18,21 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosplit.profile.norm_looks import norm_results
+from autosplit.trace.known_results import New, gives_first, known_results
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_EMPTY = torch.ops.aten.empty.memory_format
+_VIEWS: dict[Any, Any] = {
+    getattr(getattr(torch.ops.aten, name), overload): getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        *((name, "default") for name in "alias detach expand permute t unsqueeze view".split()),
+        *(("transpose", "int"), ("select", "int"), ("slice", "Tensor"), ("squeeze", "dim"), ("squeeze", "dims")),
+    )
+} | {_UNSAFE_VIEW: torch.ops.aten.view.default}
+"""Operations that give one view of their first operand, and what gives the same view of a meta tensor."""
 _make = torch.Tensor._make_subclass
 _UNKNOWN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
@@ -54,13 +63,19 @@ class _Result:
     look: _Look
 
 
+_Known = tuple[type | None, tuple[_Result | None, ...]]
+"""The kind of sequence that an operation gives, None: one result; and the results."""
+
+
 class QuickFake:
     """Runs operations on fake tensors, each kind of call once; what is known of one mode's tensors holds for any's."""
 
     def __init__(self) -> None:
+        self.mode: FakeTensorMode | None = None
+        """What makes tensors where no operand says so."""
         self._mode: FakeTensorMode | None = None
         self._attributes: dict[str, Any] = {}
-        self._known: dict[Hashable, tuple[type | None, tuple[_Result | None, ...]] | None] = {}
+        self._known: dict[Hashable, _Known | None] = {}
         self._suited: dict[int, tuple[Any, bool]] = {}
         """By the address of an operation, with the operation: its own hash takes its time."""
         self._looks: dict[Hashable, _Look] = {}
@@ -74,11 +89,14 @@ class QuickFake:
             self._suited[place] = func, _is_suited(func)
         tensors: list[FakeTensor] = []
         parts: list[Any] = [place]
-        if not self._suited[place][1] or not self._tell_all(args, kwargs, parts, tensors) or not tensors:
+        if not self._suited[place][1] or not self._tell_all(args, kwargs, parts, tensors):
+            return self._worked_out(func, args, kwargs)
+        mode = tensors[0].fake_mode if tensors else self.mode
+        if mode is None or not (tensors or func is _EMPTY):
             return self._worked_out(func, args, kwargs)
         key = tuple(parts)
-        if key not in self._known and (shapes := norm_results(func, args)) is not None:
-            self._known[key] = tuple, tuple(self._contiguous(shape, tensors[0].dtype) for shape in shapes)
+        if key not in self._known and (told := self._told(func, args, kwargs)) is not None:
+            self._known[key] = told
         if key not in self._known:
             out = self._worked_out(func, args, kwargs)
             again: list[Any] = [place]
@@ -91,7 +109,7 @@ class QuickFake:
         kind, results = known
         sources: list[Any] = [*tensors]
         for result in results:
-            sources.append(None if result is None else self._made(result, sources))
+            sources.append(None if result is None else self._made(result, sources, mode))
         return sources[-1] if kind is None else kind(sources[len(tensors) :])
 
     def _worked_out(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -101,7 +119,7 @@ class QuickFake:
         finally:
             _forget((*args, *kwargs.values()))
 
-    def _made(self, result: _Result, sources: Sequence[Any]) -> Any:
+    def _made(self, result: _Result, sources: Sequence[Any], mode: FakeTensorMode) -> Any:
         if result.same:
             return sources[result.source]
         look = result.look
@@ -110,7 +128,6 @@ class QuickFake:
         if result.source >= 0:
             storage = sources[result.source].untyped_storage()
             empty.set_(storage, look.offset, look.shape, look.strides)
-        mode = sources[0].fake_mode
         if self._mode is not mode:
             self._mode, self._attributes = mode, dict(vars(FakeTensor(mode, empty, _CPU)))
         made: FakeTensor = _make(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU)
@@ -156,20 +173,50 @@ class QuickFake:
     def _look(self, tensor: torch.Tensor) -> _Look:
         return self._looking(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
-    def _contiguous(self, shape: tuple[int, ...] | None, dtype: torch.dtype) -> _Result | None:
-        if shape is None:
+    def _told(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Known | None:
+        """Return what an operation gives where that is known without running it on fake tensors."""
+        if func is _EMPTY:
+            return self._empty(args[0], **kwargs)
+        if gives_first(func, args, kwargs):
+            return None, (_Result(True, 0, self._look(args[0])),)
+        if func in _VIEWS:
+            return self._viewed(func, args, kwargs)
+        told = known_results(func, args, kwargs)
+        if told is None:
             return None
-        strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
-        return _Result(False, -1, self._looking(shape, strides, 0, dtype))
+        return tuple if told.several else None, tuple(part and self._new(part) for part in told.parts)
+
+    def _new(self, new: New) -> _Result:
+        return _Result(False, -1, self._looking(new.shape, new.strides, 0, new.dtype))
+
+    def _empty(self, shape: Sequence[int], dtype: Any = None, device: Any = None, **choices: Any) -> _Known | None:
+        """Tell of a new tensor on the CPU, as it comes if no more is said."""
+        plain = device == _CPU and dtype is not None and choices.pop("layout", None) in (None, torch.strided)
+        if not plain or any(value not in (None, False) for value in choices.values()):
+            return None
+        sizes = [max(size, 1) for size in shape]
+        strides = tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
+        return None, (_Result(False, -1, self._looking(tuple(shape), strides, 0, dtype)),)
+
+    def _viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Known | None:
+        """Tell of a view from that of a meta tensor of the same looks: torch has no Python for these."""
+        look = self._look(args[0])
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            whole = torch.empty(look.offset + _elements(look.shape, look.strides), dtype=look.dtype, device=_META)
+            view = _VIEWS[func](whole.as_strided(look.shape, look.strides, look.offset), *args[1:], **kwargs)
+        except (RuntimeError, IndexError, TypeError):
+            return None  # torch says what is wrong
+        finally:
+            del guard
+        return None, (_Result(False, 0, self._look(view)),)
 
     def _looking(self, *look: Any) -> _Look:
         if look not in self._looks:
             self._looks[look] = _Look(*look)
         return self._looks[look]
 
-    def _results(
-        self, func: Any, out: Any, tensors: Sequence[FakeTensor]
-    ) -> tuple[type | None, tuple[_Result | None, ...]] | None:
+    def _results(self, func: Any, out: Any, tensors: Sequence[FakeTensor]) -> _Known | None:
         """Return how to make the results of equal calls; None where that is not known."""
         kind = type(out) if isinstance(out, (list, tuple)) else None
         if kind not in (None, list, tuple):
@@ -231,6 +278,9 @@ def _forget(values: Sequence[Any]) -> None:
 
 def _bytes(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> int:
     """Return what ``torch.empty_strided`` allocates."""
-    if 0 in shape:
-        return 0
-    return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * item_bytes
+    return _elements(shape, strides) * item_bytes
+
+
+def _elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements lie between a tensor's first and its last, both counted; 0 where it has none."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

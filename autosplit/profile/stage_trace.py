@@ -10,7 +10,7 @@ runs belongs to the node in whose range of sequence numbers its autograd node's 
 
 Private torch API, used in this file only, tried on torch 2.13: ``torch._C._autograd._get_sequence_nr``,
 ``torch._C._current_autograd_node`` and ``torch.utils.checkpoint._StopRecomputationError``, which ends a recomputation
-early: torch has no public names for them. Nor has it for a mode of fake tensors, or for its ``cache_enabled``.
+early: torch has no public names for them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import _StopRecomputationError
 
 from autosplit.errors import ProfileError
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import Picks, alias, tensors_of
 from autosplit.profile.fake import as_recorded, empty_value, fake
+from autosplit.profile.gradients import accumulate, gradients
+from autosplit.profile.late_fake import FakeWorld, LateFakeMode
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.products import late
@@ -87,13 +88,12 @@ def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) 
 
     ``quick`` knows operations from other traces.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # it forgets which results are one tensor, so that a second trace would differ
+    mode, quick = LateFakeMode(), quick or QuickFake()
     observed = None if how.observed is None else how.observed.operations
-    ledger = Ledger(kernels=how.kernels, quick=quick or QuickFake(), listing=False, observed=observed)
+    ledger = Ledger(kernels=how.kernels, quick=quick, listing=False, observed=observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
-        with quiet_log(), mode, ledger, _one_autocast():
+        with quiet_log(), FakeWorld(mode, quick), ledger, _one_autocast():
             run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
                 ledger.storage(tensor)
@@ -241,12 +241,12 @@ class _Run:
                 outputs, cotangents = [*outputs, root], [*cotangents, root.detach()]
                 del root
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
-            found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            found = gradients(outputs, wanted, cotangents)
             self.labels.last = ""
             pairs = zip(self.leaves, found[len(inputs) :], strict=True)
             self.totals |= {id(leaf): total for leaf, total in pairs if total is not None}
         else:
-            torch.autograd.backward(outputs, cotangents)
+            accumulate(outputs, cotangents)
             self.labels.last = ""
             for tensor in inputs:
                 tensor.grad = None

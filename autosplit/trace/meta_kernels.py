@@ -4,9 +4,10 @@ Most of torch's kernels for the meta device are Python and take a tenth of a mil
 model ask them the same again and again. What a kernel makes of new memory follows from the kinds of its operands alone:
 
     func, shapes, strides, dtypes, numbers  ─► seen? ─► an empty tensor of the known shape, strides and dtype
+                                            ├► told by a rule (`known_results`)? ─► the same
                                             └► no   ─► the kernel itself; known from now on if its result is new memory
 
-Views, in-place operations, what draws random numbers and what is no operation of torch's own run as ever.
+Views, in-place operations but for a few, what draws random numbers and what is no operation of torch's own run as ever.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosplit.trace.known_results import Results, gives_first, known_results
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _OTHER = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -39,7 +42,7 @@ class MetaKernels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._makes_new: dict[Any, bool] = {}
-        self._known: dict[Any, tuple[bool, tuple[_Made, ...]] | None] = {}
+        self._known: dict[Any, tuple[bool, tuple[_Made | None, ...]] | None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -54,12 +57,14 @@ class MetaKernels(TorchDispatchMode):
         if makes_new is None:
             makes_new = self._makes_new[func] = _makes_new(func)
         if not makes_new:
-            return func(*args, **kwargs)
+            return args[0] if gives_first(func, args, kwargs) and args[0].is_meta else func(*args, **kwargs)
         try:
             key = (func, torch.get_default_dtype(), _kinds(args), _kinds(kwargs.items()) if kwargs else ())
         except _Unknown:
             return func(*args, **kwargs)
         found = self._known.get(key, _UNSEEN)
+        if found is _UNSEEN and (told := known_results(func, args, kwargs)) is not None:
+            found = self._known[key] = _new(told)
         if found is _UNSEEN:
             out = func(*args, **kwargs)
             self._known[key] = _made(out, args, kwargs)
@@ -67,10 +72,8 @@ class MetaKernels(TorchDispatchMode):
         if found is None:
             return func(*args, **kwargs)
         several, parts = found
-        if several:
-            return tuple(torch.empty_strided(p.shape, p.strides, dtype=p.dtype, device="meta") for p in parts)
-        shape, strides, dtype = parts[0]
-        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        made = tuple(None if p is None else torch.empty_strided(*p[:2], dtype=p.dtype, device="meta") for p in parts)
+        return made if several else made[0]
 
 
 _UNSEEN: Any = object()
@@ -107,7 +110,12 @@ def _kinds(values: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _made(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[_Made, ...]] | None:
+def _new(told: Results) -> tuple[bool, tuple[_Made | None, ...]]:
+    """Return what is told by rule as what an operation made."""
+    return told.several, tuple(part and _Made(part.shape, part.strides, part.dtype) for part in told.parts)
+
+
+def _made(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[_Made | None, ...]] | None:
     """Return what an operation made; None where an empty tensor would not be the same."""
     parts = out if isinstance(out, tuple) else (out,)
     taken = {t.untyped_storage()._cdata for t in _tensors((*args, *kwargs.values()))}

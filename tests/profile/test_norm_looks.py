@@ -13,8 +13,8 @@ from autosplit.options import Sample
 from autosplit.profile.blocks import CostMemo, block_costs
 from autosplit.profile.fake import fake_costs
 from autosplit.profile.ledger import Ledger
-from autosplit.profile.norm_looks import norm_results
 from autosplit.profile.quick_fake import QuickFake
+from autosplit.trace.known_results import known_results
 from autosplit.trace.ladder import trace
 from tests.profile.test_quick_fake import looks
 
@@ -41,11 +41,11 @@ def test_told_by_rule_they_look_as_torch_makes_them(
 ) -> None:
     with FakeTensorMode():
         forward = arguments(shape, dtype, affine=affine)
-        assert norm_results(FORWARD, forward) is not None
+        assert known_results(FORWARD, forward, {}) is not None
         assert looks(QuickFake().run(FORWARD, forward, {})) == looks(FORWARD(*forward))
         for mask in ([True] * 3, [False, True, True], [True, False, False]):
             back = backward_arguments(forward, mask)
-            assert (norm_results(BACKWARD, back) is not None) == mask[0]
+            assert (known_results(BACKWARD, back, {}) is not None) == mask[0]
             assert looks(QuickFake().run(BACKWARD, back, {})) == looks(BACKWARD(*back))
 
 
@@ -73,7 +73,7 @@ def of_no_rows(given: Tensor) -> list[Any]:
 def test_others_are_left_to_torch(other: Any) -> None:
     with FakeTensorMode():
         args = other(torch.empty(2, 3, 4, 5))
-        assert norm_results(FORWARD, args) is None
+        assert known_results(FORWARD, args, {}) is None
         assert looks(QuickFake().run(FORWARD, args, {})) == looks(FORWARD(*args))
 
 

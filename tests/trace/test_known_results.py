@@ -1,0 +1,179 @@
+"""What is told by rule is what torch works out, on the meta device and on fake tensors; all else is left to torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autosplit.trace.known_results import _IN_PLACE, _RULES, Results, gives_first, known_results
+
+aten = torch.ops.aten
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+FORMS: dict[str, Callable[[str], Tensor]] = {
+    "plain": lambda device: torch.empty(2, 3, 4, 5, device=device),
+    "flat": lambda device: torch.empty(6, device=device),
+    "number": lambda device: torch.empty((), device=device),
+    "ones": lambda device: torch.empty(2, 1, 1, 5, device=device),
+    "one": lambda device: torch.empty(1, 1, device=device),
+    "half": lambda device: torch.empty(2, 3, 4, 5, device=device, dtype=torch.bfloat16),
+    "whole": lambda device: torch.empty(2, 3, 4, 5, device=device, dtype=torch.int64),
+    "turned": lambda device: torch.empty(2, 3, 5, 4, device=device).transpose(2, 3),
+    "channels last": lambda device: torch.empty(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last),
+    "spread": lambda device: torch.empty(2, 3, 1, 1, device=device).expand(2, 3, 4, 5),
+    "spread in front": lambda device: torch.empty(3, 1, 5, device=device).expand(2, 3, 4, 5),
+    "part": lambda device: torch.empty(3, 3, 4, 5, device=device)[1:],
+    "gaps": lambda device: torch.empty(2, 3, 4, 6, device=device)[..., 1:],
+    "none": lambda device: torch.empty(2, 0, 4, 5, device=device),
+}
+UNARY = "relu gelu silu sigmoid tanh neg exp rsqrt sin cos empty_like zeros_like ones_like".split()
+BINARY = "add sub mul div".split()
+BACKWARD: dict[str, tuple[Any, ...]] = {
+    "threshold_backward": (0,),
+    "gelu_backward": (),
+    "silu_backward": (),
+    "sigmoid_backward": (),
+    "tanh_backward": (),
+}
+REDUCED: tuple[tuple[Any, ...], ...] = (([-1],), ([2, 3], True), ([0],), ([0, 1, 2, 3],), ([],), (None, True))
+
+
+def elementwise(device: str) -> Iterator[Call]:
+    one = {name: form(device) for name, form in FORMS.items()}
+    other = {name: form(device) for name, form in FORMS.items()}
+    for tensor in one.values():
+        yield from ((getattr(aten, name).default, (tensor,), {}) for name in UNARY)
+        yield from ((getattr(aten, name).Scalar, (tensor, 3), {}) for name in BINARY)
+        yield from ((getattr(aten, name).Tensor, (tensor, number), {}) for name in BINARY for number in (2, 0.5, True))
+        yield aten.pow.Tensor_Scalar, (tensor, 2), {}
+        yield aten.gelu.default, (tensor,), {"approximate": "tanh"}
+        yield aten.empty_like.default, (tensor,), {"dtype": torch.float64, "pin_memory": False}
+        yield aten.empty_like.default, (tensor,), {"memory_format": torch.channels_last}
+        yield aten.new_zeros.default, (tensor, [4, 1, 2]), {"pin_memory": False}
+        yield aten.new_zeros.default, (tensor, [0, 2]), {}
+        yield from ((aten.add_.Tensor, (tensor.clone(), number), {}) for number in (1, 0.5, True))
+        yield aten.relu_.default, (tensor.clone(),), {}
+        yield aten.zero_.default, (tensor.clone(),), {}
+    for first, second in itertools.product(one, other):
+        pair = one[first], other[second]
+        yield from ((getattr(aten, name).Tensor, pair, {}) for name in BINARY)
+        yield aten.add.Tensor, pair, {"alpha": 2}
+        yield from ((getattr(aten, name).default, (*pair, *more), {}) for name, more in BACKWARD.items())
+        yield aten.add_.Tensor, (one[first].clone(), other[second]), {}
+        yield aten.mul_.Tensor, (one[first].clone(), other[second]), {}
+
+
+def shaped(device: str) -> Iterator[Call]:
+    for form in FORMS.values():
+        tensor = form(device)
+        for dims in REDUCED:
+            yield aten.sum.dim_IntList, (tensor, *dims), {}
+            yield aten.mean.dim, (tensor, *dims), {}
+        yield aten.sum.default, (tensor,), {}
+        yield aten.sum.default, (tensor,), {"dtype": torch.float64}
+        yield aten.mean.default, (tensor,), {}
+        for name in ("_softmax", "_log_softmax"):
+            yield getattr(aten, name).default, (tensor, -1, False), {}
+            yield getattr(aten, f"{name}_backward_data").default, (tensor, tensor.clone(), -1, tensor.dtype), {}
+    a, b = torch.empty(4, 6, device=device), torch.empty(6, 2, device=device)
+    for left, right in ((a, b), (b.t(), a.t()), (a, b.bfloat16()), (a, a), (a[:0], b), (a[:1], b[:, :1])):
+        yield aten.mm.default, (left, right), {}
+        for bias in (torch.empty(right.shape[1], device=device), torch.empty(1, device=device)):
+            yield aten.addmm.default, (bias, left, right), {}
+            yield aten.addmm.default, (bias, left, right), {"beta": 2}
+        yield aten.bmm.default, (left.expand(3, -1, -1), right.expand(3, -1, -1)), {}
+        yield aten.bmm.default, (left.expand(3, -1, -1), right.expand(2, -1, -1)), {}
+
+
+CONVOLUTIONS = (
+    ((2, 4, 9, 8), (6, 4, 3, 3), [1, 1], [1, 1], [1, 1], 1),
+    ((2, 4, 9, 8), (6, 2, 3, 2), [2, 1], [0, 1], [1, 2], 2),
+    ((2, 4, 9, 8), (4, 1, 3, 3), [2, 2], [1, 1], [1, 1], 4),
+    ((1, 4, 9, 8), (6, 4, 1, 1), [1, 1], [0, 0], [1, 1], 1),
+    ((2, 1, 9, 8), (1, 1, 3, 3), [1, 1], [0, 0], [1, 1], 1),
+    ((2, 4, 1, 1), (6, 4, 1, 1), [1, 1], [0, 0], [1, 1], 1),
+    ((2, 4, 1, 1), (6, 4, 3, 3), [1, 1], [0, 0], [1, 1], 1),
+    ((2, 4, 9, 8), (6, 3, 3, 3), [1, 1], [1, 1], [1, 1], 1),
+    ((2, 4, 5, 6, 7), (6, 4, 3, 3, 3), [1, 1, 1], [1, 1, 1], [1, 1, 1], 1),
+    ((2, 4, 9), (6, 4, 3), [1], [1], [1], 1),
+    ((0, 4, 9, 8), (6, 4, 3, 3), [1, 1], [1, 1], [1, 1], 1),
+)
+
+
+def windows(device: str) -> Iterator[Call]:
+    for shape, kernel, strides, paddings, dilations, groups in CONVOLUTIONS:
+        given, weight = torch.empty(shape, device=device), torch.empty(kernel, device=device)
+        forms = [(given, weight), (given.bfloat16(), weight.bfloat16()), (given, weight.double())]
+        if len(shape) == 4:
+            forms.append((given.to(memory_format=torch.channels_last), weight))
+            forms.append((given, weight.to(memory_format=torch.channels_last)))
+        for x, w in forms:
+            settings = (strides, paddings, dilations, False, [0] * len(strides), groups)
+            for bias in (None, torch.empty(kernel[0], device=device, dtype=w.dtype)):
+                yield aten.convolution.default, (x, w, bias, *settings), {}
+            try:
+                out = aten.convolution.default(x, w, None, *settings)
+            except RuntimeError:
+                continue
+            for mask in ([True] * 3, [False, True, False], [True, True, False]):
+                yield aten.convolution_backward.default, (out, x, w, [kernel[0]], *settings, mask), {}
+    transposed = torch.empty(2, 4, 9, 8, device=device), torch.empty(4, 3, 3, 3, device=device)
+    yield aten.convolution.default, (*transposed, None, [1, 1], [1, 1], [1, 1], True, [0, 0], 1), {}
+    x = torch.empty(2, 3, 9, 8, device=device)
+    settings = ([3, 3],), ([3, 3], [2, 2], [1, 1]), ([2],), ([3, 2], [2, 1], [1, 1], [2, 1]), ([2, 2], [2, 2], [0], [1])
+    for given in (x, x.bfloat16(), x.to(memory_format=torch.channels_last), x[:0], x[0], x[:, :, :1]):
+        for choice in (*settings, ([2, 2], [2, 2], [0, 0], [1, 1], True)):
+            yield aten.max_pool2d_with_indices.default, (given, *choice), {}
+            try:
+                out, places = aten.max_pool2d_with_indices.default(given, *choice)
+            except (RuntimeError, ValueError):
+                continue
+            full = (*choice, *([], [0, 0], [1, 1], False)[len(choice) - 1 :])
+            yield aten.max_pool2d_with_indices_backward.default, (out, given, *full, places), {}
+
+
+def seen(value: Any) -> Any:
+    """Return what can be seen of results: looks, and whether they are memory of their own."""
+    if not isinstance(value, Tensor):
+        return value
+    whole = value.untyped_storage().nbytes() == value.numel() * value.element_size() and not value.storage_offset()
+    return tuple(value.shape), value.stride(), value.dtype, whole
+
+
+def told(results: Results) -> Any:
+    parts = [part and (part.shape, part.strides, part.dtype, True) for part in results.parts]
+    return parts if results.several else parts[0]
+
+
+@pytest.mark.parametrize("calls", [elementwise, shaped, windows])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_what_is_told_is_what_torch_works_out(calls: Callable[[str], Iterator[Call]], device: str) -> None:
+    """The fakes are those of CPU tensors."""
+    known, unknown = set(), set()
+    with FakeTensorMode(allow_non_fake_inputs=True) if device == "cpu" else torch.device("meta"):
+        for func, args, kwargs in calls(device):
+            results = known_results(func, args, kwargs)
+            same = gives_first(func, args, kwargs)
+            (known if results is not None or same else unknown).add(func)
+            if results is not None:
+                out = func(*args, **kwargs)
+                assert told(results) == ([*map(seen, out)] if results.several else seen(out)), (func, args, kwargs)
+            if same:
+                before = seen(args[0])
+                assert func(*args, **kwargs) is args[0]
+                assert seen(args[0]) == before
+    assert known == unknown | {aten.relu_.default} if calls is elementwise else known == unknown
+
+
+def test_every_rule_is_tried() -> None:
+    tried = {func for calls in (elementwise, shaped, windows) for func, _, _ in calls("meta")}
+    norms = {
+        aten.native_batch_norm.default,
+        aten.native_batch_norm_backward.default,
+    }  # in test_norm_looks
+    assert tried | norms == set(_RULES) | _IN_PLACE
