@@ -304,8 +304,7 @@ def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs
         return tape.run(name, key.microbatch, function, args, kwargs)
     call = key.state.seed
     seed = zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
-    devices = {leaf.device for leaf in args if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"}
-    generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
+    generators = _generators(args, kwargs)
     with DRAWING:
         states = [generator.get_state() for generator in generators]
         try:
@@ -315,6 +314,21 @@ def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+
+
+def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
+    """Return the generators that an operation may draw from: the CPU's, and those of the devices that it is given.
+
+    A device is given by tensors, at any depth, or by its name, as to an operation that makes a new tensor.
+    """
+    found: dict[int, None] = {}
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        device = leaf.device if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(device, str) and device.startswith("cuda"):
+            device = torch.device(device)
+        if isinstance(device, torch.device) and device.type == "cuda":
+            found[torch.cuda.current_device() if device.index is None else device.index] = None
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in found)]
 
 
 for _function in (record, update_statistics, wait):

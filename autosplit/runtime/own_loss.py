@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.runtime.cells import Step
+from autosplit.runtime.lanes import Lane
 from autosplit.runtime.loss_calls import class_weights
 from autosplit.runtime.ops import transfer
 from autosplit.trace import reductions
@@ -71,7 +72,7 @@ def _ahead(form: Form, step: Step) -> dict[fx.Node, Any]:
     with torch.no_grad():
         for node in form.fixed:
             if node.op != "placeholder":
-                env[node] = _run_node(node, env, form.root, caller.device)
+                env[node] = _run_node(node, env, form.root, caller)
         for node, half in form.halves.items():
             if half.kind == "ratio":
                 target, weight = fx.node.map_arg((half.target, half.weight), env.__getitem__)
@@ -95,15 +96,19 @@ def _given(form: Form, step: Step) -> dict[fx.Node, Any]:
     return found
 
 
-def _run_node(node: fx.Node, env: Mapping[fx.Node, Any], root: nn.Module, device: torch.device | None = None) -> Any:
-    """Compute a node from the values of its operands; with ``device`` on that device."""
+def _run_node(node: fx.Node, env: Mapping[fx.Node, Any], root: nn.Module, lane: Lane | None = None) -> Any:
+    """Compute a node from the values of its operands; with ``lane`` on that lane's device."""
     if node.op == "get_attr":
         path, _, name = str(node.target).rpartition(".")
         value = getattr(root.get_submodule(path), name)
-        return value.to(device) if isinstance(value, torch.Tensor) and device is not None else value
+        if lane is None or not isinstance(value, torch.Tensor):
+            return value
+        return transfer((value,), lane.origin(value), lane)[0]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-    if device is not None and device.type != "cpu":
-        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda v: device if isinstance(v, torch.device) else v)
+    if lane is not None and lane.asynchronous:
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda v: lane.device if isinstance(v, torch.device) else v
+        )
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = root.get_submodule(str(node.target)) if node.op == "call_module" else node.target

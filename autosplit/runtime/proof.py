@@ -119,7 +119,7 @@ def prove(
         }
     if not math.isfinite(whole):
         return None
-    agree = [kind for kind, values in found.items() if values is not None and _close(values, whole)]
+    agree = [kind for kind, values in found.items() if values is not None and _close(values, float(whole), whole.dtype)]
     if not agree:
         mean, total = (math.fsum(found[kind] or [math.nan]) for kind in ("mean", "sum"))
         raise InputError(
@@ -194,7 +194,10 @@ class WholeCheck:
         return [leaf for flat in (self.kept or {}).values() for leaf in flat if isinstance(leaf, torch.Tensor)]
 
     def compare(self, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
-        """Raise InputError when the loss of the whole batch is not what the microbatches add up to."""
+        """Raise InputError when the loss of the whole batch is not what the microbatches add up to.
+
+        All losses are read at once, when the step was issued: the one time that the host waits for it.
+        """
         self.parts.check_values()
         if self.kept is None:
             return
@@ -205,16 +208,16 @@ class WholeCheck:
         ]
         with torch.no_grad():
             whole = call_loss(self.parts.loss_fn, traced.unflatten(flat), self.target)
-        values = [float(loss) for loss in losses]
-        if not _close(values, whole) and math.isfinite(whole):
+        *values, total = torch.stack([loss.double() for loss in (*losses, whole.to(losses[0].device))]).tolist()
+        if not _close(values, total, whole.dtype) and math.isfinite(total):
             raise InputError(
                 f"the loss was a {_WORDS[self.parts.kind]} on the first batch and is none on this one: "
-                f"{float(whole):.6g} on the whole batch, {math.fsum(values):.6g} from its microbatches; no gradient "
+                f"{total:.6g} on the whole batch, {math.fsum(values):.6g} from its microbatches; no gradient "
                 f"was added; {WAY_OUT}"
             )
 
 
-def _close(values: Sequence[float], whole: torch.Tensor) -> bool:
+def _close(values: Sequence[float], whole: float, dtype: torch.dtype) -> bool:
     """Tell whether values add up to the whole, up to the rounding of the largest of them."""
-    scale = max(abs(float(whole)), *map(abs, values), 1e-30)
-    return abs(sum(values) - float(whole)) <= _TOLERANCE.get(whole.dtype, 1e-2) * scale
+    scale = max(abs(whole), *map(abs, values), 1e-30)
+    return abs(sum(values) - whole) <= _TOLERANCE.get(dtype, 1e-2) * scale

@@ -97,7 +97,8 @@ class Collected:
         jobs = [(use, parts) for use, own in zip(uses, steps, strict=True) for parts in own]
         by_device: dict[torch.device, list[tuple[Use, list[Part]]]] = defaultdict(list)
         for use, parts in jobs:
-            by_device[use.running[0].device].append((use, parts))
+            home = use.running[0]
+            by_device[lanes[0].origin(home).device if lanes else home.device].append((use, parts))
         for device, own in by_device.items():
             with _on(device, lanes):
                 for (use, _), moments in zip(own, _seen(own), strict=True):
@@ -171,8 +172,8 @@ def averages(parts: Sequence[Moments]) -> Moments:
 def _take_in(use: Use, seen: tuple[torch.Tensor, torch.Tensor]) -> None:
     if use.batches is not None:
         use.batches.add_(1)
-    weight = use.momentum
-    if weight is None:
-        weight = 1.0 if use.batches is None else 1.0 / float(use.batches)
+    weight: float | torch.Tensor | None = use.momentum
+    if weight is None:  # not read by the host, which would wait for the device
+        weight = 1.0 if use.batches is None else 1.0 / use.batches.double()
     for running, value in zip(use.running, seen, strict=True):
         running.data.copy_(running.double() * (1 - weight) + value.view_as(running) * weight)

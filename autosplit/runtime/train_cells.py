@@ -17,7 +17,7 @@ from autosplit.errors import InputError
 from autosplit.runtime.ambient import ThreadState
 from autosplit.runtime.cells import Border, Cells, Step, held_back
 from autosplit.runtime.handed import handed
-from autosplit.runtime.ops import OUT, alias, rows_along, transfer, update_statistics
+from autosplit.runtime.ops import OUT, rows_along, transfer, update_statistics
 from autosplit.runtime.proof import WholeCheck
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, turns
@@ -197,11 +197,25 @@ class _TrainCells(Cells):
         self.input_gradients.clear()
         pairs.clear()
         with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
-            if len({lane.device for lane in self.step.lanes}) > 1:
-                # The engine takes all roots to be made on one stream; a view puts each on the caller's of its device.
-                torch.autograd.backward([alias(tensor) for tensor in tensors], gradients)
-            else:
-                handed(tensors, gradients).backward()
+            torch.autograd.backward(self._roots_by_device(tensors, gradients))
+
+    def _roots_by_device(self, tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a root per device that hands over its leaves' gradients; ``gradients`` is empty afterwards.
+
+        The engine takes all roots to be made on one stream; a node per device puts each device's gradients on the
+        caller's stream there.
+        """
+        caller = self.step.lanes[-1]
+        one = len({lane.device for lane in self.step.lanes}) == 1
+        places = [caller.device if one else caller.origin(tensor).device for tensor in tensors]
+        given = list(zip(places, tensors, gradients, strict=True))
+        gradients.clear()
+        roots = []
+        for place in dict.fromkeys(places):
+            own = [tensor for device, tensor, _ in given if device == place]
+            roots.append(handed(own, [gradient for device, _, gradient in given if device == place]))
+            given = [entry for entry in given if entry[0] != place]
+        return roots
 
 
 @contextlib.contextmanager

@@ -33,14 +33,18 @@ class RecordedPipe:
         schedule: str = "gpipe",
         chunks: int = 3,
         others: tuple[nn.Module, ...] = (),
+        rows: int = ROWS,
+        **options: Any,
     ) -> None:
+        self.rows = rows
         self.pipe = autosplit(
             model,
             devices=["cpu"] * len(devices),
             chunks=chunks,
             schedule=schedule,
             lanes="inline",
-            sample=torch.zeros(ROWS, WIDTH),
+            sample=torch.zeros(rows, WIDTH),
+            **options,
         )
         self.streams = RecordingStreams()
         self.engine = Engine(self.streams)
@@ -57,6 +61,11 @@ class RecordedPipe:
         self.pipe._attach(self.recorded)
         for name, parameter in model.named_parameters():
             self.streams.put(parameter, self.lanes[self._home(name, parameter)].device)
+        for buffer in model.buffers():
+            users = [
+                s for s, stage in enumerate(self.recorded.lowered.stages) if any(b is buffer for b in stage.buffers())
+            ]
+            self.streams.put(buffer, self.lanes[users[0]].device)
         for tensor in (t for module in others for t in (*module.parameters(), *module.buffers())):
             self.streams.put(tensor, self.lanes[-1].device)
 

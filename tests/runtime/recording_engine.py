@@ -28,6 +28,9 @@ from tests.runtime.recording_lane import CPU, Dispatch, Event, RecordingStreams,
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _NODE = "recorded node"
+_FROM_THE_HOST = frozenset({"tensor", "as_tensor", "asarray", "from_numpy"})
+"""Constructors that copy the host's numbers from pageable memory, behind all that the stream was given."""
+_TO_THE_HOST = frozenset({"tolist", "numpy", "cpu", "__array__"})
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
@@ -208,9 +211,13 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        device = kwargs.get("device")
+        device, name = kwargs.get("device"), getattr(function, "__name__", "")
         if device is not None and torch.device(device).type == "cuda":  # a constructor: the card is not there
+            if name in _FROM_THE_HOST:
+                self.engine.streams.host_reads.append(name)
             return self.engine.streams.put(function(*args, **{**kwargs, "device": "cpu"}), torch.device(device))
+        if name in _TO_THE_HOST and self.engine.streams.device(args[0]) != CPU:
+            self.engine.streams.host_reads.append(name)
         result = function(*args, **kwargs)
         self.engine.adopt(result)
         return result

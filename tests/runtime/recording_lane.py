@@ -26,6 +26,11 @@ from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, Lane
 from tests.runtime.happens_before import HOST, Entry, Free, Keep, Op, Record, Wait
 
 CPU = torch.device("cpu")
+_WAITING = frozenset(
+    f"aten::{name}"
+    for name in "_local_scalar_dense item nonzero masked_select equal is_nonzero _unique2 unique_dim bincount".split()
+)
+"""Operations that give the host a device's numbers, or whose result is as large as these say."""
 
 
 @dataclass(eq=False)
@@ -67,6 +72,8 @@ class RecordingStreams:
         self.forgotten = 0
         self.host = Stream(CPU, HOST)
         self.quiet = False
+        self.host_reads: list[str] = []
+        """What made the host wait until a device was through, other than an event."""
         self.watched: list[torch.device] = []
         """Devices whose peak was asked to be watched."""
         self.occupied: list[tuple[str, float]] = []
@@ -216,6 +223,12 @@ class RecordingStreams:
         )
         self.work(self.current(device).name, name, device, reads=given, writes=writes)
 
+    def look(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Note an operation whose result the host, or the size of whose result, depends on a device's numbers."""
+        picks = name == "aten::index" and any(tensor.dtype == torch.bool for tensor in tensors[1:])
+        if (name in _WAITING or picks) and any(self.device(tensor) != CPU for tensor in tensors):
+            self.host_reads.append(name)
+
     def _number(self) -> int:
         self._numbers += 1
         return self._numbers
@@ -241,6 +254,7 @@ class Dispatch(TorchDispatchMode):
         if self.streams.quiet:
             return result
         reads = _tensors(given)
+        self.streams.look(function._schema.name, reads)
         known = {tensor.untyped_storage()._cdata for tensor in reads}
         writes = [t for t in _tensors(result) if t.untyped_storage()._cdata not in known]
         for argument in function._schema.arguments:

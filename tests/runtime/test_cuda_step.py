@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autosplit.runtime import cells, ops, train_cells
 from autosplit.runtime.cells import Cells
+from autosplit.runtime.handed import handed
 from autosplit.runtime.lanes import CudaLane, Lane
 from tests.runtime import lane_models
 from tests.runtime.happens_before import Keep, problems
@@ -265,7 +266,25 @@ def test_a_call_that_does_not_leave_its_lanes_is_found() -> None:
 
 
 def test_gradients_for_two_cards_reach_leaves_on_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_cells, "alias", lambda tensor: tensor)
+    one_root = mock.Mock(side_effect=lambda tensors, gradients: [handed(tensors, gradients)])
+    monkeypatch.setattr(train_cells._TrainCells, "_roots_by_device", one_root)
     run = RecordedPipe(Chain(), *PLACES["two cards"])
     run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
+    assert one_root.called
     assert run.engine.mismatches
+
+
+@pytest.mark.parametrize("place", ["one card", "two cards", "CPU and cards"])
+def test_gradients_are_handed_over_without_a_copy(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: set[int] = set()
+
+    def seen(tensors: Any, gradients: list[Tensor]) -> Tensor:
+        made.update(gradient.data_ptr() for gradient in gradients)
+        return handed(tensors, gradients)
+
+    monkeypatch.setattr(train_cells, "handed", seen)
+    run = RecordedPipe(model := Chain(), *PLACES[place])
+    with run.recording():
+        batch, target = run.put(torch.randn(ROWS, WIDTH)), run.put(torch.randn(ROWS, WIDTH))
+        run.pipe.train_step(batch, target=target, loss_fn=nn.MSELoss())
+    assert {p.grad.data_ptr() for p in model.parameters() if p.grad is not None} == made
