@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from autosplit.aside import checked
 from autosplit.checks import choose, resolve_machine
 from autosplit.choices import BATCH_NORM, FIND
 from autosplit.errors import InfeasibleError, InputError, PlanError
@@ -211,13 +212,17 @@ def plan(
         pinned=pinned,
     )
     options = Options(devices=stand_ins(own), **asked.settings(), batch_dims=batch_dims, measure=False, machine=own)
-    with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
+
+    def planned() -> Plan:
         paper = prepare(model, _given(model, sample), options, loss_fn=loss_fn)
         if pinned is not None:
             return assumed(recosted(paper.model, paper.found, paper.options, pinned), paper)
         rows, free_chunks = batch_rows(paper.found.inputs), chunks == "auto"
         found = answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
         return assumed(found, paper)
+
+    with random_state(), torch.inference_mode(False), without_saved_tensor_hooks():
+        return checked(planned)
 
 
 def _given(model: nn.Module, sample: Any) -> Sample:

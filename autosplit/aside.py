@@ -31,7 +31,8 @@ from autosplit.progress import silent
 Result = TypeVar("Result")
 
 _ALLOWED: ContextVar[bool] = ContextVar("autosplit_second_core", default=False)
-_ALIVE: ContextVar[int] = ContextVar("autosplit_children", default=0)
+_CHILDREN: ContextVar[tuple[_Child, ...]] = ContextVar("autosplit_children", default=())
+_CHECKS: ContextVar[_Checks | None] = ContextVar("autosplit_checks", default=None)
 
 _PATIENCE_S = 60.0
 """A child that is not done so long after the caller is, or four times as long as the caller took, is given up."""
@@ -51,7 +52,7 @@ def second_core() -> Iterator[None]:
 def can_fork() -> bool:
     """Tell whether a child would be safe and of use.
 
-    Not on one core, nor where as many children as cores work already; not from another thread than the main one; not
+    Not on one core, nor where more children than cores work already; not from another thread than the main one; not
     with an accelerator, whose driver and whose threads of autograd's do not survive a fork; on Linux alone.
     """
     if not _ALLOWED.get() or not hasattr(os, "sched_getaffinity") or not hasattr(os, "fork"):
@@ -59,7 +60,7 @@ def can_fork() -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
     cores = len(os.sched_getaffinity(0))
-    if cores < 2 or _ALIVE.get() >= cores:
+    if cores < 2 or sum(child.busy for child in _CHILDREN.get()) > cores:
         return False
     import torch
 
@@ -74,14 +75,88 @@ def aside(work: Callable[[], Result], *, known: Sequence[Any] = (), worth: bool 
     result: they come back as themselves and need not be picklable. ``worth``: whether the work is more than a fork and
     its way back, some hundredths of a second. The child ends with the block.
     """
+    checks = _CHECKS.get()
+    if checks is not None:
+        checks.look()
     child = _begun(work, known) if worth and can_fork() else None
-    token = _ALIVE.set(_ALIVE.get() + (child is not None))
+    if child is None:
+        yield Aside(work, known, None)
+        return
+    token = _CHILDREN.set((*_CHILDREN.get(), child))
     try:
         yield Aside(work, known, child)
     finally:
-        _ALIVE.reset(token)
-        if child is not None:
-            child.end()
+        _CHILDREN.reset(token)
+        child.end()
+
+
+def checked(work: Callable[[], Result]) -> Result:
+    """Return what the work returns, whose checks by `later` are made aside meanwhile.
+
+    Where one of them fails, the work is done again from the start with each check in its place.
+    """
+    if _CHECKS.get() is not None or not can_fork():
+        return work()
+    with contextlib.ExitStack() as children:
+        checks = _Checks(children)
+        token = _CHECKS.set(checks)
+        try:
+            result = work()
+            if checks.hold():
+                return result
+        except _Wrong:
+            pass
+        except Exception:
+            if checks.hold():
+                raise
+        finally:
+            _CHECKS.reset(token)
+    return work()
+
+
+class _Wrong(BaseException):
+    """A check failed, so that what comes of the work is of no use."""
+
+
+def later(check: Callable[[], None]) -> None:
+    """Make a check, which raises where something is wrong: inside of `checked` aside, while the caller goes on."""
+    checks = _CHECKS.get()
+    if checks is None:
+        check()
+    else:
+        checks.begin(check)
+
+
+class _Checks:
+    """Checks that are made aside; ``children`` ends them."""
+
+    def __init__(self, children: contextlib.ExitStack) -> None:
+        self._children = children
+        self._begun: list[Aside[None]] = []
+
+    def begin(self, check: Callable[[], None]) -> None:
+        """Begin a check aside; where that cannot be, make it now."""
+        begun = self._children.enter_context(aside(check))
+        if not begun.elsewhere:
+            begun.result()
+        self._begun.append(begun)
+
+    def look(self) -> None:
+        """Raise `_Wrong` where it is known already that something is."""
+        if not all(self._holds(begun) for begun in self._begun if begun.ready):
+            raise _Wrong
+
+    def hold(self) -> bool:
+        """Wait for all checks and tell whether nothing was wrong."""
+        return all(map(self._holds, self._begun))
+
+    @staticmethod
+    def _holds(begun: Aside[None]) -> bool:
+        try:
+            begun.result()
+        except Exception:  # whatever it is, it is raised when the work is done again
+            return False
+        return True
 
 
 class Aside(Generic[Result]):
@@ -95,6 +170,11 @@ class Aside(Generic[Result]):
     def elsewhere(self) -> bool:
         """Whether a child is doing it."""
         return self._child is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether nobody has to wait for the result but to do the work."""
+        return self._child is None or bool(self._made) or not self._child.busy
 
     def result(self) -> Result:
         """Return what the work returns; raises what it raises."""
@@ -142,6 +222,11 @@ class _Child:
         self.process, self.pipe = process, pipe
         self.begun_s = time.monotonic()
         self.over = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has said nothing yet."""
+        return not select.select([self.pipe], [], [], 0)[0]
 
     def read(self) -> bytes | None:
         """Wait for the answer and return it; None where the child failed, or takes far too long."""
@@ -206,6 +291,7 @@ def _work(work: Callable[[], Any], known: Sequence[Any], pipe: int, blocked: set
 
         torch.set_num_threads(1)
         _ALLOWED.set(False)
+        _CHECKS.set(None)
         data = memoryview(_pickled(_answered(work), known))
         while data:
             data = data[os.write(pipe, data) :]

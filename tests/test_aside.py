@@ -19,7 +19,7 @@ import torch
 
 from autosplit import aside as module
 from autosplit import progress
-from autosplit.aside import aside, can_fork, second_core
+from autosplit.aside import aside, can_fork, checked, later, second_core
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="children are forked on Linux only")
 
@@ -235,8 +235,8 @@ def test_nothing_is_forked_where_it_is_unsafe_or_of_no_use(monkeypatch: pytest.M
         thread.start()
         thread.join()
         assert found == [here]
-        with aside(_process), aside(_process):
-            assert _pid_aside() == here, "two children are as many as cores"
+        with aside(_idle), aside(_idle), aside(_idle):
+            assert _pid_aside() == here, "children are at work on all cores"
         assert _pid_aside() != here
         with monkeypatch.context() as patch:
             patch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -247,8 +247,16 @@ def test_nothing_is_forked_where_it_is_unsafe_or_of_no_use(monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(os, "fork", _no_room)
             assert _pid_aside() == here
+        with aside(_nothing) as first, aside(_nothing) as second, aside(_nothing) as third:
+            for each in (first, second, third):
+                each.result()
+            assert _pid_aside() != here, "children that are done work no more"
     assert _pid_aside() == here
     assert _no_children()
+
+
+def _idle() -> None:
+    time.sleep(60)
 
 
 def _no_room() -> int:
@@ -289,3 +297,63 @@ def test_ctrl_c_ends_both_without_a_word(group: bool, tmp_path: Path) -> None:
     assert (said, complaints, caller.returncode) == ("interrupted\n", "", 130)
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+@pytest.mark.usefixtures("_two_cores")
+def test_checks_are_made_meanwhile() -> None:
+    here, made = os.getpid(), list[int]()
+
+    def check() -> None:
+        made.append(os.getpid())
+
+    def work() -> str:
+        later(check)
+        later(check)
+        return "done"
+
+    assert checked(work) == "done"
+    assert made == [], "a child's list is its own"
+    later(check)
+    assert made == [here]
+    assert _no_children()
+
+
+@pytest.mark.usefixtures("_two_cores")
+@pytest.mark.parametrize("known", [False, True], ids=["at the end", "on the way"])
+def test_a_check_that_fails_is_made_again_in_its_place(known: bool) -> None:
+    steps: list[str] = []
+
+    def check() -> None:
+        raise ValueError("not the model")
+
+    def work() -> None:
+        steps.append("begun")
+        later(check)
+        if known:
+            time.sleep(0.5)
+            with aside(_process):
+                steps.append("went on")
+        steps.append("done")
+
+    with pytest.raises(ValueError, match="not the model"):
+        checked(work)
+    assert steps == (["begun", "begun"] if known else ["begun", "done", "begun"])
+    assert _no_children()
+
+
+@pytest.mark.usefixtures("_two_cores")
+def test_an_error_behind_a_check_that_holds_is_raised_at_once() -> None:
+    steps: list[str] = []
+
+    def work() -> None:
+        steps.append("begun")
+        later(_nothing)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        checked(work)
+    assert steps == ["begun"]
+
+
+def _nothing() -> None:
+    pass

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autosplit.aside import later
 from autosplit.errors import TraceError
 from autosplit.progress import phase
 from autosplit.trace.again import Mixed
@@ -119,17 +120,16 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
             raise
         alike = {}  # a block may do more than its calls say: add to a list that others read
         merged = _with_others(model, flat, scope, first, alike)
+    bare = replace(merged, recording=replace(first, segments={}))
+    on_paper = bool(alike) and all(p.is_meta for p in model.parameters())
+    twins = partial(_twins, model, alike, first) if on_paper else None
+    later(partial(Gathered(bare, 1, scope).check_rows, model, flat, batch_rows(flat), repeats=twins))
     try:
         holds = not any(_one_row_misleads(model, call) for call in first.calls)
         holds = holds and _holds_for_one(model, flat, scope, merged, first, alike)
     except Exception:  # whatever one row does to the model, microbatches of one row are then not made
         holds = False
-    bare = replace(merged, recording=replace(first, segments={}))
-    gathered = Gathered(bare, 1 if holds else 2, scope)
-    on_paper = bool(alike) and all(p.is_meta for p in model.parameters())
-    twins = partial(_twins, model, alike, first) if on_paper else None
-    gathered.check_rows(model, flat, batch_rows(flat), repeats=twins)
-    return gathered
+    return Gathered(bare, 1 if holds else 2, scope)
 
 
 def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope]:

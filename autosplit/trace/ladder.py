@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from autosplit.aside import later
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample
 from autosplit.trace import state
@@ -73,8 +74,7 @@ class Trace:
 
     def check_rows(self, model: nn.Module, sample: Sample, rows: int) -> None:
         """Record once more at a batch size of the caller's; raise TraceError when the graph does not hold there."""
-        leaves = pytree.tree_leaves((sample.args, sample.kwargs))
-        flat = replace(self.inputs, leaves=tuple(leaves))
+        flat = replace(self.inputs, leaves=tuple(pytree.tree_leaves((sample.args, sample.kwargs))))
         try:
             self.gathered.check_rows(model, flat, rows)
         except Unexpected as error:
@@ -145,7 +145,7 @@ def _traced(
         _raise_own(model, flat, error.error)
     graph, flat, gathered = found.graph, found.flat, found.gathered
     if found.proof is None:
-        _check(model, graph, flat, gathered)
+        later(lambda: _check(model, graph, flat, gathered))
     guard = guard_of(model, gathered.recording, gathered.scope.answers)
     rung: Literal["recorded", "captured"] = "recorded" if scope.capture is None else "captured"
     proof = found.proof or (Proof.of(found.identity, found.findings) if found.identity is not None else None)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autosplit
 from autosplit.aside import second_core
+from autosplit.errors import TraceError
 from autosplit.planning import sweep
 from autosplit.planning.plan import Plan
 from autosplit.profile import trace_memo
@@ -70,3 +71,26 @@ def test_children_that_die_change_nothing(forks: list[int], monkeypatch: pytest.
         helped = _planned(None)
     assert len(forks) > 1
     assert helped.model_dump_json() == alone.model_dump_json()
+
+
+class AtOneSize(nn.Module):
+    """Does something at the caller's number of rows alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        return self.second(value.tanh() if len(value) == 16 else value)
+
+
+def test_a_model_that_no_graph_follows_is_refused_in_the_same_words(forks: list[int]) -> None:
+    with torch.device("meta"):
+        model, sample = AtOneSize(), torch.empty((16, 4))
+    with pytest.raises(TraceError) as alone:
+        autosplit.plan(model, "2xL4-24GB", sample=sample)
+    with second_core(), pytest.raises(TraceError) as helped:
+        autosplit.plan(model, "2xL4-24GB", sample=sample)
+    assert forks
+    assert str(helped.value) == str(alone.value)
