@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autosplit.memory.stage import StageBytes
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
-from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.schedule.simulate import TransferTime, simulate_step_s
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class _Cut:
             again_s = self._recomputed_s(stage, recompute[stage])
             backward[stage] = each * (sum(work.backward_s for work in works) + again_s)
             once[stage] = self._once_s(stage, device=device)
-        timeline = simulate(
+        step_s = simulate_step_s(
             schedule,
             forward_s=forward,
             backward_s=backward,
@@ -268,7 +268,7 @@ class _Cut:
             weight_gradient_s=weight,
             transfers=self._transfers(),
         )
-        return timeline.step_s + max(once)
+        return step_s + max(once)
 
     def _transfers(self) -> tuple[TransferTime, ...]:
         """Return what travels between stages: each net once per stage that consumes it, all between two in sequence."""

@@ -94,32 +94,24 @@ class FastSimulator:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        stages, ticks = schedule.stages, schedule.clocks()
-        actions = [schedule.lanes[cell.lane][cell.position] for cell in ticks]
-        self.count, self.stages = len(actions), stages
-        row = {action: index for index, action in enumerate(actions)}
-        of_tick = np.zeros(max(ticks.values(), default=-1) + 2, dtype=np.int64)
-        for tick in ticks.values():
-            of_tick[tick + 1] += 1
-        self.starts = np.cumsum(of_tick)
+        rows, stages = schedule.rows, schedule.stages
+        self.count, self.stages = len(rows.ticks), stages
+        last_tick = rows.ticks[-1] if rows.ticks else -1
+        self.starts: Ints = np.searchsorted(np.array(rows.ticks, dtype=np.int64), np.arange(last_tick + 2))
+        self.stage, self.duration, self.microbatch, lane = (
+            np.array(each, dtype=np.int64) for each in (rows.stages, rows.kinds, rows.microbatches, rows.lanes)
+        )
+        by_lane = np.argsort(lane, kind="stable")
+        ends = np.append(np.flatnonzero(np.diff(lane[by_lane])), self.count - 1) if self.count else by_lane
+        self.last: Ints = by_lane[ends]
         self.previous: Ints = np.full(self.count, self.count, dtype=np.int64)
-        for lane in schedule.lanes:
-            for before, action in pairwise(lane):
-                self.previous[row[action]] = row[before]
-        self.stage = np.array([action.stage for action in actions], dtype=np.int64)
-        self.duration = np.array(["FBIW".index(action.kind) for action in actions], dtype=np.int64)
-        self.microbatch = np.array([action.microbatch for action in actions], dtype=np.int64)
-        shape = (stages + 1, schedule.microbatches)
-        self.forward_row: Ints = np.full(shape, self.count, dtype=np.int64)
-        self.gradient_row: Ints = np.full(shape, self.count, dtype=np.int64)
-        for action, index in row.items():
-            if action.kind == "F":
-                self.forward_row[action.stage, action.microbatch] = index
-            elif action.kind in "BI":
-                self.gradient_row[action.stage, action.microbatch] = index
+        self.previous[by_lane[1:]] = by_lane[:-1]
+        self.previous[by_lane[ends[:-1] + 1]] = self.count
+        none = np.full((1, schedule.microbatches), self.count, dtype=np.int64)
+        self.forward_row: Ints = np.concatenate([np.array(rows.forward, dtype=np.int64), none])
+        self.gradient_row: Ints = np.concatenate([np.array(rows.gradient, dtype=np.int64), none])
         lane_of = np.array(schedule.stage_lane)
         self.travels: NDArray[np.bool_] = np.triu(lane_of[:, None] != lane_of[None, :])
-        self.last = np.array([row[lane[-1]] for lane in schedule.lanes if lane], dtype=np.int64)
         self._near, self._near_hop = self._neighbours()
         behind = np.stack([self.previous, self._near, self._near_hop, self.duration, self.stage], axis=1)
         self._behind: list[list[int]] = behind.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -61,19 +62,37 @@ class Bands:
             if shortest is None:
                 return
             value, chain = shortest
-            found = [chain]
-            longest = value * max(more) * (1 + 1e-12)
-            rows = max(int(np.flatnonzero((own <= longest).any(axis=1)).max(initial=-1)) for own in costs) + 1
-            costs = [own[:rows] for own in costs]
-            for limit in more:
-                within = [np.where(own <= value * limit * (1 + 1e-12), own, np.inf) for own in costs]
-                least = self._program([own + _TIES * own * own / (value or 1.0) for own in within], highest=False)
-                if least is not None:
-                    found.append(least[1])
+            found = [chain, *reversed(list(self._least(costs, value, more)))]
             for each in found:
                 if each not in known:
                     known.add(each)
                     yield each
+
+    def _least(self, costs: Sequence[Floats], value: float, more: Sequence[float]) -> Iterator[tuple[int, ...]]:
+        """Yield the cut with the least sum for each limit on the longest stage, from the loosest to the tightest.
+
+        A cut that keeps a tighter limit as well is the one that would be found for it: it is not sought again.
+        """
+        loosest = value * max(more) * (1 + 1e-12)
+        rows = max(int(np.flatnonzero((own <= loosest).any(axis=1)).max(initial=-1)) for own in costs) + 1
+        costs = [own[:rows] for own in costs]
+        summed = [own + _TIES * own * own / (value or 1.0) for own in costs]
+        chain, longest = None, math.inf
+        for limit in sorted((value * each * (1 + 1e-12) for each in more), reverse=True):
+            if longest > limit:
+                within = [np.where(own <= limit, each, np.inf) for own, each in zip(costs, summed, strict=True)]
+                least = self._program(within, highest=False)
+                if least is None:
+                    return
+                chain = least[1]
+                longest = self._longest(costs, chain)
+            assert chain is not None, "what keeps no limit was sought"
+            yield chain
+
+    def _longest(self, costs: Sequence[Floats], chain: tuple[int, ...]) -> float:
+        """Return the longest stage of a cut."""
+        stages = zip(self.kind, pairwise(chain), strict=True)
+        return max(float(costs[kind][stop - start - 1, stop]) for kind, (start, stop) in stages)
 
     def highest(self) -> tuple[int, ...] | None:
         """Return the cut whose highest stage is lowest."""

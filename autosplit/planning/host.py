@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from autosplit.options import Options
 from autosplit.planning.plan import Plan
+from autosplit.planning.timeline import predicted_step_s, simulated
 from autosplit.schedule.action import Kind
-from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.schedule.simulate import simulate
 from cost_models import registry
 
 _WORTH = 1.05
@@ -40,34 +42,18 @@ def host_step(plan: Plan) -> HostStep | None:
     """Return the step with the host's time; None where nothing is known of that, or lanes issue for themselves."""
     if not any(stage.forward_issue_s or stage.backward_issue_s for stage in plan.stages):
         return None
-    schedule = plan.schedule_for(len(plan.microbatch_rows))
-    forward = [stage.forward_s for stage in plan.stages]
-    backward = [stage.backward_s for stage in plan.stages]
-    weight = [stage.weight_s for stage in plan.stages]
     there = [stage.forward_issue_s / plan.issue_threads for stage in plan.stages]
     back = [stage.backward_issue_s / plan.issue_threads for stage in plan.stages]
-    split = [own / whole if whole else 0.0 for own, whole in zip(weight, backward, strict=True)]
+    split = [stage.weight_s / stage.backward_s if stage.backward_s else 0.0 for stage in plan.stages]
     issue: dict[Kind, list[float]] = {
         "F": there,
         "B": back,
         "I": [(1 - part) * whole for part, whole in zip(split, back, strict=True)],
         "W": [part * whole for part, whole in zip(split, back, strict=True)],
     }
-    timelines = [
-        simulate(
-            schedule,
-            forward_s=forward,
-            backward_s=backward,
-            input_gradient_s=[whole - own for whole, own in zip(backward, weight, strict=True)],
-            weight_gradient_s=weight,
-            transfers=tuple(TransferTime(t.producer, t.consumer, t.forward_s, t.backward_s) for t in plan.transfers),
-            issue_s=issuing,
-        )
-        for issuing in (None, issue)
-    ]
-    alone, waiting = timelines
+    waiting = simulated(plan, partial(simulate, issue_s=issue))
     assert waiting.host is not None
-    beside_s = plan.step_s - alone.step_s
+    beside_s = plan.step_s - predicted_step_s(plan)
     return HostStep(waiting.host.busy_s, plan.step_s, waiting.step_s + beside_s)
 
 

@@ -18,7 +18,7 @@ from autosplit.planning.records import Unit
 from autosplit.planning.timeline import predicted
 from autosplit.planning.verdicts import Verdict, device_verdicts, judged
 from autosplit.schedule.catalog import build, in_flight
-from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.schedule.simulate import TransferTime, simulate_step_s
 
 _HALVINGS = 24
 _PIECES = 256
@@ -149,7 +149,7 @@ class Sketch:
         weight = [share * own.weight_s / each for own in per_stage]
         backward = [share * (own.backward_s + again * own.forward_s) / each for own in per_stage]
         hop = [grown * setting.kept * own_s for own_s in self.hop_s]
-        found = simulate(
+        step_s = simulate_step_s(
             schedule,
             forward_s=forward,
             backward_s=backward,
@@ -157,7 +157,7 @@ class Sketch:
             weight_gradient_s=weight,
             transfers=tuple(TransferTime(stage, stage + 1, *hop) for stage in range(schedule.stages - 1)),
         )
-        return found.step_s + self.beside_s
+        return step_s + self.beside_s
 
     def _own_peak_ratio(self, stages: Sequence[int], peak: int) -> float:
         """Return the plan's fullest peak beside the sums over its own units, without their state."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autosplit.planning.plan import Plan
-from autosplit.schedule.action import Action, Kind, Schedule
-from autosplit.schedule.simulate import Timeline, TransferTime, simulate
+from autosplit.schedule.action import Action, Kind
+from autosplit.schedule.simulate import TransferTime, simulate, simulate_step_s
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -78,26 +82,28 @@ class StepTimeline:
 
 def predicted_step_s(plan: Plan) -> float:
     """Return the length of the simulated step of a plan."""
-    return _simulated(plan)[2].step_s
+    return simulated(plan, simulate_step_s)
 
 
-def _simulated(plan: Plan) -> tuple[Schedule, tuple[TransferTime, ...], Timeline]:
-    schedule = plan.schedule_for(len(plan.microbatch_rows))
-    times = tuple(TransferTime(t.producer, t.consumer, t.forward_s, t.backward_s) for t in plan.transfers)
-    found = simulate(
-        schedule,
+def simulated(plan: Plan, run: Callable[..., Found]) -> Found:
+    """Return what a simulation, given the schedule and times of a plan, finds."""
+    return run(
+        plan.schedule_for(len(plan.microbatch_rows)),
         forward_s=[stage.forward_s for stage in plan.stages],
         backward_s=[stage.backward_s for stage in plan.stages],
         input_gradient_s=[stage.backward_s - stage.weight_s for stage in plan.stages],
         weight_gradient_s=[stage.weight_s for stage in plan.stages],
-        transfers=times,
+        transfers=_travels(plan),
     )
-    return schedule, times, found
+
+
+def _travels(plan: Plan) -> tuple[TransferTime, ...]:
+    return tuple(TransferTime(t.producer, t.consumer, t.forward_s, t.backward_s) for t in plan.transfers)
 
 
 def predicted(plan: Plan) -> StepTimeline:
     """Return the simulated step of a plan, from what the plan holds and nothing else."""
-    schedule, times, found = _simulated(plan)
+    schedule, found = plan.schedule_for(len(plan.microbatch_rows)), simulated(plan, simulate)
     lane = schedule.stage_lane
     bars = tuple(
         Bar(lane[s.action.stage], s.action.stage, s.action.kind, s.action.microbatch, s.start_s, s.end_s)
@@ -106,7 +112,7 @@ def predicted(plan: Plan) -> StepTimeline:
     ends = {span.action: span.end_s for span in found.spans}
     sent = []
     microbatches = schedule.microbatches
-    for time in times:
+    for time in _travels(plan):
         if lane[time.producer] == lane[time.consumer]:
             continue
         for microbatch in range(microbatches):

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
 
 from autosplit.errors import ScheduleError
+from autosplit.schedule.rows import Rows, rows_of
 
 Kind = Literal["F", "B", "I", "W"]
 """F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients."""
@@ -85,7 +86,12 @@ class Schedule:
     @cached_property
     def has_backward(self) -> bool:
         """False for a forward-only schedule."""
-        return any(action.kind != "F" for action in self)
+        return self.kinds != {"F"} and bool(self.kinds)
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(action.kind for action in self)
 
     @cached_property
     def _split(self) -> frozenset[Action]:
@@ -125,32 +131,18 @@ class Schedule:
 
     @cached_property
     def _clocks(self) -> Mapping[Cell, int]:
-        """Follow each lane until it waits for an action of another, and go on there once that has its tick."""
-        ticks: dict[Action, int] = {}
-        found: list[tuple[int, int, int]] = []
-        position, clock = [0] * len(self.lanes), [0] * len(self.lanes)
-        waiting: dict[Action, list[int]] = {}
-        running = list(range(len(self.lanes)))
-        while running:
-            lane = running.pop()
-            for at in range(position[lane], len(self.lanes[lane])):
-                action, tick = self.lanes[lane][at], clock[lane]
-                for need in self.needs(action):
-                    needed = ticks.get(need)
-                    if needed is None:
-                        waiting.setdefault(need, []).append(lane)
-                        break
-                    if needed >= tick:
-                        tick = needed + 1
-                else:
-                    found.append((tick, lane, at))
-                    clock[lane], position[lane] = tick + 1, at + 1
-                    ticks.setdefault(action, tick)
-                    if action in waiting:
-                        running += waiting.pop(action)
-                    continue
-                break
-        return MappingProxyType({Cell(lane, at): tick for tick, lane, at in sorted(found)})
+        rows = self.rows
+        return MappingProxyType(dict(zip(map(Cell, rows.lanes, rows.positions), rows.ticks, strict=True)))
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The actions that can start as numbers, by clock tick and then by lane."""
+        return rows_of(self.lanes, stages=self.stages)
+
+    @cached_property
+    def in_order(self) -> tuple[Action, ...]:
+        """The actions that can start, by clock tick and then by lane."""
+        return tuple(self.lanes[lane][at] for lane, at in zip(self.rows.lanes, self.rows.positions, strict=True))
 
     def grid(self, marked: Collection[Cell] = ()) -> str:
         """Return the schedule as text: a row per lane, a column per clock tick, marked cells as ``>2F0<``.

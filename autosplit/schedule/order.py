@@ -8,11 +8,11 @@ from autosplit.schedule.action import Action, Schedule
 
 def issue_order(schedule: Schedule) -> tuple[Action, ...]:
     """Return all actions in clock order, within a tick by lane; raises ScheduleError when some can never start."""
-    ticks = schedule.clocks()
-    blocked = sum(map(len, schedule.lanes)) - len(ticks)
+    order = schedule.in_order
+    blocked = sum(map(len, schedule.lanes)) - len(order)
     if blocked:
         raise ScheduleError(
             f"{blocked} actions of schedule {schedule.name!r} can never start; validate(schedule) shows where\n"
             f"{schedule.grid()}"
         )
-    return tuple(schedule.lanes[cell.lane][cell.position] for cell in ticks)
+    return order

@@ -10,6 +10,10 @@ from typing import Literal
 from autosplit.schedule.action import Action, Kind, Schedule
 from autosplit.schedule.occupancy import LaneMemory, Span, StageHolds, occupancy
 from autosplit.schedule.order import issue_order
+from autosplit.schedule.rows import Rows
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+"""Kinds of actions, as `Rows` numbers them."""
 
 
 @dataclass(frozen=True)
@@ -112,44 +116,77 @@ def simulate(
     `issue_order`; it does not wait for lanes, and no action starts before it is issued. The actions of ``host_stages``
     it runs itself, when what they need is there. ``holds`` are the sizes of each stage, for the memory over time.
     """
-    times: dict[Kind, Sequence[float] | None] = {
-        "F": forward_s,
-        "B": backward_s,
-        "I": input_gradient_s,
-        "W": weight_gradient_s,
-    }
-    duration = _durations(schedule, times)
+    duration = _durations(schedule, (forward_s, backward_s, input_gradient_s, weight_gradient_s))
     delays = _delays(schedule, transfers)
-    ends: dict[Action, float] = {}
-    issued: dict[Action, float] = {}
-    host_s = 0.0
-    free = [0.0] * len(schedule.lanes)
-    spans: list[Span] = []
-    for action in issue_order(schedule):
-        ready = [ends[need] for need in schedule.needs(action)]
-        ready += (ends[need] + delay_s for need, delay_s in _arriving(schedule, action, delays))
-        lane = schedule.stage_lane[action.stage]
-        if issue_s is not None:
-            host_s += 0.0 if action.stage in host_stages else issue_s[action.kind][action.stage]
-            issued[action] = host_s
-        start_s = max(free[lane], *ready, host_s)
-        end_s = start_s + duration[action.kind][action.stage]
-        if action.stage in host_stages:
-            host_s = end_s
-        free[lane] = ends[action] = end_s
-        spans.append(Span(action, start_s, end_s))
+    order = issue_order(schedule)
+    starts, ends, issued = _clocked(schedule, duration, delays, issue_s, host_stages)
+    spans = tuple(map(Span, order, starts, ends))
     lanes = _lane_times(schedule, spans, duration)
-    step_s = max(free, default=0.0)
+    step_s = max(ends, default=0.0)
     busy_s = sum(duration[span.action.kind][span.action.stage] for span in spans)
     bubble = 1.0 - busy_s / (step_s * len(lanes)) if step_s else 0.0
     return Timeline(
         step_s=step_s,
         bubble=bubble,
-        spans=tuple(spans),
+        spans=spans,
         lanes=lanes,
-        host=_host(schedule, spans, issued, delays) if issued else None,
+        host=_host(schedule, spans, dict(zip(order, issued, strict=True)), delays) if issued else None,
         memory=() if holds is None else occupancy(schedule, spans, holds),
     )
+
+
+def simulate_step_s(
+    schedule: Schedule,
+    *,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float] | None = None,
+    input_gradient_s: Sequence[float] | None = None,
+    weight_gradient_s: Sequence[float] | None = None,
+    transfers: tuple[TransferTime, ...] = (),
+) -> float:
+    """Return the length of the step that `simulate` would return the timeline of, without its spans."""
+    duration = _durations(schedule, (forward_s, backward_s, input_gradient_s, weight_gradient_s))
+    return max(_clocked(schedule, duration, _delays(schedule, transfers))[1], default=0.0)
+
+
+def _clocked(
+    schedule: Schedule,
+    duration: Mapping[Kind, Sequence[float]],
+    delays: _Delays,
+    issue_s: Mapping[Kind, Sequence[float]] | None = None,
+    host_stages: Collection[int] = (),
+) -> tuple[list[float], list[float], list[float]]:
+    """Return when each action starts, ends, and was issued, where that takes time; in issue order."""
+    issue_order(schedule)  # raises where some can never start
+    rows, lane_of = schedule.rows, schedule.stage_lane
+    takes = [duration.get(kind, ()) for kind in _KINDS]
+    issue = [() if issue_s is None else issue_s.get(kind, ()) for kind in _KINDS]
+    coming = [_sources(rows, delays, kind, schedule.stages) for kind in _KINDS]
+    free, host_s, starts, issued = [0.0] * len(schedule.lanes), 0.0, list[float](), list[float]()
+    ends = [0.0] * (len(rows.ticks) + 1)
+    actions = zip(rows.stages, rows.kinds, rows.microbatches, rows.own, rows.near, strict=True)
+    for row, (stage, kind, microbatch, own, near) in enumerate(actions):
+        if issue_s is not None:
+            host_s += 0.0 if stage in host_stages else issue[kind][stage]
+            issued.append(host_s)
+        lane = lane_of[stage]
+        start_s = max(free[lane], ends[own], ends[near], host_s)
+        for source, delay_s in coming[kind][stage]:
+            if (arrived_s := ends[source[microbatch]] + delay_s) > start_s:
+                start_s = arrived_s
+        starts.append(start_s)
+        free[lane] = ends[row] = start_s + takes[kind][stage]
+        if stage in host_stages:
+            host_s = ends[row]
+    return starts, ends[:-1], issued
+
+
+def _sources(rows: Rows, delays: _Delays, kind: Kind, stages: int) -> list[list[tuple[list[int], float]]]:
+    """Return for each stage the rows, by microbatch, of what actions of a kind wait for, and how long it travels."""
+    if kind == "W":
+        return [[] for _ in range(stages)]
+    way, of = ("forward", rows.forward) if kind == "F" else ("back", rows.gradient)
+    return [[(of[delay.stage], delay.seconds) for delay in delays.get((way, stage), ())] for stage in range(stages)]
 
 
 def _host(schedule: Schedule, spans: Sequence[Span], issued: Mapping[Action, float], delays: _Delays) -> HostTime:
@@ -167,9 +204,9 @@ def _host(schedule: Schedule, spans: Sequence[Span], issued: Mapping[Action, flo
     return HostTime(busy_s=max(issued.values()), critical_s=issued[at])
 
 
-def _durations(schedule: Schedule, times: Mapping[Kind, Sequence[float] | None]) -> dict[Kind, Sequence[float]]:
-    given = {kind: seconds for kind, seconds in times.items() if seconds is not None}
-    missing = sorted({action.kind for action in schedule} - given.keys())
+def _durations(schedule: Schedule, times: Sequence[Sequence[float] | None]) -> dict[Kind, Sequence[float]]:
+    given = {kind: seconds for kind, seconds in zip(_KINDS, times, strict=True) if seconds is not None}
+    missing = sorted(schedule.kinds - given.keys())
     if missing:
         names = {"B": "backward_s", "I": "input_gradient_s", "W": "weight_gradient_s"}
         raise ValueError(

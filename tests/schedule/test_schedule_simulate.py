@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from autosplit.schedule.action import Action, Kind, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.gpipe import gpipe
-from autosplit.schedule.simulate import LaneTime, Timeline, TransferTime, simulate
+from autosplit.schedule.simulate import LaneTime, Timeline, TransferTime, simulate, simulate_step_s
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -215,3 +217,37 @@ def test_spans_keep_lanes_and_needs(name: str, kinds: tuple[list[int], ...], del
             assert spans[need].end_s + (delay if place[need.stage] != place[action.stage] else 0) <= span.start_s
     assert timeline.step_s == max(span.end_s for span in timeline.spans)
     assert spans[Action(0, "F", 0)].start_s == 0.0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("apart", [1, 2, 4])
+def test_actions_start_when_the_lane_and_all_that_they_need_is_there(name: str, apart: int) -> None:
+    schedule, chance = build(name, stages=6, microbatches=5), random.Random(apart)
+    times = {kind: [chance.uniform(1, 3) for _ in range(6)] for kind in "FBIW"}
+    travels = tuple(TransferTime(one, one + apart, chance.random(), chance.random()) for one in range(6 - apart))
+    asked: dict[str, Any] = {
+        "forward_s": times["F"],
+        "backward_s": times["B"],
+        "input_gradient_s": times["I"],
+        "weight_gradient_s": times["W"],
+        "transfers": travels,
+    }
+    ends: dict[Action, float] = {}
+    free = [0.0] * len(schedule.lanes)
+    found = simulate(schedule, **asked)
+    for span in found.spans:
+        stage, kind, microbatch = span.action
+        lane = schedule.stage_lane[stage]
+        ready = [free[lane], *(ends[need] for need in schedule.needs(span.action))]
+        for own in travels:
+            if schedule.stage_lane[own.producer] == schedule.stage_lane[own.consumer]:
+                continue
+            if kind == "F" and own.consumer == stage:
+                ready.append(ends[Action(own.producer, "F", microbatch)] + own.forward_s)
+            if kind in "BI" and own.producer == stage:
+                ready.append(ends[schedule.input_gradient(own.consumer, microbatch)] + own.backward_s)
+        assert span.start_s == max(ready)
+        free[lane] = ends[span.action] = max(ready) + times[kind][stage]
+        assert span.end_s == ends[span.action]
+    assert len(ends) == sum(map(len, schedule.lanes))
+    assert simulate_step_s(schedule, **asked) == found.step_s == max(free)
