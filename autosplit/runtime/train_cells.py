@@ -205,9 +205,9 @@ class _TrainCells(Cells):
         The engine takes all roots to be made on one stream; a node per device puts each device's gradients on the
         caller's stream there.
         """
-        caller = self.step.lanes[-1]
+        first = self.step.lanes[0]
         one = len({lane.device for lane in self.step.lanes}) == 1
-        places = [caller.device if one else caller.origin(tensor).device for tensor in tensors]
+        places = [first.device if one else first.origin(tensor).device for tensor in tensors]
         given = list(zip(places, tensors, gradients, strict=True))
         gradients.clear()
         roots = []
