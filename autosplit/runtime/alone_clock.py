@@ -7,6 +7,8 @@ One thread issues the actions and waits after each, and after each copy, so that
 
 A device that is kept busy while an action is issued then runs it in one go: its time is the device's, and the host's
 time to issue it stands beside it. How long that takes is known from the step before.
+
+On the CPU, actions of one intra-op thread take that thread's CPU seconds, which leave out what other programs take.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
+
+import torch
 
 from autosplit.planning.alone import SentAlone, StagesAlone, by_stage
 from autosplit.runtime.clock import StepClock
@@ -39,7 +43,8 @@ class AloneClock(StepClock):
         self.steps = 0
         """How many steps ended."""
         self._action: Action | None = None
-        self._entered_s = self._issued_s = self._inside_s = 0.0
+        self._entered_s = self._issued_s = self._inside_s = self._own_s = 0.0
+        self._now_s: Callable[[], float] = time.perf_counter
         self._seconds: dict[Action, list[float]] = defaultdict(list)
         self._issue_s: dict[Action, list[float]] = defaultdict(list)
         self._once_s: list[float] = []
@@ -65,6 +70,7 @@ class AloneClock(StepClock):
         self._copies.clear()
         self._moved.clear()
         self._known, self._inside_s, self._holds.level = 0, 0.0, {}
+        self._now_s = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         super().start(lanes, rows=rows)
 
     def finish(self, loss: Any) -> None:
@@ -89,16 +95,17 @@ class AloneClock(StepClock):
         if known := self._issue_s[action]:
             lane.occupy(_LONGER * known[-1])
         super().begins(action)
-        self._issued_s = time.perf_counter()
+        self._issued_s, self._own_s = time.perf_counter(), self._now_s()
 
     def ends(self, action: Action) -> None:
         """Take the time, and wait until the action is done."""
         if not self._runs:
             return
-        issue_s = time.perf_counter() - self._issued_s
+        own_s, issue_s = self._now_s() - self._own_s, time.perf_counter() - self._issued_s
         super().ends(action)
         lane, (stamp, _) = self._lanes[action.stage], self._ended[action]
-        self._seconds[action].append(lane.seconds(self._begun[action], stamp))
+        waited_s = lane.seconds(self._begun[action], stamp)
+        self._seconds[action].append(waited_s if lane.asynchronous else own_s)
         self._issue_s[action].append(issue_s if lane.asynchronous else 0.0)
         self._arrive()
         self._holds.end(lane, action)

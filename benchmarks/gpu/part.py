@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +33,13 @@ class Setting:
         device: the CUDA device that is measured, or the CPU in a dry run.
         small: whether sizes are tiny: seconds on a CPU, figures of nothing.
         peers: the peers that are measured in the same run.
+        path: where the results go; None: nowhere.
     """
 
     device: torch.device
     small: bool = False
     peers: tuple[str, ...] = ("torchgpipe", "torch")
+    path: Path | None = None
 
     @property
     def cuda(self) -> bool:
@@ -60,6 +65,13 @@ class Setting:
         name = torch.cuda.get_device_name(self.device)
         found = cost_models.identify(name)
         return (name if found is None else found.name).replace(" ", "-").split("-")[0].lower()
+
+    def write_down(self, content: Mapping[str, Any]) -> str:
+        """Write what is predicted, before anything of it is measured; return the time."""
+        now = datetime.now(UTC).isoformat(timespec="microseconds")
+        if self.path is not None:
+            self.path.write_text(json.dumps({"written": now, **content}, indent=2) + "\n", encoding="utf-8")
+        return now
 
     def wait(self) -> None:
         """Wait until the device is through with what it was given."""

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,16 @@ DRY = "a dry run on the CPU with tiny sizes: it shows that the part runs, and no
 SMALL = "a run with tiny sizes: it shows that the part runs, and its figures are of nothing"
 
 
+def is_there(name: str) -> bool:
+    """Tell whether a part's module is there."""
+    return importlib.util.find_spec(f"benchmarks.gpu.{name.partition('_')[0]}") is not None
+
+
 def part(name: str) -> Part:
-    """Return what runs a part."""
+    """Return what runs a part; raises ValueError where its module is missing."""
     module, _, rest = name.partition("_")
+    if not is_there(name):
+        raise ValueError(f"there is no benchmarks/gpu/{module}.py in this version")
     run = importlib.import_module(f"benchmarks.gpu.{module}")
     return run.run_for(rest) if rest else run.run
 
@@ -104,7 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's settings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--part", choices=list(PARTS))
+    asked.add_argument("--part", choices=list(PARTS), metavar="PART")
     asked.add_argument("--list", action="store_true", help="print the parts")
     parser.add_argument("--device", default="cuda:0", type=torch.device)
     parser.add_argument("--small", action="store_true", help="tiny sizes: a dry run")
@@ -121,19 +130,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         check_device(arguments.device, small=arguments.small)
+        chosen = part(arguments.part)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    setting = Setting(arguments.device, arguments.small, tuple(arguments.peers))
+    setting = Setting(arguments.device, arguments.small, tuple(arguments.peers), arguments.json)
+    if setting.path is None and setting.cuda and not setting.small:
+        setting = replace(setting, path=RESULTS / f"{arguments.part}-{setting.short_name}.json")
     facts = machine(setting)
     print(f"{arguments.part} on {facts['device_name']}\n{pairs.facts_text(facts)}", flush=True)
-    path = arguments.json
-    if path is None and setting.cuda and not setting.small:
-        path = RESULTS / f"{arguments.part}-{setting.short_name}.json"
-    found = part(arguments.part)(setting)
+    found = chosen(setting)
     print(report(found))
-    if path is not None:
-        write(path, arguments.part, setting, facts, found)
-        print(f"written: {path}")
+    if setting.path is not None:
+        write(setting.path, arguments.part, setting, facts, found)
+        print(f"written: {setting.path}")
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ def _alone(subject: Subject, setting: Setting, found: Found, *, repeats: int, ca
     expected = made.gradients()
     pipe = made.pipe([setting.device])
     for how, step in {"train_step": partial(made.step, pipe), "call": partial(made.call, pipe)}.items():
-        _same(made, step, expected, f"{subject.name}, one stage, {how}")
+        same(made, step, expected, f"{subject.name}, one stage, {how}")
         readings = beside(step, made.plain, setting=setting, repeats=repeats, calls=calls)
-        spread = _note(found, f"{subject.name}, one stage, one chunk: {how} over plain", readings, calls)
+        spread = note(found, f"{subject.name}, one stage, one chunk: {how} over plain", readings, calls)
         name = f"{subject.name}: one stage, one chunk, {how}: times the plain model's"
         found.checks.append(at_most(name, ALONE_ASKED, spread.median))
 
@@ -58,22 +58,22 @@ def _four(subject: Subject, setting: Setting, found: Found, *, repeats: int, cal
     made.loop()
     expected = made.gradients()
     balance = even(len(made.model.parts), STAGES)
-    pipe = cut_pipe(made, setting, balance)
+    pipe = cut_pipe(made, [setting.device] * STAGES, balance)
     ours = partial(made.step, pipe)
-    _same(made, ours, expected, f"{subject.name}, four stages")
+    same(made, ours, expected, f"{subject.name}, four stages")
     readings = beside(ours, made.loop, setting=setting, repeats=repeats, calls=calls)
-    spread = _note(found, f"{subject.name}, {STAGES} stages, {CHUNKS} chunks: 1f1b over a plain loop", readings, calls)
+    spread = note(found, f"{subject.name}, {STAGES} stages, {CHUNKS} chunks: 1f1b over a plain loop", readings, calls)
     name = f"{subject.name}: {STAGES} stages as stream pairs, {CHUNKS} chunks: times a plain loop's"
     found.checks.append(at_most(name, LOOP_ASKED, spread.median))
     if "torchgpipe" in setting.peers:
         try:
             step = torchgpipe_step(made, balance)
-            _same(made, step, expected, f"{subject.name}, torchgpipe")
+            same(made, step, expected, f"{subject.name}, torchgpipe")
             readings = beside(ours, step, setting=setting, repeats=repeats, calls=calls)
         except Exception as error:  # whatever a peer cannot do here is a finding
             found.missing.append(f"{subject.name}: torchgpipe: {type(error).__name__}: {error}")
         else:
-            spread = _note(found, f"{subject.name}, {STAGES} stages: 1f1b over torchgpipe", readings, calls)
+            spread = note(found, f"{subject.name}, {STAGES} stages: 1f1b over torchgpipe", readings, calls)
             found.checks.append(
                 at_most(f"{subject.name}: {STAGES} stages: times torchgpipe's", PEER_ASKED, spread.median)
             )
@@ -81,9 +81,8 @@ def _four(subject: Subject, setting: Setting, found: Found, *, repeats: int, cal
         _distributed(made, ours, expected, setting, found, balance=balance, repeats=repeats)
 
 
-def cut_pipe(made: Made, setting: Setting, balance: Sequence[int], **settings: Any) -> PipelinedModule:
-    """Return a pipe whose stages have so many parts each, all on the one device."""
-    devices = [setting.device] * len(balance)
+def cut_pipe(made: Made, devices: Sequence[Any], balance: Sequence[int], **settings: Any) -> PipelinedModule:
+    """Return a pipe whose stages have so many parts each."""
     plan = made.pipe(devices, **settings).plan
     assert plan is not None
     return made.pipe(devices, plan=made.cut(plan, balance), **settings)
@@ -128,7 +127,7 @@ def _distributed(
             found.missing.append(f"{subject.name}: {name}: {type(error).__name__}: {error}"[:600])
         else:
             readings = pairs.Pairs(*map(tuple, zip(*both, strict=True)))
-            _note(found, f"{subject.name}, {world} stages: 1f1b over torch's 1f1b, {backend}", readings, 1)
+            note(found, f"{subject.name}, {world} stages: 1f1b over torch's 1f1b, {backend}", readings, 1)
             return
         finally:
             if ranks is not None:
@@ -141,7 +140,7 @@ def job(name: str, balance: tuple[int, ...], device: str, small: bool) -> Job:
     return Job(made.stages(balance), made.batch, made.target, made.subject.loss, CHUNKS, made.subject.amp)
 
 
-def _same(made: Made, step: Callable[[], None], expected: Sequence[Tensor], what: str) -> None:
+def same(made: Made, step: Callable[[], None], expected: Sequence[Tensor], what: str) -> None:
     """Run a step once and raise ValueError where its gradients are not those expected."""
     step()
     _check(made, made.gradients(), expected, what)
@@ -154,7 +153,8 @@ def _check(made: Made, gradients: Sequence[Tensor], expected: Sequence[Tensor], 
         raise ValueError(f"the gradients of {what} are off by {off:.2g} of their largest entry")
 
 
-def _note(found: Found, name: str, readings: pairs.Pairs, calls: int) -> Spread:
+def note(found: Found, name: str, readings: pairs.Pairs, calls: int) -> Spread:
+    """Add what was read of ours and of its reference, and return how many times as long ours took."""
     spread = ratios(readings)
     ours = Spread.of([r.wall_s / calls for r in readings.ours])
     reference = Spread.of([r.wall_s / calls for r in readings.reference])

@@ -243,7 +243,7 @@ def layers_of(model: ResNet) -> list[nn.Module]:
 def steps(*, small: bool) -> Mapping[str, Subject]:
     """Return what whole steps are timed on."""
     if small:
-        tiny = {"blocks": 2, "width": 16, "heads": 2, "vocabulary": 32, "length": 8, "rows": 1}
+        tiny = {"blocks": 1, "width": 16, "heads": 2, "vocabulary": 32, "length": 8, "rows": 1}
         return {"gpt2": gpt2("gpt2", "a tiny GPT-2", **tiny, amp=True)}
     shape = "GPT-2-small, untied, 4 x 1024 tokens per microbatch, bf16 autocast"
     size = {"blocks": 12, "width": 768, "heads": 12, "vocabulary": 50257, "length": 1024, "rows": 4}
@@ -264,7 +264,7 @@ def published(*, small: bool) -> Mapping[str, Subject]:
         )
         cells = images("resnet", "ResNet of 4 blocks", lambda: layers_of(_small_resnet()), size=32, rows=2, classes=7)
         one = images("amoebanet", "no AmoebaNet-D", lambda: layers_of(_small_resnet()), size=32, rows=2, classes=7)
-        tiny = {"blocks": 8, "width": 16, "heads": 2, "vocabulary": 32, "length": 8, "rows": 1, "amp": False}
+        tiny = {"blocks": 2, "width": 16, "heads": 2, "vocabulary": 32, "length": 8, "rows": 1, "amp": False}
         return {"unet": net, "amoebanet": one, "resnet": cells, "gpt2": gpt2("gpt2", "a tiny GPT-2", **tiny)}
     name = "GPT-2 XL, untied, 2 x 1024 tokens per microbatch, bf16 autocast"
     size = {"blocks": 48, "width": 1600, "heads": 25, "vocabulary": 50257, "length": 1024, "rows": 2}
@@ -309,7 +309,7 @@ def kernels(*, small: bool) -> Mapping[str, Subject]:
     """Return models of many small kernels, where issuing them takes longer than running them."""
     layers, width, rows = (8, 8, 2) if small else (64, 256, 32)
     deep = mlp("small mlp", f"{layers} x (linear {width}, ReLU), {rows} rows", layers=layers, width=width, rows=rows)
-    size = {"blocks": 2 if small else 12, "width": 16 if small else 128, "heads": 2 if small else 4}
+    size = {"blocks": 1 if small else 12, "width": 16 if small else 128, "heads": 2 if small else 4}
     shape = f"a GPT-2 of {size['blocks']} blocks of {size['width']}, 64 tokens"
     narrow = gpt2("small gpt2", shape, **size, vocabulary=256, length=64, rows=1, amp=False)
     return {subject.name: subject for subject in (deep, narrow)}

@@ -38,7 +38,7 @@ class _Tick(torch.autograd.Function):
 
 
 class Ticking(nn.Module):
-    """A stage that takes exactly what it is told, on the clock that it moves or asleep."""
+    """A stage that takes what it is told: on the clock that it moves, or at work."""
 
     def __init__(self, forward_s: float, backward_s: float, pass_time: Any) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ def ticking(pass_time: Any, *, lanes: str, schedule: str = "1f1b") -> tuple[Any,
 def test_times_are_those_of_each_action_alone_and_predict_the_step(lanes, monkeypatch):
     now = [0.0]
     pipe, given = ticking(lambda seconds: now.__setitem__(0, now[0] + seconds), lanes=lanes)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: now[0])
     found = pipe.profile_stages(torch.randn(ROWS, WIDTH), **given, repeats=2)
     assert found.seconds == {"F": (1.0, 3.0), "B": (2.0, 1.0)}
     assert (found.issue_s, found.once_s, found.grown_bytes) == ({}, 0.0, (None, None))
@@ -75,7 +76,8 @@ def test_times_are_those_of_each_action_alone_and_predict_the_step(lanes, monkey
 def test_backwards_in_two_parts_are_measured_apart(monkeypatch):
     now = [0.0]
     pipe, given = ticking(lambda seconds: now.__setitem__(0, now[0] + seconds), lanes="threads", schedule="zb_h1")
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: now[0])
     found = pipe.profile_stages(torch.randn(ROWS, WIDTH), **given, repeats=1)
     assert found.seconds["F"] == (1.0, 3.0)
     assert found.seconds["I"] == (2.0, 1.0)  # the weights' part of an operation that torch does not know is not put off
@@ -83,7 +85,12 @@ def test_backwards_in_two_parts_are_measured_apart(monkeypatch):
 
 
 def test_threads_take_at_least_the_step_that_is_predicted_for_nominal_stages():
-    pipe, given = ticking(lambda seconds: time.sleep(seconds / 200), lanes="threads")
+    def work(seconds: float) -> None:
+        until_s = time.thread_time() + seconds / 200
+        while time.thread_time() < until_s:
+            pass
+
+    pipe, given = ticking(work, lanes="threads")
     batch = torch.randn(ROWS, WIDTH)
     predicted = pipe.profile_stages(batch, **given, repeats=1).step().step_s
     began = time.perf_counter()
