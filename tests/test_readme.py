@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from autosplit.cli import app
+from benchmarks.gpu import run
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,10 +83,24 @@ def test_command_line_options_exist() -> None:
     commands = ("plan", "report", "verify", "profile", "diff", "solve", "devices")
     helps = [CliRunner().invoke(app, [*name, "--help"]) for name in ((), *((name,) for name in commands))]
     assert [result.exit_code for result in helps] == [0] * len(helps)
-    known = "".join(result.stdout for result in helps)
+    known = "".join(result.stdout for result in helps) + run.parser().format_help()
     named = set(re.findall(r"--[a-z][a-z-]+", README))
     assert {"--devices", "--chunks", "--input", "--json", "--save"} <= named
     assert [option for option in named if option not in known] == []
+
+
+def test_the_commands_for_a_gpu_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [text.split() for text in commands("python -m benchmarks.gpu.run")]
+    assert len(given) >= 4
+    for words in given:
+        asked = run.parser().parse_args(words)
+        assert asked.list or run.is_there(asked.part)
+    monkeypatch.chdir(tmp_path)
+    dry = next(words for words in given if "--small" in words)
+    threads = torch.get_num_threads()
+    run.main(dry)
+    assert torch.get_num_threads() == threads
+    assert (tmp_path / "measured.json").is_file()
 
 
 def test_files_exist_and_no_example_is_left_out() -> None:

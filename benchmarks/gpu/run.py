@@ -109,8 +109,8 @@ def report(found: Found) -> str:
     return "\n\n".join([*(pairs.table(own) for own in kinds.values()), pairs.table(shown), *missing])
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line's settings."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--part", choices=list(PARTS), metavar="PART")
@@ -119,12 +119,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny sizes: a dry run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--peers", nargs="*", choices=("torchgpipe", "torch"), default=("torchgpipe", "torch"))
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a part, print what was found, and write the file."""
-    arguments = parse(argv)
+    arguments = parser().parse_args(argv)
     if arguments.list:
         print(*(f"{name:16} {text}" for name, text in PARTS.items()), sep="\n")
         return
