@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from autosplit.profile.gradients import gradients
 from autosplit.profile.late_fake import FakeWorld, LateFakeMode
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.lowering import CudaKernels
+from autosplit.profile.node_memo import NodeMemo
 from autosplit.profile.quick_fake import QuickFake, blank
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
@@ -59,6 +60,10 @@ class NodeCosts:
     backward_operations: tuple[Operation, ...]
     requires_grad: bool
     estimated: str | None = None
+
+    def again(self, name: str, *, saved: Mapping[int, int], outputs: Mapping[int, int]) -> NodeCosts:
+        """Return the costs of a node that does the same on other storages."""
+        return replace(self, name=name, saved=saved, outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,12 @@ def fake_costs(
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
         with quiet_log(), FakeWorld(mode, quick), ledger:
-            first = _FakePass(traced, twin, ledger, before_epilogue, {})
+            memo = NodeMemo(traced.root, ledger, quick.make)
+            first = _FakePass(traced, twin, ledger, before_epilogue, {}, memo)
             first.sweep(rows, grads, skip=epilogue)
             costs = first.costs
             if epilogue:
-                second = _FakePass(traced, twin, ledger, epilogue, first.output_ids)
+                second = _FakePass(traced, twin, ledger, epilogue, first.output_ids, memo)
                 second.sweep(batch_rows, grads, skip=frozenset())
                 costs |= second.costs
     names = [info.name for _, info in traced.compute_nodes()]
@@ -118,6 +124,7 @@ class _FakePass(BorderInterpreter):
         ledger: Ledger,
         profiled: frozenset[fx.Node],
         known_ids: Mapping[str, list[int]],
+        memo: NodeMemo,
     ) -> None:
         super().__init__(twin.module, graph=traced.graph, device=_CPU)
         self.costs: dict[str, NodeCosts] = {}
@@ -126,6 +133,7 @@ class _FakePass(BorderInterpreter):
         self._lowering = CudaKernels() if ledger.kernels == "cuda" else contextlib.nullcontext()
         self._profiled = profiled
         self._known_ids = known_ids
+        self._memo = memo
         self._saved: dict[int, int] = {}
         self._rows = 0
         self._state_ids = {storage.id for t in twin.tensors if (storage := ledger.storage(t))}
@@ -148,9 +156,14 @@ class _FakePass(BorderInterpreter):
         info: TracedNode | None = n.meta.get(INFO)
         if info is None or n.op == "placeholder":
             return super().run_node(n)
+        operands = self._memo.operands(n, self.env, self._state_ids) if n in self._profiled else None
+        if operands is not None and (known := self._memo.again(operands, info.name)) is not None:
+            self.costs[info.name], settled = known
+            self._number(info, settled)
+            return settled
         self._ledger.open()
         self._saved = {}
-        before = self._ledger.live_bytes
+        before, first = self._ledger.live_bytes, self._ledger.entered
         call = self.prepare(n)
         try:
             with self._lowering:
@@ -160,6 +173,8 @@ class _FakePass(BorderInterpreter):
         settled = call.settle(result)
         if n in self._profiled:
             self.costs[info.name] = self._profile(info, call, result, before=before)
+            if operands is not None:
+                self._memo.learn(operands, settled, self.costs[info.name], first=first)
         self._number(info, settled)
         return settled
 

@@ -74,7 +74,8 @@ class Ledger(TorchDispatchMode):
         self.operations: list[Operation] = []
         self._notify: Callable[[tuple[int, int]], None] | None = None
         self._formulas = flop_formulas()
-        self._count = 0
+        self.entered = 0
+        """How many storages and how much scratch were entered so far; the next id."""
         self._storages: dict[int, Storage] = {}
         self._watches: dict[int, weakref.ref[Any]] = {}
 
@@ -101,14 +102,20 @@ class Ledger(TorchDispatchMode):
         key = storage._cdata
         known = self._storages.get(key)
         if known is None:
-            known = self._storages[key] = Storage(self._count, storage.nbytes())
-            self._count += 1
+            known = self._storages[key] = Storage(self.entered, storage.nbytes())
+            self.entered += 1
             self._watches[key] = weakref.ref(storage, lambda _: self._release(key))
             self.live_bytes += known.bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             if self._notify is not None:
                 self._notify((known.id, known.bytes))
         return known
+
+    def enter(self, tensor: torch.Tensor, number: int) -> None:
+        """Enter a tensor's storage, which is new, under an id that nobody has."""
+        storage = self.storage(tensor)
+        assert storage is not None
+        storage.id = number
 
     def _scratch(self, name: str, found: Workspace | None) -> None:
         """Enter what a kernel held and released before it returned."""
@@ -119,9 +126,9 @@ class Ledger(TorchDispatchMode):
         if found.bytes > 0:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + found.bytes)
             if self._notify is not None:
-                self._notify((self._count, found.bytes))
-                self._notify((self._count, -found.bytes))
-            self._count += 1
+                self._notify((self.entered, found.bytes))
+                self._notify((self.entered, -found.bytes))
+            self.entered += 1
 
     def _release(self, key: int) -> None:
         del self._watches[key]

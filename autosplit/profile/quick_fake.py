@@ -112,6 +112,21 @@ class QuickFake:
             sources.append(None if result is None else self._made(result, sources, mode))
         return sources[-1] if kind is None else kind(sources[len(tensors) :])
 
+    def make(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        *,
+        on: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a tensor of some looks, on the storage of another one or on a new one."""
+        assert self.mode is not None
+        result = _Result(False, -1 if on is None else 0, self._looking(shape, strides, offset, dtype))
+        made: torch.Tensor = self._made(result, [on], self.mode)
+        return made
+
     def _worked_out(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the operation, which may change what its arguments look like."""
         try:
