@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -17,6 +18,7 @@ def main() -> None:
         sys.exit(130)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        gc.freeze()  # else the interpreter looks through all objects of torch's for garbage as it ends: half a second
 
 
 if __name__ == "__main__":

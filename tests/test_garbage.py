@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autosplit import __main__ as entry
 from autosplit import api
 from autosplit.garbage import rare_collections
 
@@ -50,3 +52,14 @@ def test_an_error_brings_the_callers_own_back() -> None:
     with pytest.raises(ZeroDivisionError), rare_collections():
         1 // 0  # noqa: B018
     assert gc.get_threshold() == (500, 7, 3)
+
+
+def test_a_command_that_ends_is_not_searched_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autosplit.cli.main", lambda: None)
+    handler, frozen = signal.getsignal(signal.SIGINT), gc.get_freeze_count()
+    try:
+        entry.main()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+        signal.signal(signal.SIGINT, handler)
