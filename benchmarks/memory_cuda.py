@@ -9,16 +9,19 @@ nothing on the device before: libraries keep a workspace once they made it.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from autosplit.memory.allocator import simulate_allocator
 from autosplit.memory.play import device_changes
 from autosplit.memory.replay import Setting, StaticBytes
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.profile.lowering import cuda_autocast
+from autosplit.profile.opaque_cuda import cublas_workspace_bytes
 from autosplit.profile.stage_graph import stage_graph
 from autosplit.profile.stage_trace import How
 from autosplit.schedule.catalog import build
@@ -52,8 +55,14 @@ def cuda_lines(subject: Subject, way: Way, *, optimizers: Sequence[str], known: 
     return lines
 
 
-def predicted_cuda(subject: Subject, way: Way, *, optimizer: str) -> tuple[int, int]:
-    """Return the peaks of allocated and reserved bytes, from the recording alone."""
+def predicted_cuda(
+    subject: Subject, way: Way, *, optimizer: str, workspaces: bool = False, capability: tuple[int, int] = (9, 0)
+) -> tuple[int, int]:
+    """Return the peaks of allocated and reserved bytes, from the recording alone.
+
+    ``workspaces`` adds what cuBLAS keeps on a device of this compute capability, for the forward's thread and for
+    autograd's, where the model has products: without it the libraries are taken to have theirs already.
+    """
     units = subject.units if way.recompute == "block" else ()
     with cuda_autocast(torch.bfloat16) if way.precision == "amp_bf16" else nullcontext():
         how = How(way.rows, units=units, kernels="cuda")
@@ -67,7 +76,9 @@ def predicted_cuda(subject: Subject, way: Way, *, optimizer: str) -> tuple[int, 
     ]
     schedule = build("gpipe", stages=1, microbatches=1)
     static = [StaticBytes(parameters=held_by([subject.model]))]
-    found = simulate_allocator(device_changes(schedule, {0: stage}, static, device=0, settings=settings))
+    changes = device_changes(schedule, {0: stage}, static, device=0, settings=settings)
+    kept = cublas_workspace_bytes(capability) if workspaces and _has_products(subject.model) else 0
+    found = simulate_allocator(itertools.chain(((-1, kept), (-2, kept)), changes))
     return found.allocated_peak_bytes, found.reserved_peak_bytes
 
 
@@ -88,6 +99,21 @@ def measured_cuda(family: Family, way: Way, *, optimizer: str) -> tuple[int, int
             stepping.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def clear_workspaces() -> None:
+    """Give back what cuBLAS keeps, so that a measurement is as in a process that did nothing before.
+
+    ``torch._C._cuda_clearCublasWorkspaces`` has no public name (CUDA graphs of torch.compile use it); used in this file
+    only, as torch 2.11 to 2.15 have it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _has_products(model: nn.Module) -> bool:
+    """Tell whether cuBLAS is called: convolutions and LSTMs are cuDNN's."""
+    return any(isinstance(module, (nn.Linear, nn.MultiheadAttention)) for module in model.modules())
 
 
 def _autocast(precision: Precision) -> AbstractContextManager[object]:

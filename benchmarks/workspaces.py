@@ -6,6 +6,11 @@ The grid is of generic shapes, drawn at random, none of them a model's. The cons
 ``autosplit/profile/opaque_*.py`` that are tagged "measured" were fitted to such shapes. ``exact`` counts probes within
 64 bytes (a scalar that becomes a tensor), ``worst`` is the largest error beyond, as a share of all that the operation
 holds at its peak; ``--misses`` lists what is off by more than a percent.
+
+    python -m benchmarks.workspaces --device cuda:0 [--save FILE]
+
+observes a GPU's kernels instead, on the training steps of the eight families, and writes a dated file that predictions
+for that device take: ``cost_models/workspaces/<device>.json``, joined with what is there.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +28,14 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
+import cost_models
 from autosplit.profile.allocations import Allocations
+from autosplit.profile.clocks import Clock, clock_of
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.opaque import workspace
+from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
+from benchmarks.families import Family, families
+from cost_models.workspaces import Workspaces
 
 _SCALARS_BYTES = 64
 
@@ -179,6 +190,31 @@ def grid(draw: random.Random, probes: int) -> Iterator[Callable[[], Any]]:
         yield run
 
 
+def observed(place: torch.device, clock: Clock, *, chosen: Sequence[Family]) -> WorkspaceWatch:
+    """Return what a device's kernels held in a training step of some families, in fp32 and under bf16 autocast."""
+    found = WorkspaceWatch(clock)
+    for family in chosen:
+        torch.manual_seed(0)
+        model, target = family.make().to(place), family.target(family.rows).to(place)
+        inputs = [tensor.to(place) for tensor in family.batch(family.rows)]
+        for low in (False, True):
+            with found, torch.autocast(place.type, torch.bfloat16, enabled=low):
+                family.loss(model(*inputs), target).backward()
+            model.zero_grad(set_to_none=True)
+    return found
+
+
+def observe(place: torch.device, save: Path | None) -> None:
+    """Observe a GPU and write what was seen."""
+    name = device_name(place)
+    seen = observed(place, clock_of(place, threads=1), chosen=list(families().values())).found(name)
+    path = save or Path(cost_models.__path__[0]) / "workspaces" / f"{name}.json"
+    both = Workspaces.load(path).joined(seen) if path.is_file() else seen
+    both.save(path)
+    most = max(both.operations.values(), default=0)
+    print(f"{len(both.operations)} operations on {name}, most scratch {most} bytes, kept {both.kept_bytes}: {path}")
+
+
 def table(probes: Sequence[Probe]) -> str:
     """Return one row per operation that holds, or is said to hold, more than its results."""
     by_operation: dict[tuple[str, str], list[Probe]] = defaultdict(list)
@@ -200,7 +236,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--misses", action="store_true")
+    parser.add_argument("--device", type=torch.device, help="a CUDA device whose kernels are observed")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="with --device: the file to write")
     chosen = parser.parse_args()
+    if chosen.device is not None:
+        observe(chosen.device, chosen.save)
+        return
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(chosen.seed)
     found: list[Probe] = []

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from autosplit.profile.calibration_cases import Case, Program, cases
+from autosplit.profile.calibration_cuda_cases import cuda_cases
 from autosplit.profile.clocks import Clock, clock_of
 from autosplit.profile.ledger import Ledger, Operation
 from autosplit.profile.work import work_of
 from autosplit.trace.state import random_state
 from cost_models.calibration import Calibrated, Stamp
 from cost_models.registry import device as device_spec
-from cost_models.specs import DeviceSpec
+from cost_models.specs import DeviceSpec, Source
 from cost_models.work import OpWork
 
 Progress = Callable[[str, float], None]
@@ -55,12 +56,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Timing:
-    """One case: its operations, the seconds of the longest, and what each took besides its kernel."""
+    """One case: its operations, the seconds of the longest, and what each took besides its kernel.
+
+    ``host_s`` is what the host took to issue each of them; 0 where host and device are one.
+    """
 
     name: str
     samples: tuple[Sample, ...]
     longest_s: float
     extra_s: float
+    host_s: float = 0.0
 
 
 def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progress | None = None) -> Calibrated:
@@ -76,14 +81,34 @@ def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progre
     """
     spec = device_spec(device)
     place = place_of(spec)
-    chosen = [case for case in cases() if case.quick or not quick]
+    chosen = [case for case in cases_for(place) if case.quick or not quick]
     return fitted(time_cases(chosen, place=place, quick=quick, progress=progress), device=spec)
+
+
+def cases_for(place: torch.device) -> Iterator[Case]:
+    """Yield what is timed on a device: a GPU is filled by other sizes than a core."""
+    yield from cuda_cases() if place.type == "cuda" else cases()
 
 
 def fitted(timings: Sequence[Timing], *, device: DeviceSpec) -> Calibrated:
     """Return the roofline of ``device`` fitted to cases that were timed on it, with the day and the versions."""
     samples = [(sample.work, sample.seconds) for timing in timings for sample in timing.samples]
-    return Calibrated.fit(samples, device=device, stamp=_stamp(device.name), issue_s=issue_s(timings))
+    stamp = _stamp(device.name)
+    own = _with_host(device, timings, date=stamp.date)
+    return Calibrated.fit(samples, device=own, stamp=stamp, issue_s=issue_s(timings))
+
+
+def _with_host(device: DeviceSpec, timings: Sequence[Timing], *, date: str) -> DeviceSpec:
+    """Return the device with the host's time to issue an operation as it was measured, where it was.
+
+    On a CPU lane the host is the device, and what it adds to each operation is the calibration's ``issue_s``.
+    """
+    host = [timing.host_s for timing in timings if timing.host_s > 0]
+    if not host:
+        return device
+    text = f"{date}: median over {len(host)} cases of the calibration, forward and backward, one thread"
+    source = {"issue_s": Source(status="measured", text=text)}
+    return device.model_copy(update={"issue_s": statistics.median(host), "sources": {**device.sources, **source}})
 
 
 def place_of(spec: DeviceSpec) -> torch.device:
@@ -173,7 +198,7 @@ def _timed(case: Case, place: torch.device, *, most: int, low: bool) -> Timing:
         _run(program, leaves)
         once_s = clock.timed(lambda: _run(program, leaves)).seconds
         repeats = max(2, min(most, int(_LONG_S / max(once_s, 1e-9))))
-        whole, runs = [once_s], []
+        whole, runs, host = [once_s], [], []
         operations: list[Operation] = []
         for _ in range(repeats):
             kernels = _KernelClock(clock)
@@ -181,14 +206,17 @@ def _timed(case: Case, place: torch.device, *, most: int, low: bool) -> Timing:
                 _run(program, leaves)
             operations = ledger.operations
             runs.append(ledger.seconds)
-            whole.append(clock.timed(lambda: _run(program, leaves)).seconds)
+            again = clock.timed(lambda: _run(program, leaves))
+            whole.append(again.seconds)
+            host.append(again.issue_s)
     readings: dict[OpWork, list[float]] = {}
     for operation, *times in zip(operations, *runs, strict=True):
         readings.setdefault(work_of(operation), []).append(statistics.median(times))
     samples = [Sample(work, statistics.median(times)) for work, times in readings.items() if any(times)]
     extra_s = (min(whole) - min(map(sum, runs))) / len(operations)
     longest_s = max(sample.seconds for sample in samples)
-    return Timing(f"{case.name}, bf16" if low else case.name, tuple(samples), longest_s, extra_s)
+    name, host_s = f"{case.name}, bf16" if low else case.name, statistics.median(host) / len(operations)
+    return Timing(name, tuple(samples), longest_s, extra_s, host_s)
 
 
 def _run(program: Program, leaves: Sequence[torch.Tensor]) -> None:

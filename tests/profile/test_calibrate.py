@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cost_models
 from autosplit.profile import calibrate as calibrating
-from autosplit.profile.calibrate import Sample, Timing, calibrate, default_path, issue_s, time_cases
+from autosplit.profile.calibrate import Sample, Timing, calibrate, cases_for, default_path, issue_s, time_cases
 from autosplit.profile.calibration_cases import Case, Program, cases
+from autosplit.profile.calibration_cuda_cases import cuda_cases
+from autosplit.profile.clocks import Timed
 from autosplit.profile.ledger import Ledger, Operation
 from autosplit.profile.work import kind_of, work_of
 from benchmarks.families import families
@@ -87,6 +91,67 @@ def test_what_an_operation_costs_besides_its_kernel_comes_from_short_kernels():
     assert issue_s([timing(1e-5, 3e-6), timing(2e-5, 5e-6), timing(3e-5, 4e-6), timing(1.0, 9.0)]) == 4e-6
     assert issue_s([timing(1e-5, -3e-6)]) == 0
     assert issue_s([]) == 0
+
+
+def test_on_a_device_the_host_s_time_is_measured_beside_the_kernels(monkeypatch):
+    """A card on which every run takes 1 ms, and the host 20 us to issue it."""
+
+    class Card:
+        warms = True
+
+        def timed(self, run):
+            return Timed(run(), 1e-3, 0, 2e-5)
+
+        def held_bytes(self) -> int:
+            return 0
+
+        def release(self) -> None:
+            pass
+
+    monkeypatch.setattr(calibrating, "clock_of", lambda place, threads: Card())
+    timings = time_cases([small(str(width)) for width in range(6)])
+    found = calibrating.fitted(timings, device=cost_models.device("H200-SXM-141GB")).fallback.device
+    assert found.issue_s == pytest.approx(2e-5 / sum_of_operations(small()))
+    assert found.source("issue_s").status == "measured"
+    assert "median over 6 cases" in found.source("issue_s").text
+    assert cost_models.device("H200-SXM-141GB").source("issue_s").status == "prior"
+    lane = cost_models.device("cpu-lane")
+    monkeypatch.undo()
+    timings = time_cases([small(str(width)) for width in range(6)])
+    assert calibrating.fitted(timings, device=lane).fallback.device == lane
+
+
+def sum_of_operations(case: Case) -> int:
+    program, leaves = case.build()
+    with Ledger() as ledger:
+        result = program()
+        torch.autograd.grad(result, leaves, torch.ones_like(result))
+    return len(ledger.operations)
+
+
+def test_the_cases_of_a_gpu_know_every_class_and_have_no_family_s_shapes():
+    """On fake tensors: they are sized for a GPU."""
+    everything = list(cuda_cases())
+    assert len({case.name for case in everything}) == len(everything)
+    assert next(cases_for(torch.device("cuda"))).name == everything[0].name
+    assert next(cases_for(torch.device("cpu"))).name == next(cases()).name
+    shapes = {
+        shape
+        for family in families().values()
+        for parameter in family.make().parameters()
+        if parameter.dim() == 2
+        for shape in (tuple(parameter.shape), tuple(parameter.shape)[::-1])
+    }
+    seen: set[str] = set()
+    for case in everything:
+        with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+            program, leaves = case.build()
+            result = program()
+            torch.autograd.grad(result, leaves, torch.ones_like(result))
+        seen |= {work_of(operation).base_kind for operation in ledger.operations}
+        if case.name.startswith("dense"):
+            assert not {tuple(tensor.shape) for tensor in leaves if tensor.dim() == 2} & shapes, case.name
+    assert seen >= set("matmul attention attention_backward conv recurrent elementwise copy reduction".split())
 
 
 def test_a_calibration_is_stamped_and_read_back(monkeypatch, tmp_path):

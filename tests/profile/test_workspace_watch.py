@@ -20,6 +20,8 @@ from autosplit.profile.stage_graph import stage_graph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
 from autosplit.profile.workspaces import Workspace, operation_key
+from benchmarks import workspaces
+from benchmarks.gpu import memory
 from cost_models.calibration import Stamp
 from cost_models.workspaces import Workspaces, workspaces_of
 from tests.profile.graphs import traced
@@ -187,3 +189,16 @@ def test_a_device_is_named_as_in_cost_models(monkeypatch):
     assert device_name(torch.device("cuda")) == "H200-SXM-141GB"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Voodoo 2")
     assert device_name(torch.device("cuda")) == "Voodoo 2"
+
+
+def test_one_command_observes_a_device_and_joins_its_file(monkeypatch, tmp_path, capsys):
+    family = memory.small_family()
+    monkeypatch.setattr(workspaces, "families", lambda: {"vit": family})
+    monkeypatch.setattr(workspaces, "device_name", lambda device: "H200-SXM-141GB")
+    monkeypatch.setattr(workspaces, "clock_of", lambda device, threads: CountingClock())
+    for _ in range(2):
+        workspaces.observe(torch.device("cpu"), tmp_path / "seen.json")
+    found = Workspaces.load(tmp_path / "seen.json")
+    assert {key.partition("(")[0] for key in found.operations} == {"convolution", "convolution_backward"}
+    assert any("bfloat16" in key for key in found.operations)
+    assert "operations on H200-SXM-141GB, most scratch 5242880 bytes" in capsys.readouterr().out

@@ -1,0 +1,194 @@
+"""Peaks predicted without a GPU against the allocator's; its history replayed block by block; budgets that fall.
+
+Eight families in fp32 and under bf16 autocast, with and without recompute of their blocks, each a training step with
+Adam: the prediction comes from a recording on the meta device, is made before the step runs, and knows nothing of what
+was observed on the card. The history of the same steps is then played through the simulated allocator.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.memory.history import ReplayedHistory, replay_history
+from autosplit.profile.allocator_history import Recorder
+from benchmarks.families import Family, families
+from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
+from benchmarks.gpu.budgets import falling, measured_bytes, rises
+from benchmarks.gpu.part import Found, Setting, at_least, at_most
+from benchmarks.memory_cuda import clear_workspaces, measured_cuda, predicted_cuda
+from benchmarks.memory_step import Way, measured_step, predicted_step
+from benchmarks.memory_subject import Precision, Recompute, recorded
+
+MEDIAN_ASKED, WORST_ASKED, RESERVED_ASKED = 0.02, 0.05, 0.08
+PRECISIONS: tuple[Precision, ...] = ("fp32", "amp_bf16")
+RECOMPUTE: tuple[Recompute, ...] = ("never", "block")
+_OF_HISTORIES = ("replayed", "difference")
+_BUDGET_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One family in one way: predicted and measured bytes; reserved ones are 0 on a CPU, which reserves nothing."""
+
+    family: str
+    precision: str
+    recompute: str
+    predicted_bytes: int
+    measured_bytes: int
+    predicted_reserved_bytes: int = 0
+    measured_reserved_bytes: int = 0
+    replayed: bool = False
+    difference: str = ""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def reserved_error(self) -> float:
+        """The same of what is reserved."""
+        return self.predicted_reserved_bytes / self.measured_reserved_bytes - 1
+
+
+def run(setting: Setting) -> Found:
+    """Run the part."""
+    found = Found(settings={"optimizer": "adam", "steps": 2, "budgets": 10})
+    chosen = [small_family()] if setting.small else list(families().values())
+    precisions = PRECISIONS[:1] if setting.small else PRECISIONS
+    cells = []
+    for family, precision in itertools.product(chosen, precisions):
+        subject = recorded(family, precision)
+        for recompute in RECOMPUTE:
+            way = Way(precision, recompute, subject.family.rows)
+            if setting.cuda:
+                predicted = predicted_cuda(subject, way, optimizer="adam", workspaces=True)
+                cells.append(on_card(subject.family, way, predicted, setting))
+            else:
+                least = predicted_step(subject, way, optimizers=["adam"])["adam"]
+                most = measured_step(subject.family, way, optimizers=["adam"])["adam"]
+                cells.append(Cell(family.name, precision, recompute, least, most))
+    found.figures += [figure(cell, setting) for cell in cells]
+    found.checks += checks(cells, setting)
+    if not setting.cuda:
+        found.missing.append("reserved bytes and histories: a CPU has no caching allocator")
+    _budgets(setting, found)
+    return found
+
+
+def on_card(family: Family, way: Way, predicted: tuple[int, int], setting: Setting) -> Cell:
+    """Run the step on the card, with its history."""
+    with torch.cuda.device(setting.device):
+        setting.empty()
+        clear_workspaces()
+        with Recorder(setting.device) as recorder:
+            measured = measured_cuda(family, way, optimizer="adam")
+        replayed = _replayed(recorder)
+    difference = replayed if isinstance(replayed, str) else replayed.difference or ""
+    return Cell(
+        family.name,
+        way.precision,
+        way.recompute,
+        predicted[0],
+        measured[0],
+        predicted[1],
+        measured[1],
+        replayed=not difference,
+        difference=difference,
+    )
+
+
+def _replayed(recorder: Recorder) -> ReplayedHistory | str:
+    """Return the replay, or why there is none."""
+    try:
+        return replay_history(recorder.history())
+    except ValueError as error:
+        return str(error)
+
+
+def figure(cell: Cell, setting: Setting) -> dict[str, Any]:
+    """Return a cell as plain data."""
+    kept = asdict(cell) | {"error": cell.error}
+    if setting.cuda:
+        return kept | {"reserved_error": cell.reserved_error}
+    return {name: value for name, value in kept.items() if not ("reserved" in name or name in _OF_HISTORIES)}
+
+
+def checks(cells: Sequence[Cell], setting: Setting) -> list[Any]:
+    """Return what is asked of all cells together."""
+    errors = [abs(cell.error) for cell in cells]
+    found = [
+        at_most("peak allocated, predicted without a GPU: median error", MEDIAN_ASKED, statistics.median(errors)),
+        at_most("peak allocated, predicted without a GPU: worst error", WORST_ASKED, max(errors)),
+    ]
+    if not setting.cuda:
+        return found
+    reserved = max(abs(cell.reserved_error) for cell in cells)
+    exact = sum(cell.replayed for cell in cells) / len(cells)
+    return [
+        *found,
+        at_most("peak reserved, predicted without a GPU: worst error", RESERVED_ASKED, reserved),
+        at_least("recorded histories that the simulated allocator replays exactly, share", 1.0, exact),
+    ]
+
+
+def small_family() -> Family:
+    """Return what stands for all families in a dry run: two blocks over 16 patches."""
+
+    def make() -> Chain:
+        blocks = [PreNormBlock(32, 2, causal=False, dropout=0.0) for _ in range(2)]
+        return Chain(Patches(32, 8, 32), *blocks, ClassHead(32, 100))
+
+    return replace(families()["vit"], make=make, batch=lambda count: (torch.randn(count, 3, 32, 32),), rows=2)
+
+
+def tiny() -> nn.Module:
+    """Return what plans are made of in a dry run."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)))
+
+
+def _images() -> tuple[Callable[[], nn.Module], Tensor]:
+    family = families()["vit"]
+    (batch,) = family.batch(_BUDGET_ROWS)
+    return family.make, batch
+
+
+def mean_of(output: Tensor) -> Tensor:
+    """Return the loss that a plan without one assumes."""
+    return output.mean()
+
+
+def _budgets(setting: Setting, found: Found) -> None:
+    """Plan one device under budgets that fall, and run each plan."""
+    make, batch = (tiny, torch.randn(64, 8)) if setting.small else _images()
+    own = falling(make, batch, machine=f"1x{setting.spec.name}", steps=3 if setting.small else 10)
+    grown = []
+    with _on(setting):
+        for budget in own:
+            setting.empty()
+            grown.append(measured_bytes(budget, make, batch, device=setting.device, loss_fn=mean_of))
+            found.figures.append(
+                {
+                    "budget_bytes": budget.limit_bytes,
+                    "predicted_peak_bytes": budget.peak_bytes,
+                    "measured_growth_bytes": grown[-1],
+                    "chunks": budget.plan.chunks,
+                }
+            )
+    found.checks += [
+        at_most("rises of the predicted peak while the budget falls", 0, rises([b.peak_bytes for b in own])),
+        at_most("predicted peaks above their budget", 0, sum(b.peak_bytes > b.limit_bytes for b in own)),
+        at_most("rises of the measured peak while the budget falls", 0, rises(grown)),
+    ]
+
+
+def _on(setting: Setting) -> AbstractContextManager[Any]:
+    return torch.cuda.device(setting.device) if setting.cuda else nullcontext()

@@ -1,0 +1,126 @@
+"""The memory and roofline parts of the GPU benchmark: budgets that fall, checks by hand, and what is left out."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import InfeasibleError
+from autosplit.profile.calibrate import Timing
+from benchmarks import memory_cuda
+from benchmarks.gpu import memory, roofline
+from benchmarks.gpu.budgets import falling, rises
+from benchmarks.gpu.memory import Cell
+from benchmarks.gpu.part import Setting
+from benchmarks.memory_step import Way
+from benchmarks.memory_subject import recorded
+
+MIB = 1 << 20
+CPU, CARD = Setting(torch.device("cpu"), small=True), Setting(torch.device("cuda", 0))
+
+
+def test_the_peak_falls_with_the_budget():
+    found = falling(memory.tiny, torch.randn(64, 8), machine="1xcpu-lane", steps=10)
+    limits, peaks = [b.limit_bytes for b in found], [b.peak_bytes for b in found]
+    assert limits == sorted(limits, reverse=True)
+    assert len(set(limits)) == 10
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1]
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+def test_what_no_budget_shrinks_is_said():
+    with pytest.raises(InfeasibleError, match="no plan takes less than half of what the fastest has above its states"):
+        falling(lambda: nn.Linear(8, 8), torch.randn(1, 8), machine="1xcpu-lane")
+
+
+def test_rises_are_counted():
+    assert (rises([5, 4, 4, 6, 1, 2]), rises([3]), rises([3, 3])) == (2, 0, 0)
+
+
+def cell(predicted: int, *, reserved: int = 100, replayed: bool = True) -> Cell:
+    return Cell("vit", "fp32", "never", predicted, 100, reserved, 100, replayed)
+
+
+def test_the_checks_are_medians_and_worst_cases_over_all_cells():
+    own = [cell(100), cell(101), cell(104, reserved=93, replayed=False)]
+    found = {check.name.partition(": ")[2] or check.name: check for check in memory.checks(own, CARD)[:2]}
+    assert found["median error"].measured == pytest.approx(0.01)
+    assert found["worst error"].measured == pytest.approx(0.04)
+    *_, reserved, exact = memory.checks(own, CARD)
+    assert (reserved.measured, reserved.ok) == (pytest.approx(0.07), True)
+    assert (exact.measured, exact.ok) == (pytest.approx(2 / 3), False)
+    assert len(memory.checks(own, CPU)) == 2
+    assert {"reserved_error", "difference"} <= set(memory.figure(own[0], CARD))
+    assert not {"reserved_error", "difference", "replayed"} & set(memory.figure(own[0], CPU))
+
+
+def test_the_workspaces_of_cublas_are_predicted_where_there_are_products():
+    subject, way = recorded(memory.small_family(), "fp32"), Way("fp32", "never", 2)
+    plain, kept, older = (
+        memory_cuda.predicted_cuda(subject, way, optimizer="adam", **options)
+        for options in ({}, {"workspaces": True}, {"workspaces": True, "capability": (8, 0)})
+    )
+    assert kept[0] - plain[0] == 64 * MIB
+    assert kept[1] - plain[1] == 64 * MIB
+    assert older[0] - plain[0] == 2 * (8 * MIB + 128 * 1024)
+    assert not memory_cuda._has_products(nn.Conv2d(3, 3, 3))
+
+
+def test_a_family_is_predicted_by_the_others_alone():
+    def timing(name: str) -> Timing:
+        return Timing(name, (), 0.0, 0.0)
+
+    timings = {"a": [timing("a")], "b": [timing("b")], "c": [timing("c")]}
+    assert [found.name for found in roofline.others(timings, "b")] == ["a", "c"]
+
+
+def test_a_family_is_timed_without_what_its_loss_does_not_depend_on():
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    family = replace(
+        memory.small_family(),
+        make=Half,
+        batch=lambda rows: (torch.randn(rows, 4),),
+        target=lambda rows: torch.randint(0, 4, (rows,)),
+    )
+    program, leaves = roofline.case_of(family).build()
+    assert [tuple(leaf.shape) for leaf in leaves] == [(4, 4), (4,)]
+    assert program().dim() == 0
+
+
+def test_a_history_that_cannot_be_replayed_is_a_difference(monkeypatch):
+    """On a card the part goes on and says why."""
+    monkeypatch.setattr(memory, "measured_cuda", lambda *_, **__: (100, 200))
+    monkeypatch.setattr(memory, "clear_workspaces", lambda: None)
+    monkeypatch.setattr(memory, "replay_history", lambda history: pytest.fail("replayed"))
+    monkeypatch.setattr(Setting, "empty", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    class Recorder:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def __enter__(self) -> Recorder:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def history(self) -> None:
+            raise ValueError("its beginning was overwritten")
+
+    monkeypatch.setattr(memory, "Recorder", Recorder)
+    found = memory.on_card(memory.small_family(), Way("fp32", "never", 2), (90, 180), CARD)
+    assert (found.replayed, found.difference) == (False, "its beginning was overwritten")
+    assert (found.error, found.reserved_error) == (pytest.approx(-0.1), pytest.approx(-0.1))
