@@ -92,7 +92,10 @@ def autosplit(
         batch_norm: "micro": a training norm normalises each microbatch by itself, and its running statistics move once
             per step, by all that it saw; "full": it sees the whole batch, as in the plain model, and all that comes
             behind the first one runs once per step, on the last device: exact, at the price of the overlap.
-        precision, graphs, mesh: reserved; only the defaults are available in this version, anything else is refused.
+        graphs: whether the stages' work on CUDA devices is captured in CUDA graphs, from the second step of a kind on,
+            and replayed: one launch for a stage's forward or backward. The same bits; what cannot be a graph runs as it
+            is, and the report says why. What a microbatch in flight saves is held for good.
+        precision, mesh: reserved; only the defaults are available in this version, anything else is refused.
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
@@ -104,7 +107,6 @@ def autosplit(
     """
     _check_model(model)
     choose("precision", precision, (None,))
-    choose("graphs", graphs, (False,))
     choose("mesh", mesh, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     resolved = resolve_devices(devices)
@@ -123,6 +125,7 @@ def autosplit(
         **asked.settings(),
         batch_dims=batch_dims,
         compile=choose("compile", compile, (False, True)),
+        graphs=choose("graphs", graphs, (False, True)),
         lanes=resolve_lanes(lanes, resolved),
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),

@@ -58,7 +58,7 @@ class Measured:
             return render_json(self.plan, measured=measured)
         if form == "markdown":
             return render_markdown(self.plan, measured=measured)
-        return render(self.plan, width=width, measured=measured) + str(self._core.recordings.uncompiled())
+        return render(self.plan, width=width, measured=measured) + str(self._core.recordings.notes())
 
     @property
     def profiled(self) -> StepTimeline | None:

@@ -89,6 +89,8 @@ class Options:
     """What running statistics of norms count as one update: a "step", or each "microbatch" of it."""
     compile: bool = False
     """Whether stages run as ``torch.compile`` makes them."""
+    graphs: bool = False
+    """Whether cells run as CUDA graphs."""
     machine: MachineSpec | None = None
     """The machine on paper that is planned for, one device per lane; ``devices`` only stand for them then."""
     reserve_bytes: int = 0

@@ -228,7 +228,8 @@ class PipelinedModule(Measured, fx.GraphModule):
             return step.tree.call(step.args, step.kwargs, step.key)
         recorded, graph = step.recorded, self._program(step)
         self._show(recorded, graph)
-        if (threads := self._threads(step, graph)) is not None:
+        threads = self._threads(step, graph)
+        if threads is not None or self._replays(step, graph):
             return recorded.traced.unflatten(list(middle.call(step, threads)))
         program = self._core.compiled[graph][0]
         try:
@@ -250,6 +251,10 @@ class PipelinedModule(Measured, fx.GraphModule):
         if core.threads is None or len(step.sizes) == 1 or graph in core.edited or needs_one_thread():
             return None
         return core.threads
+
+    def _replays(self, step: PreparedStep, graph: fx.Graph) -> bool:
+        """Tell whether a call's cells may run as graphs, issued by the caller's thread."""
+        return step.graphs is not None and graph not in self._core.edited and not needs_one_thread()
 
     def _program(self, step: PreparedStep) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
@@ -316,6 +321,7 @@ class PipelinedModule(Measured, fx.GraphModule):
             core.recordings.schedule_for,
             recorded.orders,
             recorded,
+            graphs=recorded.graphs,
         )
 
     def _settle(self, lanes: Sequence[Lane]) -> None:

@@ -15,6 +15,7 @@ from autosplit.lower.split import Lowered
 from autosplit.options import Options
 from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.cells import Step
+from autosplit.runtime.graphs import Graphs
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import CallState, on_lane
 from autosplit.runtime.running_statistics import Collected
@@ -59,6 +60,8 @@ class Recorded:
     """How many attempts to make one recording of several lengths were in vain so far."""
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     orders: dict[Any, Any] = field(default_factory=dict)
+    graphs: Graphs | None = None
+    """Runs cells as graphs, where the caller asked for that."""
 
     @cached_property
     def parts(self) -> dict[str, nn.Module]:

@@ -30,6 +30,7 @@ from autosplit.planning.sizes import sizes_of
 from autosplit.planning.tree import plan_tree
 from autosplit.recorded import Recorded
 from autosplit.runtime.ambient import without_saved_tensor_hooks
+from autosplit.runtime.graphs import Graphs
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
@@ -89,11 +90,16 @@ class Recordings:
                 "outputs alone, or split with a schedule that trains, such as schedule='1f1b'"
             )
 
-    def uncompiled(self) -> str:
-        """Return what the report says of stages that were to be compiled and run by their own graphs."""
-        lowered = [recorded.lowered for variants in self.kept.values() for recorded in variants]
-        found = {place: reason for one in lowered for place, reason in one.uncompiled.items()}
-        return "".join(f"\nnot compiled: {place}: {reason}" for place, reason in found.items())
+    def notes(self) -> str:
+        """Return what the report says of stages that were to be compiled, or to run as graphs."""
+        every = [recorded for variants in self.kept.values() for recorded in variants]
+        found = {place: reason for one in every for place, reason in one.lowered.uncompiled.items()}
+        lines = [f"not compiled: {place}: {reason}" for place, reason in found.items()]
+        graphs = (one.graphs for one in every if one.graphs is not None)
+        lines += dict.fromkeys(f"graphs: {stage.line()}" for own in graphs for stage in own.stages)
+        if self.options.graphs and self.tree is not None:
+            lines.append("graphs: none where the model runs by its own Python")
+        return "".join(f"\n{line}" for line in lines)
 
     def find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
         """Return the recording for a call of this signature; record the model when there is none.
@@ -324,7 +330,8 @@ class Recordings:
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
-        return Recorded(found.graph, lowered, found, kind, self.lanes)
+        graphs = Graphs(lowered, self.lanes) if self.options.graphs else None
+        return Recorded(found.graph, lowered, found, kind, self.lanes, graphs=graphs)
 
 
 def _lacks_one_row(wide: Recorded, key: Key) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -260,6 +260,21 @@ class RegionModule(fx.GraphModule):
     def takes(self) -> tuple[str, ...]:
         """The names of the graph's inputs, in order."""
         return tuple(node.name for node in self.graph.nodes if node.op == "placeholder")
+
+    @property
+    def root(self) -> nn.Module:
+        """The model's own state."""
+        root: nn.Module = self.__dict__[ROOT]
+        return root
+
+    def named(self) -> Iterator[tuple[fx.Node, str]]:
+        """Yield the graph's nodes, also those that run again as one, and what they name of the model, if anything."""
+        for node in self.graph.nodes:
+            target = str(node.target)
+            named = node.op in ("call_module", "get_attr") and target.startswith(f"{ROOT}.")
+            yield node, target.removeprefix(f"{ROOT}.") if named else ""
+            if node.op == "call_module" and target in self.units:
+                yield from self.__dict__[target].region.named()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Yield the parameters that the graph uses, by their names in the model, each once."""

@@ -128,7 +128,8 @@ def _host(plan: Plan) -> Iterator[str]:
     yield (
         f"host-bound: {threads} kernels for {format_seconds(found.issue_s)} per step, the devices need "
         f"{format_seconds(found.devices_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer kernels, "
-        "CUDA graphs or a process per device (torchrun) take the issue off one thread"
+        "graphs=True (one launch per stage, part and microbatch) or a process per device (torchrun) take the issue off "
+        "one thread"
     )
 
 

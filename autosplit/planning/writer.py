@@ -164,13 +164,14 @@ class Writer:
         )
 
     def _issue(self, index: int, names: Sequence[str]) -> NodeTimes:
-        """Return how long a host thread issues a stage's kernels, per microbatch."""
+        """Return how long a host thread issues a stage's kernels, per microbatch; a graph is one launch."""
         each_s = kernel_issue_s(self.options, self.lane[index])
-        share = {NodeClass.MICRO: 1.0, NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
+        graphs = self.options.graphs
+        share = {NodeClass.MICRO: float(not graphs), NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
         own = [(self.costs.nodes[name], each_s * share[self._classes[name]]) for name in names] if each_s else []
         return NodeTimes(
-            sum(node.forward_kernels * part for node, part in own),
-            sum(node.backward_kernels * part for node, part in own),
+            graphs * each_s + sum(node.forward_kernels * part for node, part in own),
+            graphs * each_s + sum(node.backward_kernels * part for node, part in own),
         )
 
     def _memory(self, index: int) -> StageMemory:

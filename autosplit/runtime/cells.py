@@ -21,12 +21,13 @@ import torch
 
 from autosplit.profile.stage_trace import LARGE_BYTES
 from autosplit.runtime.ambient import any_autocast
+from autosplit.runtime.border import Border as Border
 from autosplit.runtime.clock import StepClock
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.handed import handed
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, CallState, Key, enter, leave, take, transfer
-from autosplit.runtime.put_off import Product, PutOff, put_off
+from autosplit.runtime.put_off import PutOff, put_off
 from autosplit.runtime.turns import forwards
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.order import issue_order
@@ -59,6 +60,8 @@ class Step:
     """Schedules made ready to run, kept from call to call."""
     clock: StepClock | None = field(default=None, kw_only=True)
     """Takes the time of what runs, where somebody asked for that."""
+    graphs: Any = field(default=None, kw_only=True)
+    """Runs cells as graphs (:class:`autosplit.runtime.graphs.Graphs`); None where that is not asked for."""
 
     @property
     def schedule(self) -> Schedule:
@@ -130,23 +133,6 @@ class Start:
     kept: Bundle
 
 
-@dataclass(slots=True)
-class Border:
-    """What one cell keeps from its forward to its backward."""
-
-    leaves: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Detached inputs by the name of the bundle that they came in."""
-    sent: dict[str, Bundle] = field(default_factory=dict)
-    done: Any = None
-    """The lane's event behind the forward."""
-    gradients: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
-    """Gradients of what was sent, by target."""
-    put_off: list[Product] = field(default_factory=list)
-    """What the weight gradients have to make, from the input gradient on."""
-    late: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Leaves and gradients that an input gradient made before its turn: they are added with the weight gradients."""
-
-
 class Cells:
     """Runs forwards and backwards of one step's cells and adds up the gradients.
 
@@ -169,6 +155,7 @@ class Cells:
         self.clones = detached and self.lowered.changes_inputs
         self.aliased = detached and (has_module_hooks() or any_autocast())
         self.clear()
+        self.graphs = step.graphs.begin(self) if step.graphs and (detached or not torch.is_grad_enabled()) else None
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
@@ -219,6 +206,7 @@ class Cells:
             if self.step.clock is not None:  # on the lane itself it begins when that is there
                 self.step.clock.begins(Action(stage, "F", microbatch))
             run = self.lowered.cell(stage, last=microbatch == len(self.step.sizes) - 1)
+            run = run if self.graphs is None else partial(self.graphs.forward, self, border, stage, microbatch, run)
             border.sent = run(*[given[name] for name in self.lowered.takes[stage]])
         border.done = lane.record()
         return border
@@ -274,7 +262,9 @@ class Cells:
                 for leaf, gradient in product.gradients():
                     self._add(stage, leaf, gradient)
                     own.add(id(leaf))
-        border.put_off = []
+            if border.rest is not None:
+                border.rest()
+        border.put_off, border.rest, border.lease = [], None, None
 
     def _add(self, stage: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add to a sum, in place where nothing else uses its memory."""
@@ -293,38 +283,56 @@ class Cells:
         after the other, as in one backward of all cells, also where a cell has several. An input gradient whose turn
         has not come (microbatches add in ascending order) leaves its own to the weight gradients.
         """
-        border, totals = self.cells[stage, microbatch], self.totals[stage]
+        border = self.cells[stage, microbatch]
         in_turn = whole or self.added[stage] == microbatch
-        leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
-        made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        made: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         with self.step.lanes[stage].active():
-            roots, seeds = self._roots(border, stage, microbatch)
-            if roots and (leaves or self.summed[stage]):
-                later = PutOff() if whole else self._put_off(roots, stage, microbatch)
-                summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
-                if in_turn:
-                    self._hold(stage, summed, roots, seeds)
-                found = iter(gradients(roots, seeds, [*(t for *_, t in leaves), *summed, *later.edges], keep=self.keep))
-                for (name, position, _), gradient in zip(leaves, found, strict=False):
-                    if gradient is not None:
-                        self._send_back(stage, microbatch, name, position, gradient)
-                made = [(leaf, gradient) for leaf, gradient in zip(summed, found, strict=False) if gradient is not None]
-                later.catch(found)
-                border.put_off = later.products
+            if border.lease is not None and self.graphs is not None:
+                self.graphs.backward(self, border, stage, microbatch, whole=whole)
+            else:
+                made = self._made(border, stage, microbatch, whole=whole, in_turn=in_turn)
             if in_turn:
-                for leaf, total in made:
-                    before = totals.get(id(leaf)) if id(leaf) in self.apart else None
-                    totals[id(leaf)] = total if before is None else before + total
+                self.take_totals(stage, made)
         if in_turn:
             self.added[stage] = microbatch + 1
         else:
-            border.late = made
+            border.late = [(leaf, gradient) for leaf, gradient in made if gradient is not None]
         border.gradients.clear()
         if not self.keep:
             border.leaves.clear()
             border.sent = {}
+            border.lease = border.lease if border.rest is not None else None
 
-    def _hold(self, stage: int, summed: Iterable[torch.Tensor], roots: list[Any], seeds: list[torch.Tensor]) -> None:
+    def _made(
+        self, border: Border, stage: int, microbatch: int, *, whole: bool, in_turn: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Run autograd's engine on a cell; send back what goes back, and return what came to each leaf that sums."""
+        leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
+        roots, seeds = self.roots_of(border, stage, microbatch)
+        if not (roots and (leaves or self.summed[stage])):
+            return []
+        later = PutOff() if whole else self._put_off(roots, stage, microbatch)
+        summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
+        if in_turn:
+            self.hold(stage, summed, roots, seeds)
+        found = iter(gradients(roots, seeds, [*(t for *_, t in leaves), *summed, *later.edges], keep=self.keep))
+        for (name, position, _), gradient in zip(leaves, found, strict=False):
+            if gradient is not None:
+                self.send_back(stage, microbatch, name, position, gradient)
+        made = list(zip(summed, found, strict=False))
+        later.catch(found)
+        border.put_off = later.products
+        return made
+
+    def take_totals(self, stage: int, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Keep the sums that a backward gives; what was no part of it is added."""
+        totals = self.totals[stage]
+        for leaf, total in made:
+            if total is not None:
+                before = totals.get(id(leaf)) if id(leaf) in self.apart else None
+                totals[id(leaf)] = total if before is None else before + total
+
+    def hold(self, stage: int, summed: Iterable[torch.Tensor], roots: list[Any], seeds: list[torch.Tensor]) -> None:
         """Add what was summed so far to what a backward begins at; large sums so that they are added to in place."""
         totals = self.totals[stage]
         held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
@@ -344,7 +352,7 @@ class Cells:
             return PutOff()
         return put_off(roots, {id(leaf) for leaf in self.summed[stage]} - self.apart)
 
-    def _roots(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def roots_of(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what a cell's backward begins at, and the gradients that came in for it."""
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
@@ -356,7 +364,8 @@ class Cells:
                     seeds.append(gradient)
         return roots, seeds
 
-    def _send_back(self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor) -> None:
+    def send_back(self, stage: int, microbatch: int, name: str, position: int, gradient: torch.Tensor) -> None:
+        """Bring the gradient of what came in by a bundle to the cell that sent it; that of an input is kept."""
         if name == "inputs":
             self.input_gradients[stage, microbatch, position] = gradient
             return

@@ -20,7 +20,7 @@ from torch import nn
 
 from autosplit.runtime.ambient import ThreadState, graph_is_kept, one_intra_op_thread
 from autosplit.runtime.cells import Cells, Step, held_back
-from autosplit.runtime.ops import OUT
+from autosplit.runtime.ops import OUT, sent
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, backwards, forwards, turns
 from autosplit.trace.graph import INFO
@@ -30,8 +30,18 @@ _AGAIN = "create_graph=True runs the forward again on lanes='threads'; split wit
 Leaf = tuple[str, Any, torch.Tensor]
 
 
-def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
-    """Run the pipe on its lanes and return the model's flat outputs; they are part of the caller's graph."""
+def call(step: Step, threads: LaneThreads | None) -> Sequence[Any]:
+    """Run the pipe on its lanes and return the model's flat outputs; they are part of the caller's graph.
+
+    Without ``threads`` the caller's thread issues everything.
+    """
+    with step.entered() as used:
+        flat = _call(step, threads)
+        used += flat
+    return flat
+
+
+def _call(step: Step, threads: LaneThreads | None) -> Sequence[Any]:
     state, start = ThreadState.current(), step.start()
     cells = Cells(step, start, detached=state.grad)
     leaves = _leaves(cells) if state.grad else []
@@ -41,7 +51,8 @@ def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
         flat = _forward(Cells(step, start, detached=False) if state.grad else cells, threads, state)
     tensors = iter(flat)
     bundles = {
-        stage: [tuple(next(tensors) for _ in slots) for _ in step.sizes] for stage, slots in _out_slots(cells).items()
+        stage: [sent(tuple(next(tensors) for _ in slots), step.lanes[stage]) for _ in step.sizes]
+        for stage, slots in _out_slots(cells).items()
     }
     return step.end(start, bundles)
 
@@ -75,15 +86,43 @@ def _turns(cells: Cells, kind: str) -> Turns:
     return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(part(cells.step.schedule), sources))
 
 
-def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:
-    threads.run(_turns(cells, "F"), cells.act, state, meanwhile=cells.step.state.draw_ahead)
+def _forward(cells: Cells, threads: LaneThreads | None, state: ThreadState) -> list[torch.Tensor]:
+    if threads is not None:
+        threads.run(_turns(cells, "F"), cells.act, state, meanwhile=cells.step.state.draw_ahead)
+    else:
+        with torch.set_grad_enabled(state.grad):
+            for action in cells.step.forwards():
+                cells.act(action)
     return _outputs(cells)
+
+
+def _backward(cells: Cells, threads: LaneThreads | None, leaves: Sequence[Leaf]) -> None:
+    """Run the backwards of all cells, the last forward's first."""
+    hooks = held_back(tensor for *_, tensor in leaves)
+    if threads is not None:
+        threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
+        return
+    *own, _ = cells.step.lanes
+    with hooks, cells.step.entered() as used:
+        for ready in [lane.here().record() for lane in own]:  # a gradient is ready where autograd has this node
+            for lane in own:
+                lane.wait(ready)
+        for action in reversed(cells.step.forwards()):
+            cells.act(action._replace(kind="B"))
+        if cells.graphs is not None:
+            cells.graphs.hand_out(cells)
+        used += [*cells.input_gradients.values(), *(total for totals in cells.totals for total in totals.values())]
 
 
 class _Middle(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, cells: Cells, threads: LaneThreads, state: ThreadState, leaves: list[Leaf], *tensors: torch.Tensor
+        ctx: Any,
+        cells: Cells,
+        threads: LaneThreads | None,
+        state: ThreadState,
+        leaves: list[Leaf],
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.cells, ctx.threads, ctx.state, ctx.leaves = cells, threads, state, leaves
@@ -104,13 +143,13 @@ class _Middle(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None,) * 4 + tuple(_differentiable(ctx, gradients))
         leaves: list[Leaf] = ctx.leaves
+        _check_replays(cells, leaves, ctx.versions)
         cells.keep = graph_is_kept()
         if not cells.keep:
             ctx.cells = ctx.leaves = None  # who keeps the loss keeps this node, and would keep the batch
         cells.clear()
         _seed(cells, gradients)
-        hooks = held_back(tensor for *_, tensor in leaves)
-        ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
+        _backward(cells, ctx.threads, leaves)
         found = tuple(_gradient(cells, kind, place) for kind, place, _ in leaves)
         cells.clear()
         return (None,) * 4 + found
@@ -120,7 +159,10 @@ def _seed(cells: Cells, gradients: Sequence[torch.Tensor | None]) -> None:
     given = iter(gradients)
     for stage, slots in _out_slots(cells).items():
         for microbatch in range(len(cells.step.sizes)):
-            cells.cells[stage, microbatch].gradients[OUT] = [next(given) for _ in slots]
+            found = cells.cells[stage, microbatch].gradients[OUT] = [next(given) for _ in slots]
+            for gradient in found:
+                if gradient is not None:
+                    cells.step.lanes[stage].keep(gradient)
 
 
 def _gradient(cells: Cells, kind: str, place: Any) -> torch.Tensor | None:
@@ -156,7 +198,7 @@ def _again(ctx: Any) -> list[torch.Tensor]:
     cells: Cells = ctx.cells
     again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, detached=False)
     try:
-        with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
+        with cells.step.entered(), _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
             for action in cells.step.forwards():
                 again.act(action)
             return _outputs(again)
@@ -182,6 +224,19 @@ def _copied_buffers(model: nn.Module) -> Iterator[None]:
 def _versions(cells: Cells, leaves: Sequence[torch.Tensor]) -> list[int]:
     """Return how often each leaf and each input of the call was changed in place."""
     return [tensor._version for tensor in (*leaves, *cells.step.tensors) if not tensor.is_inference()]
+
+
+def _check_replays(cells: Cells, leaves: Sequence[Leaf], before: Sequence[int]) -> None:
+    """Raise RuntimeError where a graph's backward would read a parameter that is another one by now."""
+    if not any(border.lease is not None for border in cells.cells.values()):
+        return
+    now = _versions(cells, [tensor for *_, tensor in leaves])
+    for (kind, place, tensor), then, count in zip(leaves, before, now, strict=False):
+        if kind == "parameters" and then != count:
+            raise RuntimeError(
+                f"a parameter of stage {place[0]}, of shape {list(tensor.shape)}, has been modified by an inplace "
+                "operation since the forward: call backward before the optimizer's step, or split with graphs=False"
+            )
 
 
 def _writes_to_caller(cells: Cells) -> bool:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -35,11 +35,13 @@ class CallState:
         seed: where the random draws begin that are not on the tape.
         tape: the plain model's random numbers; None where all operations draw by the seed.
         statistics: what norms saw (:mod:`autosplit.runtime.batch_norm`).
+        draws: in a graph, what gives each random operation a generator of its own; else None.
     """
 
     seed: int = 0
     tape: Tape | None = None
     statistics: Collected = field(default_factory=Collected)
+    draws: Draws | None = None
 
     def fresh(self) -> CallState:
         """Return the state of another run of the same call."""
@@ -52,6 +54,13 @@ class CallState:
     def again(self) -> CallState:
         """Return the state of a run that repeats this one."""
         return replace(self, tape=self.tape and self.tape.again(), statistics=self.statistics.fresh())
+
+
+class Draws(Protocol):
+    """Runs random operations that are in a graph."""
+
+    def run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a random operation so that every replay draws by its own seed."""
 
 
 class Key(NamedTuple):
@@ -130,7 +139,7 @@ def take(bundle: Bundle, source: Lane, done: Any, target: Lane) -> Bundle:
     if not (source.asynchronous or target.asynchronous):
         return bundle
     target.wait(done)
-    return transfer(_sent(bundle, source), source, target)
+    return transfer(sent(bundle, source), source, target)
 
 
 def bring(tree: Any, source: Lane, target: Lane) -> Any:
@@ -201,13 +210,14 @@ class _OnLane(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.lane.active():
             given = self.module(*args, **kwargs)
-        return {to: _sent(bundle, self.lane) for to, bundle in given.items()} if isinstance(given, dict) else given
+        return {to: sent(bundle, self.lane) for to, bundle in given.items()} if isinstance(given, dict) else given
 
 
-def _sent(bundle: Bundle, lane: Lane) -> Sent:
-    sent = Sent(bundle)
-    sent.lane = lane
-    return sent
+def sent(bundle: Bundle, lane: Lane) -> Sent:
+    """Return a bundle that knows the lane whose cell gave it."""
+    made = Sent(bundle)
+    made.lane = lane
+    return made
 
 
 def enter(caller: Lane, lanes: Sequence[Lane]) -> None:
@@ -293,6 +303,12 @@ class _Fork(torch.autograd.Function):
         return total, None
 
 
+def seed_of(key: Key, name: str) -> int:
+    """Return the seed of a random operation, by its name, in one cell."""
+    call = key.state.seed
+    return zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
+
+
 def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a random operation with its numbers on the tape, else with a seed per step, node and microbatch.
 
@@ -302,8 +318,9 @@ def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs
     tape = key.state.tape
     if tape is not None and tape.holds(name):
         return tape.run(name, key.microbatch, function, args, kwargs)
-    call = key.state.seed
-    seed = zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
+    if key.state.draws is not None:
+        return key.state.draws.run(name, function, args, kwargs)
+    seed = seed_of(key, name)
     generators = _generators(args, kwargs)
     with DRAWING:
         states = [generator.get_state() for generator in generators]

@@ -84,7 +84,7 @@ class Recomputed(nn.Module):
         """Run the region; with ``recompute`` and gradients it runs again in the backward."""
         if not (recompute and torch.is_grad_enabled() and may_hook_saved_tensors()):
             return self.run(*given)
-        flat, sizes = _spread(given)
+        flat, sizes = spread(given)
         again = _Again(self, sizes, self._changed(given, flat))
         return checkpoint(again, *flat, use_reentrant=False, preserve_rng_state=False)
 
@@ -93,7 +93,7 @@ class Recomputed(nn.Module):
         if not self.copied:
             return {}
         names = self.region.takes
-        start = len(_spread(given[: names.index("inputs")])[0])
+        start = len(spread(given[: names.index("inputs")])[0])
         found = {start + place: flat[start + place] for place in self.copied}
         for place, tensor in found.items():
             flat[place] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -119,7 +119,7 @@ class _Again:
                 own[place] = self.first.pop(place)
             self.versions = self.part.versions()
             with _during("first"):
-                return self.part.run(*_gathered(own, self.sizes))
+                return self.part.run(*gathered(own, self.sizes))
         if self.part.versions() != self.versions:
             raise RuntimeError(
                 f"a parameter of {self.part.place} was changed in place between the forward and the backward, which "
@@ -132,13 +132,13 @@ class _Again:
             own[place] = own[place].clone()
         try:
             with _copied(self.part.root, self.part.writes), _during("second"):
-                return self.part.run(*_gathered(own, self.sizes))
+                return self.part.run(*gathered(own, self.sizes))
         except Exception as error:
             error.add_note(f"raised when {self.part.place} ran again for its backward")
             raise
 
 
-def _spread(given: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
+def spread(given: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
     """Return the tensors of all bundles one by one, and the length of each bundle; None for what is no bundle."""
     flat: list[Any] = []
     sizes: list[int | None] = []
@@ -149,7 +149,8 @@ def _spread(given: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
     return flat, sizes
 
 
-def _gathered(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
+def gathered(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
+    """Put what `spread` took apart together again, each bundle a tuple."""
     rest = iter(flat)
     return [next(rest) if size is None else tuple(next(rest) for _ in range(size)) for size in sizes]
 

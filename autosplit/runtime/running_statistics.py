@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -81,6 +81,11 @@ class Collected:
     def fresh(self) -> Collected:
         """Return an empty one of the same kind."""
         return Collected(each=self.each)
+
+    @property
+    def uses(self) -> Mapping[str, Use]:
+        """What was added, by name."""
+        return self._uses
 
     def add(self, name: str, microbatch: int, use: Use, part: Part) -> None:
         """Add what a use saw in a microbatch, unless that is known."""

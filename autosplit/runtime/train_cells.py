@@ -125,9 +125,9 @@ class _TrainCells(Cells):
         with held_back(self.free if stage == self.last else ()):
             super()._differentiate(stage, microbatch, whole=whole)
 
-    def _roots(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def roots_of(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if stage != self.last:
-            return super()._roots(border, stage, microbatch)
+            return super().roots_of(border, stage, microbatch)
         value = self.roots.pop(microbatch)
         return ([value], [torch.ones_like(value)]) if value.requires_grad else ([], [])
 
@@ -176,6 +176,8 @@ class _TrainCells(Cells):
 
     def results(self) -> list[torch.Tensor | None]:
         """Return what the caller's thread works on when the lanes are done."""
+        if self.graphs is not None:
+            self.graphs.hand_out(self)
         totals = [total for own in self.totals for total in own.values()]
         kept = self.check.tensors() if self.check is not None else []
         return [*self.losses.values(), *totals, *self.input_gradients.values(), *kept]

@@ -106,7 +106,7 @@ def test_an_unknown_choice_lists_the_valid_ones(option: str, unchanged: Unchange
 UNAVAILABLE = {
     "precision": "amp_bf16",
     "compile": "always",
-    "graphs": True,
+    "graphs": "always",
     "mesh": "a mesh",
 }
 

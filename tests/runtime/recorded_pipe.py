@@ -34,6 +34,7 @@ class RecordedPipe:
         chunks: int = 3,
         others: tuple[nn.Module, ...] = (),
         rows: int = ROWS,
+        streams: RecordingStreams | None = None,
         **options: Any,
     ) -> None:
         self.rows = rows
@@ -46,7 +47,7 @@ class RecordedPipe:
             sample=torch.zeros(rows, WIDTH),
             **options,
         )
-        self.streams = RecordingStreams()
+        self.streams = streams or RecordingStreams()
         self.engine = Engine(self.streams)
         own = recording_lanes(self.streams, devices)
         assert self.pipe.plan is not None
@@ -56,6 +57,8 @@ class RecordedPipe:
         assert {stage.lane for stage in self.pipe.plan.stages} == set(range(len(devices)))
         ((self.recorded,),) = self.pipe._core.recordings.kept.values()
         self.pipe._core.recordings.lanes = self.recorded.lanes = tuple(self.lanes)
+        for stage, lane in zip(self.recorded.graphs.stages if self.recorded.graphs else (), self.lanes, strict=False):
+            stage.lane = lane
         for made in ("parts", "setup", "ending"):
             self.recorded.__dict__.pop(made, None)
         self.pipe._attach(self.recorded)

@@ -88,7 +88,9 @@ class Engine:
             yield
 
     def adopt(self, result: Any) -> None:
-        """Give the nodes behind a result the streams that are current now."""
+        """Give the nodes behind a result the streams that are current now; in a capture nothing runs."""
+        if self.streams.quiet:
+            return
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 self._adopt(leaf.grad_fn, self._current(leaf))
