@@ -202,7 +202,7 @@ class Problem:
             self._check_indices(pair, pair)
 
     def _check_indices(self, owner: object, indices: tuple[int, ...]) -> None:
-        if not all(0 <= index < len(self.works) for index in indices):
+        if indices and not (min(indices) >= 0 and max(indices) < len(self.works)):
             raise ValueError(f"{owner} refers to a work outside 0..{len(self.works) - 1}")
 
     def schedule_of(self, stages: int) -> Schedule:
@@ -272,5 +272,5 @@ def without_room(problem: Problem, *, stages: int) -> Problem:
 
 def _check_numbers(owner: object, numbers: Iterable[float]) -> None:
     for number in numbers:
-        if not (math.isfinite(number) and number >= 0):
+        if not 0 <= number < math.inf:
             raise ValueError(f"{owner} has a negative cost, or one that is infinite or NaN")

@@ -13,16 +13,14 @@ from functools import lru_cache
 from itertools import pairwise
 
 import torch
-from torch import fx
 
 from autosplit.errors import TraceError
 from autosplit.options import Options
 from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
-from autosplit.planning.apply import sources
+from autosplit.planning.outline import Outline
 from autosplit.planning.schedules import Settled
-from autosplit.profile.stage_pieces import block_paths, in_units
 from autosplit.profile.types import Profile, StateProfile
-from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+from autosplit.trace.graph import TracedGraph, TracedNode
 from cost_models import registry
 from cost_models.specs import DeviceSpec, LinkSpec
 
@@ -68,9 +66,13 @@ def formulate(
     options: Options,
     *,
     microbatches: int,
+    outline: Outline | None = None,
 ) -> Formulation:
-    """Return the partition problem of a profiled recording under 1F1B, in which nothing is recomputed."""
-    return _Formulator(traced, profile, options, microbatches).formulation()
+    """Return the partition problem of a profiled recording under 1F1B, in which nothing is recomputed.
+
+    ``outline`` is the recording's, for whoever formulates several sizes.
+    """
+    return _Formulator(traced, profile, options, microbatches, outline or Outline(traced)).formulation()
 
 
 def scheduled(problem: Problem, settled: Settled) -> Problem:
@@ -147,48 +149,36 @@ class _Formulator:
         profile: Profile,
         options: Options,
         microbatches: int,
+        outline: Outline,
     ) -> None:
         self.traced, self.profile, self.options = traced, profile, options
-        self.microbatches = microbatches
-        self.micro = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.MICRO]
-        self.full = [(n, i) for n, i in traced.compute_nodes() if i.node_class is NodeClass.FULL]
-        self.work_of = {info.name: index for index, (_, info) in enumerate(self.micro)}
-        self.work_of.update({info.name: len(self.micro) for _, info in self.full})
-        self.count = len(self.micro) + bool(self.full)
-        self.first = self._first_micro()
+        self.microbatches, self.outline = microbatches, outline
+        self.micro, self.full, self.count = outline.micro, outline.full, outline.count
+        self.links_s: dict[int, float] = {}
         self.tied = tied_states(traced, profile)
-        self.blocks = self._blocks()
         self.trained = {name for s in profile.state.values() if s.is_parameter and s.trainable for name in s.uses}
         flows = {name for name, node in profile.nodes.items() if node.requires_grad}
         flows |= {name for name, wanted in profile.input_grads.items() if wanted}
         self.behind_grads = {
-            info.name for node, info in self.micro if any(source.meta[INFO].name in flows for source in sources(node))
+            info.name for info, own in zip(self.micro, outline.sources, strict=False) if not flows.isdisjoint(own)
         }
-
-    def _blocks(self) -> dict[str, int]:
-        """Map the nodes that lie in a block to its number; the solver takes any other for a block of its own."""
-        nodes = [node for node, _ in self.micro]
-        pieces = in_units(nodes, block_paths(self.traced.root, (info.module for _, info in self.micro)))
-        return {n.meta[INFO].name: number for number, (unit, own) in enumerate(pieces) if unit for n in own}
 
     def formulation(self) -> Formulation:
         if not self.count:
             raise TraceError("no operation depends on the batch: there is nothing to pipeline")
         static = self._static()
-        works = [self._work(info, static[index]) for index, (_, info) in enumerate(self.micro)]
-        works = [replace(work, step_bytes=each) for work, each in zip(works, self._steps(), strict=False)]
-        names: list[tuple[str, ...]] = [(info.name,) for _, info in self.micro]
-        order = [(a, b) for a, b in self._order() if a != b]
+        each = zip(self.micro, static, self._steps(), strict=False)
+        works = [self._work(info, own, step_bytes) for info, own, step_bytes in each]
+        names: list[tuple[str, ...]] = [(info.name,) for info in self.micro]
         if self.full:
             works.append(self._epilogue(static[len(self.micro)]))
-            names.append(tuple(info.name for _, info in self.full))
-            order += [(index, len(self.micro)) for index in range(len(self.micro))]
+            names.append(tuple(info.name for info in self.full))
         limits = [self.options.capacity_bytes(lane) for lane in range(len(self.options.devices))]
         problem = Problem(
             tuple(works),
             tuple(self._nets()),
             tuple(self._holds()),
-            tuple(dict.fromkeys(order)),
+            self.outline.order,
             self._ties(),
             microbatches=self.microbatches,
             devices=devices_of(limits),
@@ -196,7 +186,7 @@ class _Formulator:
         )
         return Formulation(problem, tuple(names))
 
-    def _work(self, info: TracedNode, static_bytes: int) -> Work:
+    def _work(self, info: TracedNode, static_bytes: int, step_bytes: int) -> Work:
         node = self.profile.nodes[info.name]
         transient = max(node.forward_transient_bytes, node.backward_transient_bytes)
         return Work(
@@ -207,7 +197,8 @@ class _Formulator:
             transient,
             info.colour,
             weight_s=self._weight_share(info.name) * node.backward_s,
-            block=self.blocks.get(info.name),
+            block=self.outline.blocks.get(info.name),
+            step_bytes=step_bytes,
         )
 
     def _weight_share(self, name: str) -> float:
@@ -225,7 +216,7 @@ class _Formulator:
 
     def _epilogue(self, static_bytes: int) -> Work:
         """The full nodes as one work: their time once per step, their saved values once as a transient."""
-        nodes = [self.profile.nodes[info.name] for _, info in self.full]
+        nodes = [self.profile.nodes[info.name] for info in self.full]
         saved: dict[int, int] = {}
         for node in nodes:
             saved.update(node.saved)
@@ -273,44 +264,23 @@ class _Formulator:
 
     def _users(self, state: StateProfile) -> tuple[int, ...]:
         """Return the works that use a parameter or buffer, themselves or through a shared node, in model order."""
-        works = (self.first.get(name) for name in state.uses)
+        works = (self.outline.first.get(name) for name in state.uses)
         return tuple(dict.fromkeys(work for work in works if work is not None))
 
-    def _first_micro(self) -> dict[str, int | None]:
-        """Map every node to a work: itself, or for a shared node the first work that it serves."""
-        first: dict[str, int | None] = dict(self.work_of)
-        users: dict[fx.Node, list[fx.Node]] = {}
-        nodes = list(self.traced.compute_nodes())
-        for node, _ in nodes:
-            for source in sources(node):
-                users.setdefault(source, []).append(node)
-        for node, info in reversed(nodes):
-            if info.node_class is NodeClass.SHARED:
-                served = [first.get(u.meta[INFO].name) for u in users.get(node, ())]
-                first[info.name] = min((s for s in served if s is not None), default=0 if self.count else None)
-        return first
-
-    def _order(self) -> list[tuple[int, int]]:
-        by_node = {node.name: self.work_of[info.name] for node, info in (*self.micro, *self.full)}
-        return [(by_node[a], by_node[b]) for a, b in self.traced.order if a in by_node and b in by_node]
-
-    def _consumers(self) -> dict[str, list[int]]:
-        consumers: dict[str, list[int]] = {}
-        for node, info in (*self.micro, *self.full):
-            for source in sources(node):
-                consumers.setdefault(source.meta[INFO].name, []).append(self.work_of[info.name])
-        return consumers
-
     def _nets(self) -> list[Net]:
-        consumers = self._consumers()
         nets = []
-        for index, (_, info) in enumerate(self.micro):
-            others = tuple(dict.fromkeys(c for c in consumers.get(info.name, ()) if c != index))
+        for index, (info, consumers) in enumerate(zip(self.micro, self.outline.consumers, strict=True)):
+            others = tuple(dict.fromkeys(c for c in consumers if c != index))
             if others:
-                seconds = link_seconds(self.options, self.profile.nodes[info.name].output_bytes)
+                seconds = self._link_s(self.profile.nodes[info.name].output_bytes)
                 back = seconds if info.tensors and info.tensors[0].dtype.is_floating_point else 0.0
                 nets.append(Net(index, others, seconds, back))
         return nets
+
+    def _link_s(self, count: int) -> float:
+        if count not in self.links_s:
+            self.links_s[count] = link_seconds(self.options, count)
+        return self.links_s[count]
 
     def _holds(self) -> list[Hold]:
         """One hold per storage: views of one storage are one, whoever makes, uses or saves them."""
@@ -318,13 +288,12 @@ class _Formulator:
         producers: dict[int, int] = {}
         users: dict[int, list[int]] = {}
         savers: dict[int, list[int]] = {}
-        consumers = self._consumers()
-        for index, (_, info) in enumerate(self.micro):
+        for index, (info, consumers) in enumerate(zip(self.micro, self.outline.consumers, strict=True)):
             node = self.profile.nodes[info.name]
             for storage, size in node.outputs.items():
                 sizes[storage] = size
                 producers.setdefault(storage, index)
-                users.setdefault(storage, []).extend(consumers.get(info.name, ()))
+                users.setdefault(storage, []).extend(consumers)
             for storage, size in node.saved.items():
                 sizes.setdefault(storage, size)
                 savers.setdefault(storage, []).append(index)
@@ -337,9 +306,5 @@ class _Formulator:
             )
             for storage, size in sizes.items()
         ]
-        for node in self.traced.graph.nodes:
-            info = node.meta.get(INFO)
-            if node.op == "placeholder" and info is not None and info.node_class is NodeClass.MICRO:
-                taken = tuple(dict.fromkeys(consumers.get(info.name, ())))
-                holds.append(Hold(self.profile.input_bytes[info.name], None, taken, ()))
-        return holds
+        taken = self.outline.inputs.items()
+        return [*holds, *(Hold(self.profile.input_bytes[name], None, consumers, ()) for name, consumers in taken)]

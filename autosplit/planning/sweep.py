@@ -22,6 +22,7 @@ from autosplit.partition.line_search import LineCut, LineSearch
 from autosplit.partition.problem import RECOMPUTE, Problem
 from autosplit.planning.case import Case, profiled, slowdowns, slowed
 from autosplit.planning.formulate import Formulation, formulate, scheduled
+from autosplit.planning.outline import Outline
 from autosplit.planning.schedules import Settled, settle
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.writer import shared_s
@@ -113,6 +114,7 @@ class Sweep:
         self.model, self.found, self.options, self.space, self.rows = model, found, options, space, rows
         self.memo = TraceMemo()
         self._costs = CostMemo(self.memo.quick)
+        self._outline = Outline(found.graph)
         self._units: tuple[int, ...] | None = None
         self._parts = 0
         self.group_of: tuple[int, ...] = ()
@@ -148,7 +150,7 @@ class Sweep:
     def _priced(self, sizes: tuple[int, ...]) -> _Priced:
         options = replace(self.options, chunks=len(sizes))
         costs = profiled(self.model, self.found, options, sizes, memo=self._costs)
-        formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes))
+        formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes), outline=self._outline)
         factors = slowdowns(self.model, self.found, options, sizes, costs, memo=self._costs)
         return _Priced(sizes, costs, slowed(formulation, factors))
 
