@@ -8,14 +8,15 @@ are scaled by how the plan's own came out beside the same sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autosplit.partition.problem import again_share
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Unit
-from autosplit.planning.timeline import predicted
+from autosplit.planning.sketch_held import Held, held_by
+from autosplit.planning.timeline import predicted_step_s
 from autosplit.planning.verdicts import Verdict, device_verdicts, judged
 from autosplit.schedule.catalog import build, in_flight
 from autosplit.schedule.simulate import TransferTime, simulate_step_s
@@ -86,7 +87,7 @@ class Sketch:
         self.low = fullest.low_bytes / fullest.peak_bytes if ranged else _RANGE[0]
         self.high = fullest.high_bytes / fullest.peak_bytes if ranged else _RANGE[1]
         self.peak_ratio = self._own_peak_ratio(fullest.stages, fullest.peak_bytes)
-        timeline_s = predicted(plan).step_s
+        timeline_s = predicted_step_s(plan)
         self.beside_s = max(0.0, plan.step_s - timeline_s)
         hops = [t for t in plan.transfers if t.consumer == t.producer + 1]
         self.hop_s = max((t.forward_s for t in hops), default=0.0), max((t.backward_s for t in hops), default=0.0)
@@ -169,7 +170,7 @@ class Sketch:
         for stage in stages:
             units = [unit for unit in self.units if unit.stage == stage]
             held = in_flight(plan.schedule, stage=stage, virtual_stages=plan.virtual_stages, **size)
-            own = _held(units, plan.stages[stage].recompute, before=_sent_before(self.units, stage))
+            own = held_by(units, plan.stages[stage].recompute, before=_sent_before(self.units, stage))
             static += own.static
             kept += held * own.kept
             inside = max(inside, own.inside)
@@ -193,66 +194,6 @@ class _Times:
     weight_s: float
 
 
-@dataclass
-class _Block:
-    """What is recomputed together: its number, what it keeps, and the most inside one of its units."""
-
-    number: int | None
-    kept: int = 0
-    transient: float = 0.0
-
-
-class _Held:
-    """What a run of units holds, unit by unit: its state, what it keeps of each microbatch, the most inside it."""
-
-    def __init__(self, recompute: str, *, before: float, grown: float = 1.0, gradient: float = 0.0) -> None:
-        """Start with no unit; ``before`` are the bytes that come in with a microbatch.
-
-        Microbatches are ``grown`` times as large as those of the units; what lives inside a unit grows as they do but
-        for its parameters' gradients, which are ``gradient`` of its state.
-        """
-        self.recompute, self.before, self.grown, self.gradient = recompute, before, grown, gradient
-        self.static = self.everything = 0
-        self.transient = self.largest = self.entering = 0.0
-        self.arriving, self.block = before, _Block(None)
-
-    def add(self, unit: Unit) -> None:
-        """Put a unit behind the others."""
-        if unit.block is None or unit.block != self.block.number:
-            self.block = _Block(unit.block)
-            self.entering += self.arriving
-        whole = min(unit.transient_bytes, self.gradient * unit.static_bytes)
-        transient = whole / self.grown + unit.transient_bytes - whole
-        self.block.kept += unit.kept_bytes
-        self.block.transient = max(self.block.transient, transient)
-        self.static += unit.static_bytes
-        self.everything += unit.kept_bytes
-        self.transient = max(self.transient, transient)
-        self.largest = max(self.largest, self.block.kept + self.block.transient)
-        self.arriving = unit.sent_bytes
-
-    @property
-    def kept(self) -> float:
-        """Bytes of each microbatch in flight."""
-        if self.recompute == "never":
-            return self.everything
-        return min(self.everything, self.entering if self.recompute == "block" else self.before)
-
-    @property
-    def inside(self) -> float:
-        """Bytes that live inside it while it works."""
-        if self.recompute == "never":
-            return self.transient
-        return self.largest if self.recompute == "block" else self.everything + self.transient
-
-
-def _held(units: Sequence[Unit], recompute: str, *, before: float) -> _Held:
-    held = _Held(recompute, before=before)
-    for unit in units:
-        held.add(unit)
-    return held
-
-
 def _times(units: Sequence[Unit]) -> _Times:
     return _Times(
         sum(unit.forward_s for unit in units),
@@ -266,6 +207,13 @@ def _sent_before(units: Sequence[Unit], stage: int) -> float:
     return units[first - 1].sent_bytes if first else 0
 
 
+class _Filling(NamedTuple):
+    """What a device has of some units: the seconds, and the bytes that it needs."""
+
+    load_s: float
+    needed: float
+
+
 class _Weights:
     """The bytes and seconds of runs of units in one setting."""
 
@@ -275,6 +223,7 @@ class _Weights:
         self.loads = [(1 + again) * unit.forward_s + unit.backward_s for unit in self.units]
         self.scale = setting.kept * setting.rows / sketch.rows * sketch.peak_ratio
         self.held = _held_by_device(setting)
+        self._known: dict[tuple[int, int], tuple[Held, list[_Filling]]] = {}
 
     def peak(self, device: int, run: Run) -> int:
         """Return what a device needs for a run."""
@@ -283,12 +232,12 @@ class _Weights:
             own.add(unit)
         return round(self._needed(device, own))
 
-    def _empty(self, start: int) -> _Held:
+    def _empty(self, start: int) -> Held:
         before = self.units[start - 1].sent_bytes if start else 0.0
         grown = self.setting.rows / self.sketch.rows
-        return _Held(self.setting.recompute, before=before, grown=grown, gradient=self.sketch.gradient)
+        return Held(self.setting.recompute, before=before, grown=grown, gradient=self.sketch.gradient)
 
-    def _needed(self, device: int, own: _Held) -> float:
+    def _needed(self, device: int, own: Held) -> float:
         """Return the bytes while a device works, or in the optimizer's step where those are more."""
         static = self.setting.static * own.static
         working = static + self.scale * (self.held[device] * own.kept + own.inside)
@@ -313,11 +262,10 @@ class _Weights:
         runs, start, count = [], 0, len(self.units)
         for device in range(self.setting.devices):
             last = count - (self.setting.devices - device - 1)
-            stop, load, own = start, 0.0, self._empty(start)
+            stop, fillings = start, self._fillings(device, start)
             while stop < last:
-                own.add(self.units[stop])
-                load += self.loads[stop]
-                if load > load_s * (1 + 1e-9) or self._needed(device, own) > limit:
+                own = next(fillings)
+                if own.load_s > load_s * (1 + 1e-9) or own.needed > limit:
                     break
                 stop += 1
             if stop == start:
@@ -325,6 +273,17 @@ class _Weights:
             runs.append(Run(start, stop))
             start = stop
         return runs if start == count else None
+
+    def _fillings(self, device: int, start: int) -> Iterator[_Filling]:
+        """Yield what a device has of one unit from a place on, of two, ...; each is added up once."""
+        if (device, start) not in self._known:
+            self._known[device, start] = self._empty(start), []
+        own, found = self._known[device, start]
+        yield from found
+        for unit, load_s in zip(self.units[start + len(found) :], self.loads[start + len(found) :], strict=True):
+            own.add(unit)
+            found.append(_Filling((found[-1].load_s if found else 0.0) + load_s, self._needed(device, own)))
+            yield found[-1]
 
 
 def _held_by_device(setting: Setting) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -88,6 +89,18 @@ def test_the_cut_is_the_best_of_all_cuts(
         assert max(sum(weights.loads[r.start : r.stop]) for r in found) == pytest.approx(min(fitting), rel=1e-6)
     elif found is not None:  # bytes are rounded to whole ones only in what is said of a cut
         assert max(weights.peak(device, run) for device, run in enumerate(found)) <= capacity + 1
+
+
+def test_what_is_known_of_a_devices_runs_changes_no_filling() -> None:
+    sketch, chance = sketch_of([(1 + place % 3, place % 4, 3, place % 2, 1) for place in range(12)]), random.Random(0)
+    own = setting(4, None)
+    weights, filled = _Weights(sketch, own), 0
+    for _ in range(200):
+        load_s, limit = chance.uniform(5, 60), chance.uniform(10, 90)
+        found = weights._filled(load_s, limit)
+        assert found == _Weights(sketch, own)._filled(load_s, limit)
+        filled += found is not None
+    assert 0 < filled < 200
 
 
 def estimate(plan: Plan, **fields: Any) -> Estimate:
