@@ -1,8 +1,8 @@
 """What is timed to calibrate a GPU: the classes of `calibration_cases` in sizes that fill one.
 
 A GPU is full at some hundred thousand elements and a thousand rows of a product; below that a kernel takes what its
-start takes. So sizes go from there to what a large layer has: 2^30 bytes read, products of 8192, 16k tokens. As on the
-CPU no shape is a family's, and what runs under autocast is timed in both precisions.
+start takes. So sizes go from there to what a large layer has: a gigabyte read, products of 8200, 15,000 tokens. As on
+the CPU no shape is a family's, and what runs under autocast is timed in both precisions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""How long something takes on a device and how many bytes the device then holds: the one place that asks its kind."""
+"""How long something takes on a device and how many bytes the device then holds: the one place that asks its kind.
+
+Private torch API: ``torch.cuda._sleep``, the one kernel that takes a time and nothing else; torch's own tests of
+streams use it. It is there in torch 2.11 to 2.15; not run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ _FINE_S = 1e-6
 _LEAST_LEAD_S, _MOST_LEAD_S = 5e-5, 0.05
 """How long a device is kept busy before what is timed on it: as long as the host needs to issue that, and some more."""
 _LEAD = 1.5
-_FASTEST_HZ = 2.0e9
-"""Cycles of a second of waiting where the device's own rate is not known."""
+_FASTEST_HZ = 2.6e9
+"""No GPU's multiprocessors run faster, so a count of cycles is never too short."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,7 @@ class CudaClock:
 
     The time between two events is the device's only where the host is ahead of it: else it is that of the host, which
     issues a small kernel in more time than the kernel takes. So the device waits first. What makes the host wait for
-    the device in its middle is timed with that. ``torch.cuda._sleep`` has no public name (used in this file only in
-    the package, as torch 2.11 to 2.15 have it; torch's own tests wait with it).
+    the device in its middle is timed with that.
 
     The allocator's peaks (``torch.cuda.max_memory_allocated``) start anew with everything that is timed.
     """
@@ -109,7 +112,6 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cycles_per_s = 0.0
         self._issue_s = 0.0
 
     def timed(self, run: Callable[[], Any]) -> Timed:
@@ -117,7 +119,7 @@ class CudaClock:
         with torch.cuda.device(self._device):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.reset_peak_memory_stats(self._device)
-            torch.cuda._sleep(self._lead_cycles())
+            occupy(min(max(_LEAST_LEAD_S, _LEAD * self._issue_s), _MOST_LEAD_S))
             start.record()
             began_s = time.perf_counter()
             result = run()
@@ -127,13 +129,6 @@ class CudaClock:
         peak = torch.cuda.max_memory_allocated(self._device)
         return Timed(result, start.elapsed_time(end) / 1e3, peak, self._issue_s)
 
-    def _lead_cycles(self) -> int:
-        """Return for how many cycles the device waits: by what was issued before, which mostly is the same again."""
-        if not self._cycles_per_s:
-            rate_khz = getattr(torch.cuda.get_device_properties(self._device), "clock_rate", 0)
-            self._cycles_per_s = rate_khz * 1e3 or _FASTEST_HZ
-        return round(min(max(_LEAST_LEAD_S, _LEAD * self._issue_s), _MOST_LEAD_S) * self._cycles_per_s)
-
     def held_bytes(self) -> int:
         """Return the bytes that tensors hold on the device now."""
         return torch.cuda.memory_allocated(self._device)
@@ -141,6 +136,11 @@ class CudaClock:
     def release(self) -> None:
         """Give cached blocks back to the device."""
         torch.cuda.empty_cache()
+
+
+def occupy(seconds: float) -> None:
+    """Keep the current CUDA stream busy for at least so long, with a kernel that does nothing."""
+    torch.cuda._sleep(int(seconds * _FASTEST_HZ))
 
 
 def clock_of(device: torch.device, *, threads: int) -> Clock:

@@ -2,9 +2,6 @@
 
 :class:`autosplit.runtime.lanes.CudaLane` holds the handshake and reaches the hardware through nothing else, so that
 the same handshake runs on CUDA and, in the tests, on streams that only write down what they were told.
-
-Private torch API: ``torch.cuda._sleep``, the one kernel that takes a time and nothing else; torch's own tests of
-streams use it. It is there in torch 2.11 to 2.15; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-_FASTEST_HZ = 2.6e9
-"""No GPU's multiprocessors run faster, so a count of cycles is never too short."""
+from autosplit.profile.clocks import occupy
 
 
 class Streams(Protocol):
@@ -130,7 +126,7 @@ class CudaStreams:
     def occupy(self, stream: torch.cuda.Stream, seconds: float) -> None:
         """Spin on one multiprocessor for as many cycles as the fastest clock has in that time."""
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(int(seconds * _FASTEST_HZ))
+            occupy(seconds)
 
     def held_bytes(self, device: torch.device) -> int:
         """Return what the caching allocator has given out."""
