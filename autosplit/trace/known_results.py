@@ -285,6 +285,61 @@ def _normed(given: Any, rest: Sequence[Any], mask: Sequence[bool]) -> Results | 
     return Results(parts, several=True)
 
 
+# -- tokens ------------------------------------------------------------------------------------------------------------
+def _cast(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
+    """A copy in another dtype; another place or memory format is left to torch."""
+    dtype = kwargs.get("dtype")
+    if len(args) != 1 or not isinstance(dtype, torch.dtype) or not is_plain(args[0], floating=False):
+        return None
+    others = (value for name, value in kwargs.items() if name != "dtype")
+    if dtype.is_complex or args[0].is_complex() or any(value not in (None, False) for value in others):
+        return None
+    return Results((New(tuple(args[0].shape), dtype),))
+
+
+def _cat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
+    """Tensors of one dtype and rank, one behind the other."""
+    tensors, dim = args if len(args) == 2 else (args[0], 0)
+    if kwargs or not tensors or not _alike(*tensors) or not -tensors[0].dim() <= dim < tensors[0].dim():
+        return None
+    shapes = [list(tensor.shape) for tensor in tensors]
+    if any(len(shape) != len(shapes[0]) for shape in shapes):
+        return None
+    length = sum(shape.pop(dim) for shape in shapes)
+    if any(shape != shapes[0] for shape in shapes):
+        return None
+    whole = shapes[0]
+    whole.insert(dim % tensors[0].dim(), length)
+    return Results((New(tuple(whole), tensors[0].dtype),))
+
+
+def _embedding(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
+    table, places = args[:2]
+    if kwargs or not is_plain(table) or table.dim() != 2 or not is_plain(places, floating=False):
+        return None
+    fits = places.dtype in (torch.int64, torch.int32)
+    return Results((New((*places.shape, table.shape[1]), table.dtype),)) if fits else None
+
+
+def _loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
+    """The mean or the sum over rows of what the classes' scores say of the true ones."""
+    if len(args) != 5 or kwargs or args[2] is not None or args[3] not in (1, 2) or not _has_classes(*args[:2]):
+        return None
+    return Results((New((), args[0].dtype), New((), args[0].dtype)), several=True)
+
+
+def _loss_gradient(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
+    if len(args) != 7 or kwargs or args[3] is not None or args[4] not in (1, 2) or not _has_classes(*args[1:3]):
+        return None
+    scalars = _alike(args[1], args[0], args[6]) and not args[0].dim() and not args[6].dim()
+    return _like(args[1]) if scalars else None
+
+
+def _has_classes(scores: Any, classes: Any) -> bool:
+    plain = is_plain(scores) and scores.dim() == 2 and is_plain(classes, floating=False)
+    return plain and classes.dtype is torch.int64 and tuple(classes.shape) == (scores.shape[0],)
+
+
 _IN_PLACE = frozenset((_aten.relu_.default, _aten.add_.Tensor, _aten.mul_.Tensor, _aten.zero_.default))
 _RULES: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Results | None]] = {
     _aten.convolution.default: _convolution,
@@ -293,6 +348,11 @@ _RULES: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Results | None]] 
     _aten.max_pool2d_with_indices_backward.default: _pool_gradient,
     _aten.native_batch_norm.default: _norm,
     _aten.native_batch_norm_backward.default: _norm_gradients,
+    _aten._to_copy.default: _cast,
+    _aten.cat.default: _cat,
+    _aten.embedding.default: _embedding,
+    _aten.nll_loss_forward.default: _loss,
+    _aten.nll_loss_backward.default: _loss_gradient,
     _aten.mm.default: _mm,
     _aten.bmm.default: _mm,
     _aten.addmm.default: _addmm,

@@ -24,6 +24,9 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device
 _OTHER = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
+_VIEW, _UNSAFE_VIEW = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
+
+
 class _Made(NamedTuple):
     """A tensor that an operation makes, and whether the result is a tuple of such."""
 
@@ -56,6 +59,8 @@ class MetaKernels(TorchDispatchMode):
         makes_new = self._makes_new.get(func)
         if makes_new is None:
             makes_new = self._makes_new[func] = _makes_new(func)
+        if func is _UNSAFE_VIEW:
+            return _VIEW(*args, **kwargs)  # the same memory, without the detour through Python
         if not makes_new:
             return args[0] if gives_first(func, args, kwargs) and args[0].is_meta else func(*args, **kwargs)
         try:

@@ -137,6 +137,29 @@ def windows(device: str) -> Iterator[Call]:
             yield aten.max_pool2d_with_indices_backward.default, (out, given, *full, places), {}
 
 
+def tokens(device: str) -> Iterator[Call]:
+    one = {name: form(device) for name, form in FORMS.items()}
+    for tensor in one.values():
+        for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex64):
+            yield aten._to_copy.default, (tensor,), {"dtype": dtype}
+        yield aten._to_copy.default, (tensor,), {"dtype": torch.float64, "memory_format": torch.channels_last}
+        for other, dim in itertools.product(one.values(), (0, 1, -1, 4)):
+            yield aten.cat.default, ([tensor, other], dim), {}
+        yield aten.cat.default, ([tensor, tensor, tensor],), {}
+    table = torch.empty(7, 3, device=device)
+    for places in (torch.empty(2, 5, device=device, dtype=torch.int64), torch.empty((), device=device).int()):
+        for own in (table, table.bfloat16(), table.t(), table[0], table.int()):
+            yield aten.embedding.default, (own, places), {}
+            yield aten.embedding.default, (own, places, 1), {}
+    scores, classes = torch.empty(5, 7, device=device), torch.empty(5, device=device, dtype=torch.int64)
+    for given in (scores, scores.bfloat16(), scores.t(), scores[0], torch.empty(7, 5, device=device).t(), scores[:4]):
+        for weight, kind in itertools.product((None, torch.empty(7, device=device, dtype=given.dtype)), (0, 1, 2)):
+            yield aten.nll_loss_forward.default, (given, classes, weight, kind, -100), {}
+            one_each = torch.empty(5 if kind == 0 else (), device=device, dtype=given.dtype)
+            total = torch.empty((), device=device, dtype=given.dtype)
+            yield aten.nll_loss_backward.default, (one_each, given, classes, weight, kind, -100, total), {}
+
+
 def seen(value: Any) -> Any:
     """Return what can be seen of results: looks, and whether they are memory of their own."""
     if not isinstance(value, Tensor):
@@ -150,7 +173,10 @@ def told(results: Results) -> Any:
     return parts if results.several else parts[0]
 
 
-@pytest.mark.parametrize("calls", [elementwise, shaped, windows])
+CALLS = (elementwise, shaped, windows, tokens)
+
+
+@pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_what_is_told_is_what_torch_works_out(calls: Callable[[str], Iterator[Call]], device: str) -> None:
     """The fakes are those of CPU tensors."""
@@ -171,7 +197,7 @@ def test_what_is_told_is_what_torch_works_out(calls: Callable[[str], Iterator[Ca
 
 
 def test_every_rule_is_tried() -> None:
-    tried = {func for calls in (elementwise, shaped, windows) for func, _, _ in calls("meta")}
+    tried = {func for calls in CALLS for func, _, _ in calls("meta")}
     norms = {
         aten.native_batch_norm.default,
         aten.native_batch_norm_backward.default,

@@ -21,6 +21,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "offset": lambda x, y: (x[1:].exp(), x[:, 1:].exp(), x[:, 1:].clone()),
     "several results": lambda x, y: torch.nn.functional.layer_norm(x, (6,)) + torch.topk(y, 2)[0].sum(),
     "views": lambda x, y: (x.view(-1), x.transpose(0, 1), x.expand(2, 4, 6), y.split(3, 1)),
+    "views that are none": lambda x, y: (torch.ops.aten._unsafe_view(x, (3, -1)), (x[None] @ y.t()).relu_()),
     "in place": lambda x, y: x.clone().add_(y).mul_(2),
     "dropout that does nothing": lambda x, y: (F.dropout(x, 0.5, training=False), F.dropout(x, 0.5)),
     "the same again": lambda x, y: (x.to(x.dtype), x.contiguous(), x.reshape(4, 6)),
