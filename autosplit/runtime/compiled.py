@@ -63,7 +63,10 @@ class Compiled(nn.Module):
     def _code(self) -> Callable[..., Any]:
         with self.__dict__["making"]:
             if self.__dict__["made"] is None:
-                self.__dict__["made"] = torch.compile(self.region.forward, fullgraph=True, backend=BACKEND)
+                # inductor's own graphs, which may be on for the process, know of one microbatch in flight
+                options: Any = {"triton.cudagraphs": False} if BACKEND == "inductor" else None
+                made = torch.compile(self.region.forward, fullgraph=True, backend=BACKEND, options=options)
+                self.__dict__["made"] = made
             return self.__dict__["made"]
 
 

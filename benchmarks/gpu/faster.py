@@ -52,7 +52,8 @@ def _faster(subject: Subject, option: str, asked: float, setting: Setting, found
     except AutosplitError as error:
         found.missing.append(f"{subject.name}: {option}=True: {error}")
         return
-    notes = [line for line in pipe.report().splitlines() if line.startswith(("not compiled", "not captured"))]
+    lines = [line for line in pipe.report().splitlines() if line.startswith(("not compiled", "graphs: "))]
+    notes = [line for line in lines if "not compiled" in line or "no graphs" in line or "not all" in line]
     found.missing += [f"{subject.name}: {option}=True: {line}" for line in notes]
     readings = beside(eager, quick, setting=setting, repeats=repeats, calls=calls)
     times = step.note(found, f"{subject.name}: eager stages over {option}=True", readings, calls)
