@@ -184,9 +184,11 @@ def facts() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the commit of the working tree that is measured; None where git cannot tell."""
-    told = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    asked = ["git", "rev-parse", "HEAD"]
+    try:
+        told = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
     return told.stdout.strip() or None
 
 

@@ -59,10 +59,17 @@ class Ranks:
     """The processes of one job; each makes it for itself, so ``make`` must pickle."""
 
     def __init__(
-        self, make: str | Callable[[], Job], *, world: int = _WORLD, place: str = "cpu", backend: str = "gloo"
+        self,
+        make: str | Callable[[], Job],
+        *,
+        world: int = _WORLD,
+        place: str = "cpu",
+        backend: str = "gloo",
+        timeout_s: float = _TIMEOUT_S,
     ) -> None:
         made = partial(job_of, make) if isinstance(make, str) else make
         context = processes.get_context("spawn")
+        self.timeout_s = timeout_s
         self.folder = tempfile.TemporaryDirectory()
         self.links: list[Connection] = []
         self.own: list[Any] = []
@@ -81,8 +88,8 @@ class Ranks:
             link.send(what)
         answers = []
         for rank, link in enumerate(self.links):
-            if not link.poll(_TIMEOUT_S):
-                raise RuntimeError(f"rank {rank} does not answer {what!r} within {_TIMEOUT_S:g} s")
+            if not link.poll(self.timeout_s):
+                raise RuntimeError(f"rank {rank} does not answer {what!r} within {self.timeout_s:g} s")
             try:
                 answers.append(link.recv())
             except EOFError:

@@ -6,7 +6,8 @@ One thread issues the actions and waits after each, and after each copy, so that
     device  [ busy ][ 0F0 ]           [ busy ][ 1F0 ]            [ busy ]: until the action is issued as a whole
 
 A device that is kept busy while an action is issued then runs it in one go: its time is the device's, and the host's
-time to issue it stands beside it. How long that takes is known from the step before.
+time to issue it stands beside it. How long that takes is known from the steps before: the least of them, since a host
+waits too where more is issued than the driver takes at once.
 
 On the CPU, actions of one intra-op thread take that thread's CPU seconds, which leave out what other programs take.
 """
@@ -93,7 +94,7 @@ class AloneClock(StepClock):
         lane = self._lanes[action.stage]
         self._holds.begin(lane)
         if known := self._issue_s[action]:
-            lane.occupy(_LONGER * known[-1])
+            lane.occupy(_LONGER * min(known))
         super().begins(action)
         self._issued_s, self._own_s = time.perf_counter(), self._now_s()
 
@@ -137,7 +138,7 @@ class AloneClock(StepClock):
         stages = self._lanes[:-1]
         waits = any(lane.asynchronous for lane in stages)
         own = [self._holds.peak.get(lane) for lane in dict.fromkeys(stages)]
-        issue_s = {action: median(times[1:]) for action, times in self._issue_s.items()}
+        issue_s = {action: min(times) for action, times in self._issue_s.items()}
         return StagesAlone(
             schedule,
             by_stage({action: median(times) for action, times in self._seconds.items()}, stages=schedule.stages),

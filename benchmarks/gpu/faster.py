@@ -23,12 +23,14 @@ def run(setting: Setting) -> Found:
     """Run the part."""
     found = Found(settings={"stages": STAGES, "chunks": CHUNKS, "warm_ups": WARM_UPS})
     for subject in kernels(small=setting.small).values():
-        _faster(subject, "graphs", GRAPHS_ASKED, setting, found)
+        with found.going_on(f"{subject.name}, graphs"):
+            _faster(subject, "graphs", GRAPHS_ASKED, setting, found)
         setting.empty()
     if setting.small:
         found.missing.append("compile=True: a small run does not compile, which takes a minute")
     else:
-        _faster(steps(small=False)["gpt2"], "compile", COMPILE_ASKED, setting, found)
+        with found.going_on("gpt2, compile"):
+            _faster(steps(small=False)["gpt2"], "compile", COMPILE_ASKED, setting, found)
     return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from cost_models.specs import DeviceSpec
 
 __all__ = ["Check", "Found", "Setting", "Spread", "at_least", "at_most", "differ", "ratios", "settled"]
 
+_NO_SCALE = 1e-3
 _DIGITS = 5
 """Significant digits of a figure in a file."""
 
@@ -104,12 +106,25 @@ class Found:
         figures: everything that was measured, as plain data; spreads are written as their quartiles.
         settings: what the figures depend on beside the machine.
         missing: what could not be measured and why, ``"torchgpipe: it is not installed"``.
+        failed: what ended in an error of ours; the rest of the part went on.
     """
 
     checks: list[Check] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def going_on(self, what: str) -> Iterator[None]:
+        """Note an error of what runs in here, and go on behind it: minutes on a card are not to be lost."""
+        try:
+            yield
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{what}: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            self.failed.append(text)
+            print(f"failed: {text}", flush=True)
 
 
 Part = Callable[[Setting], Found]
@@ -137,18 +152,16 @@ def beside(
 
 
 def differ(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest difference between two lists of tensors, each over the largest entry of its pair."""
+    """Return the largest difference between two lists of tensors, each over the largest entry of its pair.
+
+    An entry below a thousandth of the largest of all is no scale: gradients that cancel out are rounding alone.
+    """
     if len(found) != len(expected):
         raise ValueError(f"{len(found)} gradients, {len(expected)} expected")
-    return max(float((f - e).abs().max() / (e.abs().max() + 1e-30)) for f, e in zip(found, expected, strict=True))
-
-
-def seconds(step: Callable[[], Any], *, setting: Setting, calls: int = 1) -> float:
-    """Return the mean seconds of some steps on the clock, the device's end included."""
-    setting.wait()
-    began = time.perf_counter()
-    setting.waited(step, calls=calls)()
-    return (time.perf_counter() - began) / calls
+    largest = [float(tensor.abs().max()) for tensor in expected]
+    floor = _NO_SCALE * max(largest)
+    both = zip(found, expected, largest, strict=True)
+    return max(float((f - e).abs().max()) / max(own, floor) for f, e, own in both)
 
 
 def milliseconds(figures: Mapping[str, Any]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autosplit import PipelinedModule
 from benchmarks import pairs
 from benchmarks.gpu.part import Found, Setting, Spread, at_most
 from benchmarks.gpu.step import cut_pipe
@@ -31,30 +32,39 @@ def run(setting: Setting) -> Found:
     found = Found(settings={"repeats": repeats, "chunks": CHUNKS, "asked": ASKED})
     cases = {}
     for name, made, devices, balance in _cases(setting):
-        pipe = cut_pipe(made, devices, balance)
-        with made.precision():
-            given: dict[str, Any] = {"target": made.target, "loss_fn": made.subject.loss}
-            alone = pipe.profile_stages(made.batch, **given, repeats=1 if setting.small else 5)
-        shared = setting.cuda and len(set(devices)) == 1
-        step = alone.on_one_device() if shared else alone.step()
-        figure = {
-            "what": name,
-            "predicted_s": step.step_s + alone.once_s,
-            "actions_s": step.step_s,
-            "once_s": alone.once_s,
-            "binds": step.binds,
-            "cells_s": list(alone.cell_s),
-        }
-        cases[name] = figure, made, pipe
+        with found.going_on(name):
+            cases[name] = _predicted(name, made, devices, balance, setting)
     written = setting.write_down({"predictions": [figure for figure, _, _ in cases.values()]})
     found.settings["predictions_written"] = written
     for name, (figure, made, pipe) in cases.items():
-        readings = [pairs.read(setting.waited(partial(made.step, pipe))) for _ in range(repeats + 2)][2:]
-        measured = Spread.of([reading.wall_s for reading in readings])
-        error = figure["predicted_s"] / measured.median - 1
-        found.figures.append({**figure, "measured_s": measured, "error": error})
-        found.checks.append(at_most(f"{name}: predicted against measured step", ASKED, abs(error)))
+        with found.going_on(name):
+            readings = [pairs.read(setting.waited(partial(made.step, pipe))) for _ in range(repeats + 2)][2:]
+            measured = Spread.of([reading.wall_s for reading in readings])
+            error = figure["predicted_s"] / measured.median - 1
+            found.figures.append({**figure, "measured_s": measured, "error": error})
+            found.checks.append(at_most(f"{name}: predicted against measured step", ASKED, abs(error)))
     return found
+
+
+def _predicted(
+    name: str, made: Made, devices: Sequence[torch.device], balance: Sequence[int], setting: Setting
+) -> tuple[dict[str, Any], Made, PipelinedModule]:
+    """Return a prediction, and what it is of."""
+    pipe = cut_pipe(made, devices, balance)
+    with made.precision():
+        given: dict[str, Any] = {"target": made.target, "loss_fn": made.subject.loss}
+        alone = pipe.profile_stages(made.batch, **given, repeats=1 if setting.small else 5)
+    shared = setting.cuda and len(set(devices)) == 1
+    step = alone.on_one_device() if shared else alone.step()
+    figure = {
+        "what": name,
+        "predicted_s": step.step_s + alone.once_s,
+        "actions_s": step.step_s,
+        "once_s": alone.once_s,
+        "binds": step.binds,
+        "cells_s": list(alone.cell_s),
+    }
+    return figure, made, pipe
 
 
 def _cases(setting: Setting) -> list[tuple[str, Made, Sequence[torch.device], list[int]]]:

@@ -4,7 +4,8 @@
     python -m benchmarks.gpu.run --list
 
 Figures go to ``benchmarks/results/<part>-<device>.json``, such as ``step-h200.json``: the device, versions, the date,
-``checks`` (name, asked, measured, ok), ``figures``, and ``missing``: what could not be measured, and why. With
+``checks`` (name, asked, measured, ok), ``figures``, ``missing``: what could not be measured, and why, and ``failed``:
+what ended in an error, which exits with 1. With
 ``--device cpu --small`` every part runs in seconds on tiny sizes: a dry run, which shows that nothing is misspelt. Its
 file says so, and it is written only where ``--json`` says.
 """
@@ -81,7 +82,14 @@ def write(path: Path, name: str, setting: Setting, facts: dict[str, Any], found:
     pairs.write(path, benchmark=name, settings=settings, machine=facts, figures=found.figures, checks=checks)
     content = json.loads(path.read_text(encoding="utf-8"))
     worth = {"dry_run": DRY} if not setting.cuda else {"dry_run": SMALL} if setting.small else {}
-    head = {"benchmark": name, "device": setting.short_name, "date": facts["date"], **worth, "missing": found.missing}
+    head = {
+        "benchmark": name,
+        "device": setting.short_name,
+        "date": facts["date"],
+        **worth,
+        "missing": found.missing,
+        "failed": found.failed,
+    }
     path.write_text(json.dumps({**head, **content}, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -105,7 +113,7 @@ def report(found: Found) -> str:
     shown = [
         {"check": c.name, "asked": c.asked, "measured": f"{c.measured:g}", "": "" if c.ok else "no"} for c in checks
     ]
-    missing = [f"missing: {text}" for text in found.missing]
+    missing = [f"missing: {text}" for text in found.missing] + [f"failed: {text}" for text in found.failed]
     return "\n\n".join([*(pairs.table(own) for own in kinds.values()), pairs.table(shown), *missing])
 
 
@@ -143,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if setting.path is not None:
         write(setting.path, arguments.part, setting, facts, found)
         print(f"written: {setting.path}")
+    if found.failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from benchmarks.peers_torch import Distributed, Job, Ranks
 
 ALONE_ASKED, LOOP_ASKED, PEER_ASKED = 1.01, 1.03, 0.9
 STAGES, CHUNKS = 4, 8
+_TIMEOUT_S = 60.0
 TOLERANCE, TOLERANCE_ROUNDED = 1e-4, 0.1
 """By which share of the largest entry gradients may differ: in fp32, and where convolutions or autocast round more."""
 
@@ -31,10 +32,10 @@ def run(setting: Setting) -> Found:
     repeats, calls = (2, 1) if setting.small else (15, 3)
     found = Found(settings={"repeats": repeats, "calls": calls, "stages": STAGES, "chunks": CHUNKS})
     for subject in steps(small=setting.small).values():
-        _alone(subject, setting, found, repeats=repeats, calls=calls)
-        setting.empty()
-        _four(subject, setting, found, repeats=repeats, calls=calls)
-        setting.empty()
+        for measure in (_alone, _four):
+            with found.going_on(subject.name):
+                measure(subject, setting, found, repeats=repeats, calls=calls)
+            setting.empty()
     return found
 
 
@@ -88,6 +89,18 @@ def cut_pipe(made: Made, devices: Sequence[Any], balance: Sequence[int], **setti
     return made.pipe(devices, plan=made.cut(plan, balance), **settings)
 
 
+class _Precise(nn.Module):
+    """A part in the precision of its model: torchgpipe's threads do not have the caller's."""
+
+    def __init__(self, part: nn.Module, made: Made) -> None:
+        super().__init__()
+        self.part, self.precision = part, made.precision
+
+    def forward(self, value: Tensor) -> Tensor:
+        with self.precision():
+            return self.part(value)
+
+
 def torchgpipe_step(made: Made, balance: Sequence[int]) -> Callable[[], None]:
     """Return torchgpipe's step, without recomputation."""
     peer = pairs.torchgpipe()
@@ -95,7 +108,7 @@ def torchgpipe_step(made: Made, balance: Sequence[int]) -> Callable[[], None]:
         raise ModuleNotFoundError(
             "it is not installed: install autosplit's bench extra, or put its wheel on PYTHONPATH"
         )
-    model = nn.Sequential(*made.model.parts)
+    model = nn.Sequential(*(_Precise(part, made) for part in made.model.parts))
     devices = [made.device] * len(balance)
     gpipe = peer.GPipe(model, list(balance), devices=devices, chunks=made.chunks, checkpoint="never")
     return partial(made.call, gpipe)
@@ -114,10 +127,12 @@ def _distributed(
     """torch.distributed.pipelining, one process per stage on the one card, by each backend that may do it."""
     subject, world = made.subject, len(balance)
     for backend in ("nccl", "gloo") if setting.cuda else ("gloo",):
+        if f"torch.distributed, {backend}" in found.settings:
+            continue  # it failed on another model, and takes its time over that
         ranks = None
         try:
             make = partial(job, subject.name, tuple(balance), str(setting.device), setting.small)
-            ranks = Ranks(make, world=world, place=str(setting.device), backend=backend)
+            ranks = Ranks(make, world=world, place=str(setting.device), backend=backend, timeout_s=_TIMEOUT_S)
             peer = Distributed(ranks, "1f1b")
             peer.read()
             _check(made, [gradient.to(made.device) for gradient in peer.gradients()], expected, "torch's pipeline")
@@ -125,6 +140,7 @@ def _distributed(
         except Exception as error:  # nccl wants a card for each process, gloo wants tensors on the CPU
             name = f"torch.distributed.pipelining, {world} processes on {setting.device}, {backend}"
             found.missing.append(f"{subject.name}: {name}: {type(error).__name__}: {error}"[:600])
+            found.settings[f"torch.distributed, {backend}"] = "not tried on further models"
         else:
             readings = pairs.Pairs(*map(tuple, zip(*both, strict=True)))
             note(found, f"{subject.name}, {world} stages: 1f1b over torch's 1f1b, {backend}", readings, 1)

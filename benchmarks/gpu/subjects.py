@@ -251,7 +251,7 @@ def steps(*, small: bool) -> Mapping[str, Subject]:
     found = (
         gpt2("gpt2", shape, **size, amp=True),
         images("resnet50", conv, lambda: blocks_of(ResNet()), size=224, rows=32, classes=1000),
-        mlp("mlp", "16 x (linear 4096 -> 4096, ReLU), 1024 rows per microbatch", layers=16, width=4096, rows=1024),
+        mlp("mlp", "16 x (linear 2048 -> 2048, ReLU), 1024 rows per microbatch", layers=16, width=2048, rows=1024),
     )
     return {subject.name: subject for subject in found}
 

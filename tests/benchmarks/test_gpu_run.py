@@ -43,6 +43,7 @@ def test_every_part_runs_here_and_its_file_has_the_form_of_results(name, tmp_pat
     )
     assert (content["benchmark"], content["device"], content["dry_run"]) == (name, "cpu", run.DRY)
     assert content["machine"]["torch"] == torch.__version__
+    assert content["failed"] == []
     assert content["figures"] or content["missing"]
     assert content["checks"] or content["missing"]
     for check in content["checks"]:
@@ -68,6 +69,31 @@ def test_a_step_with_other_gradients_is_not_timed():
     step.same(made, made.loop, expected, "the loop")
     with pytest.raises(ValueError, match="the gradients of half of it are off by"):
         step.same(made, made.loop, [2 * gradient for gradient in expected], "half of it")
+
+
+def test_an_error_is_noted_and_the_part_goes_on(monkeypatch, tmp_path):
+    def half(setting: Setting) -> Found:
+        found = Found(figures=[{"x_s": 1.0}])
+        with found.going_on("the first half"):
+            raise RuntimeError("no such kernel")
+        found.checks.append(part.at_most("the second half", 1.0, 0.5))
+        return found
+
+    monkeypatch.setattr(step, "run", half)
+    path = tmp_path / "step.json"
+    with pytest.raises(SystemExit, match="1"):
+        run.main(["--part", "step", "--device", "cpu", "--small", "--json", str(path)])
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert "the first half: RuntimeError: no such kernel (test_gpu_run.py" in content["failed"][0]
+    assert [check["name"] for check in content["checks"]] == ["the second half"]
+
+
+def test_gradients_that_cancel_out_are_no_scale():
+    expected = [torch.tensor([4.0, -1.0]), torch.tensor([1e-9])]
+    assert part.differ([torch.tensor([4.0, -1.0]), torch.tensor([-1e-9])], expected) < 1e-5
+    assert part.differ([torch.tensor([4.0, 0.0]), torch.tensor([1e-9])], expected) == 0.25
+    with pytest.raises(ValueError, match="1 gradients, 2 expected"):
+        part.differ(expected[:1], expected)
 
 
 def test_ok_is_read_off_the_rounded_figure():
