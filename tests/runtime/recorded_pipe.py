@@ -21,6 +21,8 @@ from tests.runtime.recording_lane import RecordingStreams, recording_lanes
 class RecordedPipe:
     """A pipe as :func:`autosplit.autosplit` makes it; its model lies where its lanes say, and so does the caller.
 
+    With ``pipe`` it is that one, which was prepared for one kind of call.
+
     ``others`` are modules of the caller's own, such as a loss with parameters; they lie on the last lane's device.
     """
 
@@ -35,10 +37,11 @@ class RecordedPipe:
         others: tuple[nn.Module, ...] = (),
         rows: int = ROWS,
         streams: RecordingStreams | None = None,
+        pipe: Any = None,
         **options: Any,
     ) -> None:
         self.rows = rows
-        self.pipe = autosplit(
+        self.pipe = pipe or autosplit(
             model,
             devices=["cpu"] * len(devices),
             chunks=chunks,
@@ -76,7 +79,7 @@ class RecordedPipe:
         lowered = self.recorded.lowered
         users = [s for s, stage in enumerate(lowered.stages) if any(p is parameter for p in stage.parameters())]
         users += [s for s, p in enumerate(lowered.prologues) if p and any(q is parameter for q in p.parameters())]
-        return lowered.layout.home[name] if name in lowered.layout.home else users[0]
+        return lowered.layout.home[name] if name in lowered.layout.home else [*users, 0][0]
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -197,7 +197,7 @@ class Engine:
 
     def add(self, place: Place, function: Callable[..., torch.Tensor], first: Any, second: Any) -> torch.Tensor:
         """Add two gradients on the stream of the node that they go to."""
-        for gradient in (first, second):
+        for gradient in {id(gradient): gradient for gradient in (first, second)}.values():  # one, of a value + itself
             self._take(gradient, place)
         stream = self._nodes[place[0]].stream
         with self.streams.using(*[] if stream is None else [stream]):
