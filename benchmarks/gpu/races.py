@@ -39,7 +39,7 @@ from autosplit.runtime.streams import CudaStreams
 from benchmarks.gpu.part import Found, Setting, at_least, at_most
 from benchmarks.gpu.race_programs import Case, Model, case_of, pipe_of, run_case
 
-PROGRAMS, SMALL_PROGRAMS = 200, 4
+PROGRAMS, SMALL_PROGRAMS = 200, 2
 WIDTH = 64
 LEFT_OUT = 20
 """So many programs run with waits left out, and as many with lifetimes left out."""
