@@ -14,7 +14,7 @@ microbatch in flight has a slot to itself. All else that a graph uses is any gra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,17 +52,26 @@ class Own:
             what a graph saved, since its next replay reads and saves the new values.
         parameters: those of it that want a gradient.
         sums: the sums of gradients over microbatches, by the key of their leaf.
+        held_bytes: what graphs hold for good, by the device's allocator.
     """
 
     lane: CudaLane
     watched: Watched
     random: tuple[str, ...]
     sums: dict[Any, torch.Tensor] = field(default_factory=dict)
+    held_bytes: int = 0
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):
             self.state = {id(tensor): _twin(tensor) for tensor in self.watched.tensors}
         self.parameters = {key: tensor for key, tensor in self.state.items() if tensor.requires_grad}
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what is held at the end and was not before."""
+        before = self.lane.held_bytes() or 0
+        yield
+        self.held_bytes += (self.lane.held_bytes() or 0) - before
 
     def inside(self) -> AbstractContextManager[None]:
         """Have the model's own state be what stands for it in the stage's graphs."""
@@ -195,7 +204,8 @@ class Slot:
         """Return the backward for gradients that come in like these; ``put_off`` finds what can wait, None: nothing."""
         kind = put_off is not None, tuple(None if seed is None else _layout(seed) for seed in came)
         if kind not in self.backs:
-            self.backs[kind] = Back(self, came, key, put_off)
+            with self.own.counted():
+                self.backs[kind] = Back(self, came, key, put_off)
         return self.backs[kind]
 
 

@@ -27,6 +27,7 @@ from autosplit.runtime.put_off import PutOff, put_off
 from autosplit.trace.calls import Ambient
 from autosplit.trace.graph import INFO
 from autosplit.trace.scope import has_module_hooks
+from autosplit.units import format_bytes
 
 if TYPE_CHECKING:
     from autosplit.runtime.border import Border
@@ -121,7 +122,8 @@ class StageGraphs:
         if free is None:
             assert self.own is not None, "a stage that may have graphs"
             try:
-                free = Slot(self.own, run, given, self.lowered.takes[self.stage], grad=grad)
+                with self.own.counted():
+                    free = Slot(self.own, run, given, self.lowered.takes[self.stage], grad=grad)
             except Exception as error:
                 self.failed = explained(error)
                 return None
@@ -136,8 +138,9 @@ class StageGraphs:
         if not slots:
             return f"stage {self.stage}: no graphs: {reason or 'its first step is the warm-up'}"
         graphs = f"{len(slots)} forwards and {sum(not back.reason for back in backs)} backwards as graphs"
+        held = "" if self.own is None else f", {format_bytes(self.own.held_bytes)} held for good"
         anew = f", made anew {self.anew} times as the model had changed" if self.anew else ""
-        return f"stage {self.stage}: {graphs}{anew}" + (f"; not all: {reason}" if reason else "")
+        return f"stage {self.stage}: {graphs}{held}{anew}" + (f"; not all: {reason}" if reason else "")
 
 
 class Graphs:
