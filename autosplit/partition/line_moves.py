@@ -125,13 +125,15 @@ class Paths:
     def __init__(self, line: Line, model: StepModel) -> None:
         self.line, self.model = line, model
         self.found: list[Path] = []
-        self._hops, self._known = Hops(line, model), set[bytes]()
+        self.known: set[bytes] = set()
+        """All that were ever found."""
+        self._hops = Hops(line, model)
 
     def add(self, path: Path) -> None:
         """Keep a path."""
         known = path.counts.tobytes() + path.hops.tobytes()
-        if known not in self._known:
-            self._known.add(known)
+        if known not in self.known:
+            self.known.add(known)
             self.found = [*self.found[1 - _PATHS :], path]
 
     def bounds(self, chains: Ints, again: Floats) -> Floats:

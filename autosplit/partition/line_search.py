@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autosplit.partition.fast_simulate import Path
 from autosplit.partition.graph import Graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_bands import Bands, Place
@@ -55,10 +56,20 @@ class _Chosen:
     options: Ints
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a search found on the way: it is taken up by another like it, which then goes on as the first would."""
+
+    paths: tuple[list[Path], set[bytes]]
+    leaner: dict[tuple[object, ...], list[int] | None]
+    free: dict[float, LineCut | None]
+    moved: dict[float, LineCut]
+
+
 class LineSearch:
     """Cuts of one line into ``stages`` stages under one schedule."""
 
-    def __init__(self, line: Line, problem: Problem, *, stages: int) -> None:
+    def __init__(self, line: Line, problem: Problem, *, stages: int, learned: Learned | None = None) -> None:
         self.line, self.problem, self.stages = line, problem, stages
         self.model = StepModel(problem, _chain(line), stages=stages)
         self.lane = self.model.lane
@@ -70,9 +81,14 @@ class LineSearch:
         lanes = np.array(self.lane)
         self.mates = lanes[:, None] == lanes[None]
         self.paths = Paths(line, self.model)
-        self._leaner_known: dict[tuple[object, ...], list[int] | None] = {}
-        self._free: dict[float, LineCut | None] = {}
-        self._moved_free: dict[float, LineCut] = {}
+        own = learned or Learned(([], set()), {}, {}, {})
+        self.paths.found, self.paths.known = own.paths
+        self._leaner_known, self._free, self._moved_free = own.leaner, own.free, own.moved
+
+    @property
+    def learned(self) -> Learned:
+        """What was found so far."""
+        return Learned((self.paths.found, self.paths.known), self._leaner_known, self._free, self._moved_free)
 
     def fastest(
         self,

@@ -16,13 +16,15 @@ import heapq
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from torch import nn
 
-from autosplit.errors import InputError
+from autosplit.aside import aside
+from autosplit.errors import InputError, ScheduleError
 from autosplit.options import Options
-from autosplit.partition.line_search import LineCut
+from autosplit.partition.line_search import Learned, LineCut
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
@@ -35,6 +37,8 @@ from autosplit.trace.ladder import Trace
 
 __all__ = ["Space", "choose_plan", "weigh"]
 
+Found = TypeVar("Found")
+
 _REPLAYS = 10
 """How many cuts are replayed at most before the leanest is taken."""
 _LEANEST = 4
@@ -43,6 +47,8 @@ _EXACT = 1.01
 """A replay that is up to so much above the formula bears it out."""
 _GAINED = 1.05
 """A cut that is beaten so many times over in step and peak is not moved: moves gain less of a step."""
+_WORTH = 500
+"""Actions of all schedules from which on half of the configurations are weighed aside."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
 
@@ -59,6 +65,14 @@ class Weighed:
     cut: LineCut
     room: tuple[float, ...] | None
     moved: bool = True
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """The cuts of one configuration, as `Weighed` has them, and what their search learned."""
+
+    cuts: Sequence[tuple[Sequence[str], LineCut, tuple[float, ...] | None, bool]]
+    learned: Learned
 
 
 def choose_plan(
@@ -111,23 +125,46 @@ class _Search:
 
     def weigh(self) -> None:
         """Find the best cut of every configuration, and where none fits its leanest."""
-        for entry in self.sweep.entries(progress=self.progress):
-            self.entries.append(entry)
-            limits = self.sweep.room(entry.search.problem)
-            for way in self.sweep.ways(entry.settled.stages):
-                free = entry.free(way, limits)
-                self.weighed.append(Weighed(entry, way, free, None))
-                if limits is None or _within(free.device_bytes, limits):
-                    break
-                held = entry.best(way, limits, move=False)
-                if held is not None:
-                    self.weighed.append(Weighed(entry, way, held, tuple(limits), moved=False))
+        every = list(self.sweep.entries())
+        for entry, own in zip(every, self._each(self._cuts, every), strict=True):
+            if own is not None:
+                self.entries.append(entry.learning(own.learned))
+                self.weighed += (Weighed(self.entries[-1], *cut) for cut in own.cuts)
         self._move()
         if not self.entries:
             raise InputError(
                 f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "
                 "schedules can be built; give others"
             )
+
+    def _each(self, work: Callable[[Entry], Found], entries: Sequence[Entry]) -> list[Found]:
+        """Return what is worked out of each configuration, of every second one aside."""
+        actions = sum(entry.settled.stages * len(entry.sized.sizes) for entry in entries)
+        found: dict[int, Found] = {}
+        with aside(lambda: list(map(work, entries[1::2])), worth=actions >= _WORTH) as other:
+            for place, entry in enumerate(entries[::2]):
+                if self.progress is not None:
+                    self.progress(2 * place, len(entries))
+                found[2 * place] = work(entry)
+            found |= {2 * place + 1: own for place, own in enumerate(other.result())}
+        return [found[place] for place in range(len(entries))]
+
+    def _cuts(self, entry: Entry) -> _Cuts | None:
+        """Return the best cut of a configuration for each way to recompute; None where its schedule cannot be built."""
+        try:
+            search, limits = entry.search, self.sweep.room(entry.problem)
+        except ScheduleError:
+            return None
+        cuts: list[tuple[Sequence[str], LineCut, tuple[float, ...] | None, bool]] = []
+        for way in self.sweep.ways(entry.settled.stages):
+            free = entry.free(way, limits)
+            cuts.append((way, free, None, True))
+            if limits is None or _within(free.device_bytes, limits):
+                break
+            held = entry.best(way, limits, move=False)
+            if held is not None:
+                cuts.append((way, held, tuple(limits), False))
+        return _Cuts(cuts, search.learned)
 
     def _move(self) -> None:
         """Move the boundaries of what fits, the fastest first, but for what another beats by more than moves gain."""
@@ -184,12 +221,12 @@ class _Search:
         return finished
 
     def _fits(self, weighed: Weighed) -> bool:
-        limits = self.sweep.room(weighed.entry.search.problem)
+        limits = self.sweep.room(weighed.entry.problem)
         return limits is None or _within(weighed.cut.device_bytes, limits)
 
     def _over(self, weighed: Weighed) -> list[float] | None:
         """Return by how much devices will be above the formula; None where only a replay can tell whether that fits."""
-        limits = self.sweep.room(weighed.entry.search.problem)
+        limits = self.sweep.room(weighed.entry.problem)
         above = self.above.get(frozenset(weighed.cut.recompute), 1.0) - 1.0
         expected = [held * (1.0 + above) for held in weighed.cut.device_bytes]
         if limits is None or _within(expected, [limit * (1 + 1e-9) for limit in limits]):
@@ -201,7 +238,7 @@ class _Search:
 
         Where nothing was recomputed all ways follow, else the same one.
         """
-        limits = self.sweep.room(weighed.entry.search.problem)
+        limits = self.sweep.room(weighed.entry.problem)
         assert limits is not None, "what is over a limit has one"
         room = [*(limit - more for limit, more in zip(limits, over, strict=False)), *limits[len(over) :]]
         if weighed.room is not None:
@@ -222,11 +259,11 @@ class _Search:
         faster, else by more than the formula is worth.
         """
         found = []
-        for place, entry in enumerate(self.entries):
-            limits = self.sweep.room(entry.search.problem)
+        leanest = self._each(self._lean, self.entries)
+        for (place, entry), cuts in zip(enumerate(self.entries), leanest, strict=True):
+            limits = self.sweep.room(entry.problem)
             assert limits is not None, "without limits everything fits"
-            for way in self.sweep.ways(entry.settled.stages):
-                cut = entry.search.leanest(way, limits)
+            for way, cut in cuts:
                 self.weighed.append(Weighed(entry, way, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
                 found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
@@ -240,6 +277,12 @@ class _Search:
                 tried[place, cut] = over, self._finish(self.entries[place], cut)
             if len(tried) == _LEANEST:
                 break
+
+    def _lean(self, entry: Entry) -> list[tuple[Sequence[str], LineCut]]:
+        """Return the leanest cut of a configuration for each way to recompute."""
+        limits = self.sweep.room(entry.problem)
+        assert limits is not None, "without limits everything fits"
+        return [(way, entry.search.leanest(way, limits)) for way in self.sweep.ways(entry.settled.stages)]
 
     def alternatives(self) -> list[Alternative]:
         """Return what was weighed, as the plan's file has it; what was replayed with its peak."""
@@ -263,7 +306,7 @@ class _Search:
         replayed: Verdict | None = None,
     ) -> Alternative:
         """``replayed`` is the verdict of a replay; without one the formula's peaks are held against the limits."""
-        limits = self.sweep.room(entry.search.problem)
+        limits = self.sweep.room(entry.problem)
         fits = limits is not None and _within(held, limits)
         near = limits is None or _within(held, [limit * _NEAR for limit in limits])
         return Alternative(

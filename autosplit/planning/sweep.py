@@ -7,8 +7,9 @@ Peaks are the additive formula's, steps are simulated. Nothing is replayed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from autosplit.options import Options
 from autosplit.partition.coarse import Coarse, coarsened, runs
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.line import Line
-from autosplit.partition.line_search import LineCut, LineSearch
+from autosplit.partition.line_search import Learned, LineCut, LineSearch
 from autosplit.partition.problem import RECOMPUTE, Problem
 from autosplit.planning.case import Case, profiled, slowdowns, slowed
 from autosplit.planning.formulate import Formulation, formulate, scheduled
@@ -78,7 +79,18 @@ class Entry:
     sized: Sized
     options: Options
     settled: Settled
-    search: LineSearch
+    problem: Problem
+    """That of the units."""
+    learned: Learned | None = None
+
+    @cached_property
+    def search(self) -> LineSearch:
+        """The search; made when it is asked for. Raises ScheduleError."""
+        return LineSearch(self.sized.line, self.problem, stages=self.settled.stages, learned=self.learned)
+
+    def learning(self, learned: Learned) -> Entry:
+        """Return the entry with what its search found elsewhere; itself where it was here."""
+        return self if "search" in vars(self) else replace(self, learned=learned)
 
     def case(self, model: nn.Module, found: Trace, memo: TraceMemo) -> Case:
         """Return the whole problem of the configuration."""
@@ -120,20 +132,15 @@ class Sweep:
         self.group_of: tuple[int, ...] = ()
         """Of each work the group that cannot be separated, in an order that may be cut anywhere."""
 
-    def entries(self, *, progress: Callable[[int, int], None] | None = None) -> Iterator[Entry]:
-        """Yield every configuration that its schedule can be built for, each pair of sizes and schedule once."""
+    def entries(self) -> Iterator[Entry]:
+        """Yield every configuration that may have a schedule, each pair of sizes and schedule once."""
         every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for chunks in self.space.chunks:
             sizes = sizes_of(self.rows, chunks, self.found.graph.min_rows, like=self.options.microbatches)
             every.setdefault(sizes, []).extend(own for own in self.space.schedules if own not in every[sizes])
-        done, total = 0, sum(map(len, every.values()))
         for sized in self._all_sized(list(every)):
-            for schedule, virtual_stages in every[sized.sizes]:
-                entry = self._entry(sized, schedule, virtual_stages)
-                if entry is not None:
-                    yield entry
-                if progress is not None:
-                    progress(done := done + 1, total)
+            made = (self._entry(sized, *schedule) for schedule in every[sized.sizes])
+            yield from (entry for entry in made if entry is not None)
 
     def _all_sized(self, every: Sequence[tuple[int, ...]]) -> Iterator[Sized]:
         """Yield the model for microbatches of all sizes; those of the second half of the list are profiled aside.
@@ -180,8 +187,7 @@ class Sweep:
         )
         try:
             settled = settle(options, parts=self._parts, microbatches=len(sized.sizes))
-            problem = scheduled(sized.coarse.problem, settled)
-            return Entry(sized, options, settled, LineSearch(sized.line, problem, stages=settled.stages))
+            return Entry(sized, options, settled, scheduled(sized.coarse.problem, settled))
         except ScheduleError:
             return None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit.aside import second_core
 from autosplit.errors import TraceError
-from autosplit.planning import sweep
+from autosplit.planning import choose, sweep
 from autosplit.planning.plan import Plan
 from autosplit.profile import trace_memo
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="ch
 def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Whatever can be done aside is, on two cores; the process numbers of the children."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(sweep, "_WORTH", 0)
-    monkeypatch.setattr(trace_memo, "_WORTH", 0)
+    for module in (choose, sweep, trace_memo):
+        monkeypatch.setattr(module, "_WORTH", 0)
     made, fork = list[int](), os.fork
 
     def counted() -> int:
@@ -47,7 +47,7 @@ def _planned(memory_limit: str | None) -> Plan:
     return autosplit.plan(model, "2xL4-24GB", sample=sample, schedule="1f1b", memory_limit=memory_limit)
 
 
-@pytest.mark.parametrize("memory_limit", [None, "150KiB"])
+@pytest.mark.parametrize("memory_limit", [None, "150KiB", "100KiB"])
 def test_the_plan_is_the_same(forks: list[int], memory_limit: str | None) -> None:
     alone = _planned(memory_limit)
     assert not forks
