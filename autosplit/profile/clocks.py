@@ -28,7 +28,8 @@ _FINE_S = 1e-6
 
 _LEAST_LEAD_S, _MOST_LEAD_S = 5e-5, 0.05
 """How long a device is kept busy before what is timed on it: as long as the host needs to issue that, and some more."""
-_LEAD = 1.5
+_LEAD, _FADING = 1.5, 0.8
+"""How much longer it waits than the longest issue of late, which fades: forwards and backwards take turns."""
 _FASTEST_HZ = 2.6e9
 """No GPU's multiprocessors run faster, so a count of cycles is never too short."""
 
@@ -97,8 +98,8 @@ class CudaClock:
 
     ```
         host     issue the wait ─ event ─ a b c d ─ event                    synchronise
-        device   [ waits: as long as the host issued last time ][a][b][c][d]
-                                                                └─ seconds ┘
+        device   [ waits: as long as the host issued before ][a][b][c][d]
+                                                              └─ seconds ┘
     ```
 
     The time between two events is the device's only where the host is ahead of it: else it is that of the host, which
@@ -123,11 +124,12 @@ class CudaClock:
             start.record()
             began_s = time.perf_counter()
             result = run()
-            self._issue_s = time.perf_counter() - began_s
+            issue_s = time.perf_counter() - began_s
             end.record()
             end.synchronize()
         peak = torch.cuda.max_memory_allocated(self._device)
-        return Timed(result, start.elapsed_time(end) / 1e3, peak, self._issue_s)
+        self._issue_s = max(issue_s, _FADING * self._issue_s)
+        return Timed(result, start.elapsed_time(end) / 1e3, peak, issue_s)
 
     def held_bytes(self) -> int:
         """Return the bytes that tensors hold on the device now."""

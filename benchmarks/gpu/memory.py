@@ -64,13 +64,14 @@ def run(setting: Setting) -> Found:
     found = Found(settings={"optimizer": "adam", "steps": 2, "budgets": 10})
     chosen = [small_family()] if setting.small else list(families().values())
     precisions = PRECISIONS[:1] if setting.small else PRECISIONS
+    own = torch.cuda.get_device_capability(setting.device) if setting.cuda else (0, 0)
     cells = []
     for family, precision in itertools.product(chosen, precisions):
         subject = recorded(family, precision)
         for recompute in RECOMPUTE:
             way = Way(precision, recompute, subject.family.rows)
             if setting.cuda:
-                predicted = predicted_cuda(subject, way, optimizer="adam", workspaces=True)
+                predicted = predicted_cuda(subject, way, optimizer="adam", workspaces=True, capability=own)
                 cells.append(on_card(subject.family, way, predicted, setting))
             else:
                 least = predicted_step(subject, way, optimizers=["adam"])["adam"]
