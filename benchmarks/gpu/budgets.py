@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,9 +82,11 @@ def measured_bytes(
         make().to(device), devices=[device] * len(budget.plan.stages), chunks=budget.plan.chunks, plan=budget.plan
     )
     x = batch.to(device)
+    if device.type == "cuda":
+        return _grown_on_card(partial(pipe.train_step, x, loss_fn=loss_fn, loss_reduction="mean"), pipe, device)
     for _ in range(2):
         pipe.zero_grad(set_to_none=True)
-        found = pipe.profile_step(x, loss_fn=loss_fn, loss_reduction="mean", memory=device.type == "cpu")
+        found = pipe.profile_step(x, loss_fn=loss_fn, loss_reduction="mean", memory=True)
     counted = [own.grown_bytes for own in found.memory if own is not None]
     if counted:
         return max(counted)
@@ -91,3 +94,15 @@ def measured_bytes(
     with Allocations() as run:  # one microbatch runs as one piece, whose lane nobody counts on the CPU
         pipe.train_step(x, loss_fn=loss_fn, loss_reduction="mean")
     return run.peak_bytes
+
+
+def _grown_on_card(step: Callable[[], Any], pipe: nn.Module, device: torch.device) -> int:
+    """Return what the allocator gave out at most in a second step, beyond what it had given out before it."""
+    step()
+    pipe.zero_grad(set_to_none=True)
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - held

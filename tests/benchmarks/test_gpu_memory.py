@@ -12,7 +12,7 @@ from torch import nn
 from autosplit import InfeasibleError
 from autosplit.profile.calibrate import Timing
 from benchmarks import memory_cuda
-from benchmarks.gpu import memory, roofline
+from benchmarks.gpu import budgets, memory, roofline
 from benchmarks.gpu.budgets import falling, rises
 from benchmarks.gpu.memory import Cell
 from benchmarks.gpu.part import Setting
@@ -124,3 +124,17 @@ def test_a_history_that_cannot_be_replayed_is_a_difference(monkeypatch):
     found = memory.on_card(memory.small_family(), Way("fp32", "never", 2), (90, 180), CARD)
     assert (found.replayed, found.difference) == (False, "its beginning was overwritten")
     assert (found.error, found.reserved_error) == (pytest.approx(-0.1), pytest.approx(-0.1))
+
+
+def test_on_a_card_the_second_step_is_counted_above_what_it_began_with(monkeypatch):
+    """In one microbatch a step has no lanes to count: the allocator's own peak is read."""
+    log: list[str] = []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: log.append(name))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100)
+    pipe = nn.Linear(1, 1)
+    pipe(torch.ones(1, 1)).sum().backward()
+    assert budgets._grown_on_card(lambda: log.append("step"), pipe, torch.device("cuda")) == 60
+    assert log == ["step", "synchronize", "reset_peak_memory_stats", "step", "synchronize"]
+    assert pipe.weight.grad is None
