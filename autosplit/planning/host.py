@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 
 from autosplit.options import Options
 from autosplit.planning.plan import Plan
-from autosplit.planning.timeline import predicted_step_s, simulated
+from autosplit.planning.timeline import StepTimeline, predicted_step_s, simulated
 from autosplit.schedule.action import Kind
 from autosplit.schedule.simulate import simulate
 from cost_models import registry
@@ -55,6 +56,24 @@ def host_step(plan: Plan) -> HostStep | None:
     assert waiting.host is not None
     beside_s = plan.step_s - predicted_step_s(plan)
     return HostStep(waiting.host.busy_s, plan.step_s, waiting.step_s + beside_s)
+
+
+def with_measured_issue(plan: Plan, measured: StepTimeline) -> Plan | None:
+    """Return the plan with the time that its host took to issue a recorded step, per microbatch; None without any."""
+    took: dict[tuple[int, str, int], float] = {}
+    for bar in measured.bars:
+        if bar.issue_s is not None:
+            took[bar.stage, bar.kind, bar.microbatch] = bar.issue_s
+    if not took:
+        return None
+    stages = []
+    for stage in plan.stages:
+        cells = sorted({microbatch for index, _, microbatch in took if index == stage.index})
+        there = [took.get((stage.index, "F", m), 0.0) for m in cells]
+        back = [sum(took.get((stage.index, kind, m), 0.0) for kind in "BIW") for m in cells]
+        issue = {"forward_issue_s": median(there or [0.0]), "backward_issue_s": median(back or [0.0])}
+        stages.append(stage.model_copy(update=issue))
+    return plan.model_copy(update={"stages": tuple(stages), "issue_threads": 1})
 
 
 def kernel_issue_s(options: Options, lane: int) -> float:

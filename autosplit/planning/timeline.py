@@ -25,6 +25,8 @@ class Bar:
     end_s: float
     held_bytes: int | None = None
     """Bytes that tensors had on its device when it was issued; None where that was predicted or is not counted."""
+    issue_s: float | None = None
+    """How long the host took to issue it, measured; None where it was predicted, or the lane's thread is the device."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from autosplit.planning.host import host_step, with_measured_issue
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import StepTimeline, predicted
 from autosplit.planning.verdicts import device_verdicts
@@ -172,11 +173,27 @@ def _facts(plan: Plan, measured: StepTimeline, found: Beside) -> Iterator[tuple[
     else:
         words = f"{format_seconds(found.predicted_step_s)} predicted, {format_seconds(found.step_s)} measured"
         yield "step", words + _ratio(found.step_s, found.predicted_step_s)
+    yield from _host(plan, measured)
     if measured.whole is not None:
         yield "as one", f"the step ran as one piece: {measured.whole}"
     if measured.rows and measured.rows != plan.microbatch_rows:
         now, then = (f"{sum(rows)} in {len(rows)} microbatches" for rows in (measured.rows, plan.microbatch_rows))
         yield "rows", f"{now} were measured, {then} planned: compare with care"
+
+
+def _host(plan: Plan, measured: StepTimeline) -> Iterator[tuple[str, str]]:
+    """Yield how long the host issued, and that it binds where the simulated step says so with its measured time."""
+    known = with_measured_issue(plan, measured)
+    if known is None:
+        return
+    foreseen, found = host_step(plan), host_step(known)
+    issued_s = sum(bar.issue_s or 0.0 for bar in measured.bars)
+    words = "" if foreseen is None else f"{format_seconds(foreseen.issue_s)} predicted, "
+    words += f"{format_seconds(issued_s)} measured to issue the step, {issued_s / measured.step_s:.0%} of it"
+    if found is not None and found.binds:
+        words += f"; host-bound: {format_seconds(found.devices_s)} by the devices alone, {format_seconds(found.step_s)}"
+        words += " behind the host: fewer chunks, or graphs=True, make fewer calls"
+    yield "host", words
 
 
 def _below(found: Beside) -> Iterator[str]:

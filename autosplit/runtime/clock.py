@@ -62,6 +62,8 @@ class StepClock:
         self._zeros: dict[Lane, _Zero] = {}
         self._begun: dict[Action, Any] = {}
         self._ended: dict[Action, tuple[Any, int | None]] = {}
+        self._issue_began: dict[Action, float] = {}
+        self._issued: dict[Action, float] = {}
         self._copies: list[tuple[_Way, Any, Any]] = []
         self._before: dict[Lane, int | None] = {}
         self._peaks: dict[Lane, int | None] = {}
@@ -102,6 +104,7 @@ class StepClock:
     def begins(self, action: Action) -> None:
         """Take the time at which an action begins; a later call for the same action counts."""
         if self._runs:
+            self._issue_began.setdefault(action, time.perf_counter())
             self._begun[action] = self._lanes[action.stage].stamp()
 
     def ends(self, action: Action) -> None:
@@ -109,6 +112,8 @@ class StepClock:
         if self._runs:
             lane = self._lanes[action.stage]
             self._ended[action] = lane.stamp(), lane.held_bytes()
+            if lane.asynchronous:
+                self._issued[action] = time.perf_counter() - self._issue_began[action]
 
     def copied(
         self, move: Callable[[], Any], source: int, target: int, microbatch: int, *, backward: bool, ready: Any
@@ -137,7 +142,16 @@ class StepClock:
         first_s = min((begun for begun, _ in times.values()), default=self._started_s)
         last_s = max((end for _, end in times.values()), default=self._started_s + self._whole_s)
         bars = [
-            Bar(stage_lane[a.stage], a.stage, a.kind, a.microbatch, begun - first_s, end - first_s, self._ended[a][1])
+            Bar(
+                stage_lane[a.stage],
+                a.stage,
+                a.kind,
+                a.microbatch,
+                begun - first_s,
+                end - first_s,
+                held_bytes=self._ended[a][1],
+                issue_s=self._issued.get(a),
+            )
             for a, (begun, end) in times.items()
         ]
         sent = self._sent({action: end - first_s for action, (_, end) in times.items()}, first_s, stage_lane)
