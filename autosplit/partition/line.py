@@ -22,6 +22,7 @@ from autosplit.partition.problem import Problem
 from autosplit.partition.stage_costs import block_bytes, block_of, block_savers
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Line:
         )
         self.cut_s = self._cut_s()
         self._tables: dict[str, StageTable] = {}
+        self._spans: Spans | None = None
 
     def _cut_s(self) -> Floats:
         """Return what crosses the cut in front of each unit, there and back, the ends included."""
@@ -64,6 +66,12 @@ class Line:
         if option not in self._tables:
             self._tables[option] = self._table(option)
         return self._tables[option]
+
+    def spans(self, widest: int) -> Spans:
+        """Return the stages of up to ``widest`` units, or more."""
+        if self._spans is None or len(self._spans.tail) < widest:
+            self._spans = Spans(self, widest)
+        return self._spans
 
     def _table(self, option: str) -> StageTable:
         transient = self._worst(work.transient_bytes for work in self.problem.works)
@@ -136,6 +144,40 @@ class Line:
         for first in range(self.size):
             worst[first, first + 1 :] = np.maximum.accumulate(values[first:])
         return worst
+
+
+class Spans:
+    """The stages of a line by length, from one unit on, and by where they end: [length - 1, end].
+
+    Attributes:
+        tail: where they begin; 0 where that would be before the line.
+        none: where that is so.
+        forward_s, works_s: the seconds of their forwards, and of both.
+    """
+
+    def __init__(self, line: Line, widest: int) -> None:
+        ends = np.arange(line.size + 1)
+        tail = ends - np.arange(1, widest + 1)[:, None]
+        self.line, self.none = line, tail < 0
+        self.tail: Ints = np.where(self.none, 0, tail)
+        self.ends: Ints = np.broadcast_to(ends, tail.shape)
+        self.forward_s: Floats = line.forward_s[ends] - line.forward_s[self.tail]
+        self.works_s: Floats = self.forward_s + line.backward_s[ends] - line.backward_s[self.tail]
+        self._held: dict[str, tuple[Floats, Floats, Floats]] = {}
+
+    @cached_property
+    def crossing_s(self) -> Floats:
+        """The seconds of what crosses both ends of each stage."""
+        crossing_s: Floats = self.line.cut_s[self.tail] + self.line.cut_s[self.ends]
+        return crossing_s
+
+    def held(self, option: str) -> tuple[Floats, Floats, Floats]:
+        """Return what each stage holds under a recompute option: once, per microbatch, and at least."""
+        if option not in self._held:
+            table = self.line.table(option)
+            fixed, each, least = (own[self.tail, self.ends] for own in (table.fixed, table.each, table.least))
+            self._held[option] = fixed, each, least
+        return self._held[option]
 
 
 class _Plane:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from autosplit.partition.line import Line
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _SHARES = ((0.0, (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)), (1.0, (1.0, 1.05)))
 """Shares of the transfers in a stage's length, and how far above the shortest possible the longest may be."""
@@ -39,15 +38,9 @@ class Bands:
     """Lengths of the stages at each place, by how many units they have and where they end: places alike share one."""
 
     def __init__(self, line: Line, places: Sequence[Place], *, widest: int, least_bytes: bool = False) -> None:
-        self.line, self.least_bytes = line, least_bytes
-        ends, lengths = np.arange(line.size + 1), np.arange(1, widest + 1)[:, None]
-        self.tail: Ints = ends - lengths
-        self.none = self.tail < 0
-        self.tail = np.where(self.none, 0, self.tail)
-        self.ends = np.broadcast_to(ends, self.tail.shape)
-        self.forward_s: Floats = line.forward_s[self.ends] - line.forward_s[self.tail]
-        self.works_s: Floats = self.forward_s + line.backward_s[self.ends] - line.backward_s[self.tail]
-        self._bytes: dict[str, tuple[Floats, Floats, Floats]] = {}
+        self.line, self.widest, self.least_bytes = line, widest, least_bytes
+        self.spans = line.spans(widest)
+        self._seconds: dict[tuple[float, float], Floats] = {}
         kinds = list(dict.fromkeys(places))
         self.kind = [kinds.index(place) for place in places]
         self.cost = [self._of(place) for place in kinds]
@@ -55,7 +48,7 @@ class Bands:
     def chains(self) -> Iterator[tuple[int, ...]]:
         """Yield the cuts that come into question."""
         known = set()
-        crossing_s = self.line.cut_s[self.tail] + self.line.cut_s[self.ends]
+        crossing_s = self.spans.crossing_s[: self.widest]
         for share, more in _SHARES:
             costs = self.cost if not share else [own + share * crossing_s for own in self.cost]
             shortest = self._program(costs, highest=True)
@@ -100,26 +93,29 @@ class Bands:
         return None if found is None else found[1]
 
     def _of(self, place: Place) -> Floats:
-        cost = np.full(self.tail.shape, np.inf)
+        cost = np.full((self.widest, self.line.size + 1), np.inf)
         for option, again in reversed(place.options):
             if place.limit is None:
-                cost = place.scale * (self.works_s + again * self.forward_s)
+                cost = self._works_s(place.scale, again).copy()
                 continue
-            fixed, each, least = self._held(option)
-            needed = np.maximum(fixed + place.in_flight * each, least)
+            fixed, each, least = (own[: self.widest] for own in self.spans.held(option))
+            needed = each * place.in_flight
+            needed += fixed
+            np.maximum(needed, least, out=needed)
             if self.least_bytes:
-                cost = np.minimum(cost, needed / place.limit)
+                needed /= place.limit
+                np.minimum(cost, needed, out=cost)
             else:
-                cost = np.where(needed <= place.limit, place.scale * (self.works_s + again * self.forward_s), cost)
-        cost[self.none] = np.inf
+                np.copyto(cost, self._works_s(place.scale, again), where=needed <= place.limit)
+        cost[self.spans.none[: self.widest]] = np.inf
         return cost
 
-    def _held(self, option: str) -> tuple[Floats, Floats, Floats]:
-        if option not in self._bytes:
-            table = self.line.table(option)
-            fixed, each, least = (own[self.tail, self.ends] for own in (table.fixed, table.each, table.least))
-            self._bytes[option] = fixed, each, least
-        return self._bytes[option]
+    def _works_s(self, scale: float, again: float) -> Floats:
+        """Return what stages take on a device that is so slow, with a part of their forwards done again."""
+        if (scale, again) not in self._seconds:
+            works_s, forward_s = (own[: self.widest] for own in (self.spans.works_s, self.spans.forward_s))
+            self._seconds[scale, again] = scale * (works_s + again * forward_s)
+        return self._seconds[scale, again]
 
     def _program(self, costs: Sequence[Floats], *, highest: bool) -> tuple[float, tuple[int, ...]] | None:
         """Return the value and bounds of the best row of stages; ``costs`` has an entry per kind of place."""

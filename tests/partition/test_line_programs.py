@@ -14,7 +14,8 @@ from tests.partition.test_line_search import random_problem
 def every_limit(bands: Bands) -> list[tuple[int, ...]]:
     """Return the cuts of one program per limit on the longest stage, none of them left out."""
     found: list[tuple[int, ...]] = []
-    crossing_s = bands.line.cut_s[bands.tail] + bands.line.cut_s[bands.ends]
+    line, spans = bands.line, bands.spans
+    crossing_s = (line.cut_s[spans.tail] + line.cut_s[spans.ends])[: bands.widest]
     for share, more in _SHARES:
         costs = [own + share * crossing_s for own in bands.cost] if share else bands.cost
         shortest = bands._program(costs, highest=True)
