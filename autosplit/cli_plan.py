@@ -49,6 +49,7 @@ from autosplit.cli_outputs import (
     check_form,
 )
 from autosplit.errors import InputError, TraceError
+from autosplit.garbage import COMMAND_OBJECTS, rare_collections
 
 if TYPE_CHECKING:
     from torch import nn
@@ -141,7 +142,7 @@ def plan_command(
         choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
         find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
         machine = _checked(_devices(devices, pinned), pinned, choices)
-        with beside_stdout(), second_core():
+        with beside_stdout(), second_core(), rare_collections(objects=COMMAND_OBJECTS):
             found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
         return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 

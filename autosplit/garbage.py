@@ -12,14 +12,16 @@ from contextlib import contextmanager
 
 _OBJECTS = 100_000
 """How many more objects there are made than freed between two looks at the youngest."""
+COMMAND_OBJECTS = 1_000_000
+"""The same of a command that allocates nothing and ends with its answer: some megabytes more, and a look or two."""
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
+def rare_collections(*, objects: int = _OBJECTS) -> Iterator[None]:
     """Let the collector come rarely inside the block or the decorated function, and as before afterwards."""
     before = gc.get_threshold()
     if before[0]:
-        gc.set_threshold(max(before[0], _OBJECTS), *before[1:])
+        gc.set_threshold(max(before[0], objects), *before[1:])
     try:
         yield
     finally:

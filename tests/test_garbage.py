@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from autosplit import __main__ as entry
 from autosplit import api
-from autosplit.garbage import rare_collections
+from autosplit.cli import app
+from autosplit.errors import InputError
+from autosplit.garbage import COMMAND_OBJECTS, rare_collections
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +48,20 @@ def test_a_collector_that_is_off_or_rarer_stays_so(own: tuple[int, int, int]) ->
     with rare_collections():
         assert gc.get_threshold() == own
     assert gc.get_threshold() == own
+
+
+def test_a_command_that_plans_collects_more_rarely_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        seen.append(gc.get_threshold()[0])
+        raise InputError("enough")
+
+    monkeypatch.setattr("autosplit.cli_plan._planned", planned)
+    gc.set_threshold(500, 7, 3)
+    result = CliRunner().invoke(app, ["plan", "torch.nn:Identity"])
+    assert (seen, result.exit_code) == ([COMMAND_OBJECTS], 2)
+    assert gc.get_threshold() == (500, 7, 3)
 
 
 def test_an_error_brings_the_callers_own_back() -> None:
