@@ -138,15 +138,16 @@ class _Search:
             )
 
     def _each(self, work: Callable[[Entry], Found], entries: Sequence[Entry]) -> list[Found]:
-        """Return what is worked out of each configuration, of every second one aside."""
-        actions = sum(entry.settled.stages * len(entry.sized.sizes) for entry in entries)
+        """Return what is worked out of each configuration, of about half of the actions aside."""
+        actions = [entry.settled.stages * len(entry.sized.sizes) for entry in entries]
+        here, there = halves(actions)
         found: dict[int, Found] = {}
-        with aside(lambda: list(map(work, entries[1::2])), worth=actions >= _WORTH) as other:
-            for place, entry in enumerate(entries[::2]):
+        with aside(lambda: [work(entries[place]) for place in there], worth=sum(actions) >= _WORTH) as other:
+            for done, place in enumerate(here):
                 if self.progress is not None:
-                    self.progress(2 * place, len(entries))
-                found[2 * place] = work(entry)
-            found |= {2 * place + 1: own for place, own in enumerate(other.result())}
+                    self.progress(2 * done, len(entries))
+                found[place] = work(entries[place])
+            found |= zip(there, other.result(), strict=True)
         return [found[place] for place in range(len(entries))]
 
     def _cuts(self, entry: Entry) -> _Cuts | None:
@@ -319,6 +320,17 @@ class _Search:
             verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
             replayed=replayed is not None,
         )
+
+
+def halves(weights: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the places of weights in two lists that weigh about as much: the largest first, to the lighter one."""
+    lists: tuple[list[int], list[int]] = ([], [])
+    sums = [0, 0]
+    for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+        lighter = sums.index(min(sums))
+        lists[lighter].append(place)
+        sums[lighter] += weights[place]
+    return sorted(lists[0]), sorted(lists[1])
 
 
 def _moved(weighed: Weighed) -> Weighed:

@@ -15,7 +15,7 @@ from autosplit.api import plan
 from autosplit.options import Options, Sample
 from autosplit.partition.line_search import LineCut, LineSearch
 from autosplit.planning import choose
-from autosplit.planning.choose import Space, alternative, choose_plan
+from autosplit.planning.choose import Space, alternative, choose_plan, halves
 from autosplit.planning.finish import Finished
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import predicted
@@ -207,3 +207,16 @@ def test_the_frontier_says_of_what_was_replayed_that_it_may_not_fit(
     assert [each.verdict for each in best.frontier if each.replayed and each.peak_bytes == peak(first)] == [
         "borderline"
     ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "here", "there"),
+    [
+        ([4, 4, 8, 16, 4, 4, 8, 16], [0, 2, 3, 4], [1, 5, 6, 7]),
+        ([5, 1, 1, 1], [0], [1, 2, 3]),
+        ([3], [0], []),
+        ([], [], []),
+    ],
+)
+def test_configurations_are_shared_out_by_their_actions(weights: list[int], here: list[int], there: list[int]) -> None:
+    assert halves(weights) == (here, there)
