@@ -73,7 +73,7 @@ def _nth(function: Callable[..., Any], number: int, error: Exception) -> Callabl
 IN_STEP: dict[str, Callable[[Exception], AbstractContextManager[Any]]] = {
     "a transfer": lambda error: mock.patch.object(cells, "take", _nth(cells.take, 2, error)),
     "a gradient's transfer": lambda error: mock.patch.object(cells, "transfer", _nth(cells.transfer, 1, error)),
-    "the sums": lambda error: mock.patch.object(cells.Cells, "_hold", _nth(cells.Cells._hold, 0, error)),
+    "the sums": lambda error: mock.patch.object(cells.Cells, "hold", _nth(cells.Cells.hold, 0, error)),
     "the hand-over": lambda error: mock.patch.object(_TrainCells, "hand_over", _nth(_TrainCells.hand_over, 0, error)),
 }
 
