@@ -8,7 +8,8 @@
 What crosses a graph's border is copied, so that outside of it values live as they ever do. Inside, the capture runs
 the stage and autograd's engine as they always run, on parameters of its own (the same memory): so the same operations
 in the same order, to the same bits. What autograd saved is kept for good, since the same forward writes it again: a
-microbatch in flight has a slot to itself. All else that a graph uses is any graph's of that lane.
+microbatch in flight has a slot to itself, and each slot a pool of memory: what one slot's graphs use and free could
+become what another slot keeps, which a replay of the first would write over.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Own:
         """Have the model's own state be what stands for it in the stage's graphs."""
         return self.watched.replaced(self.state)
 
-    def capture(self, work: Callable[[], None], draws: _Draws) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None], draws: _Draws, pool: Any) -> Callable[[], None]:
         """Return what replays ``work``."""
         cached = any_autocast()  # a cast that one graph has made is no other's to read
         if cached:
@@ -85,7 +86,7 @@ class Own:
         before = torch.default_generator.get_state()
         try:
             with self.inside():
-                graph = self.lane.capture(work, list(draws.generators.values()))
+                graph = self.lane.capture(work, pool, list(draws.generators.values()))
         finally:
             if cached:
                 torch.clear_autocast_cache()
@@ -117,6 +118,7 @@ class Slot:
     """The graphs of one microbatch in flight; free when nobody holds its `Lease`.
 
     Attributes:
+        pool: where its graphs have their memory from; no other slot's have any from there.
         names: per input that is a tensor, the bundle that it comes in and its position there.
         outs: what the stage gives, flat, where the graph leaves it.
         bundles: by target, how many of these it is given.
@@ -127,6 +129,7 @@ class Slot:
     ) -> None:
         self.own, self.busy = own, False
         self.draws = _Draws(own.lane, own.random)
+        self.pool = own.lane.streams.pool(own.lane.device)
         self.statistics = Collected()
         flat, self.sizes = spread(given)
         lengths = zip(names, self.sizes, strict=True)
@@ -142,7 +145,7 @@ class Slot:
             """The same memory; a copy there is no change in place of what autograd saved."""
             self._copy_in(flat)
             self.seed(key)
-            self._replay = own.capture(lambda: self._issue(run, flat), self.draws)
+            self._replay = own.capture(lambda: self._issue(run, flat), self.draws, self.pool)
         self._check_leaves()
 
     def _issue(self, run: Callable[..., Any], flat: Sequence[Any]) -> None:
@@ -256,7 +259,7 @@ class Back:
     def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return what replays a part, or the part itself where that cannot be captured: what it reads is all there."""
         try:
-            return self.slot.own.capture(work, self.slot.draws)
+            return self.slot.own.capture(work, self.slot.draws, self.slot.pool)
         except Exception as error:
             self.reason = self.reason or explained(error)
 

@@ -165,7 +165,6 @@ class CudaLane:
         self.device = device
         self.streams: Streams = CudaStreams() if streams is None else streams
         self._made: _Own | None = None
-        self._pool: Any = None
 
     def __reduce__(self) -> Any:
         return type(self), (self.device, self.streams)
@@ -256,14 +255,9 @@ class CudaLane:
         """Return the most that the device's allocator has given out at once."""
         return self.streams.peak_bytes(self.device)
 
-    def capture(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Any:
-        """Return a graph of what ``work`` issues to the compute stream: see `Streams.capture`.
-
-        A lane's graphs share a pool, as all are replayed on that stream.
-        """
-        if self._pool is None:
-            self._pool = self.streams.pool(self.device)
-        return self.streams.capture(work, self.own.compute, self._pool, generators)
+    def capture(self, work: Callable[[], None], pool: Any, generators: Sequence[torch.Generator] = ()) -> Any:
+        """Return a graph of what ``work`` issues to the compute stream: see `Streams.capture`."""
+        return self.streams.capture(work, self.own.compute, pool, generators)
 
     def now(self) -> CudaLane:
         """Return the lane itself: its streams are the same everywhere."""

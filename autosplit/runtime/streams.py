@@ -64,7 +64,10 @@ class Streams(Protocol):
         """Have a tensor's memory, once freed, wait for the work issued to a stream by then before it is used again."""
 
     def pool(self, device: torch.device) -> Any:
-        """Return a new pool of a device's memory, for graphs that one stream replays one after the other."""
+        """Return a new pool of a device's memory, for graphs that are replayed one after the other.
+
+        What a graph's work frees may be what a later graph of the pool keeps: a replay makes garbage of that.
+        """
 
     def capture(self, work: Callable[[], None], stream: Any, pool: Any, generators: Sequence[torch.Generator]) -> Any:
         """Return a graph of what ``work`` issues to a stream; nothing of it is done before the graph is replayed.

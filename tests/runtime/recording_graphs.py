@@ -5,6 +5,7 @@ As on a device:
 - a capture does nothing: what it made is garbage until the first replay, what it wrote to is as it was;
 - a replay runs no Python: the same operations on the same memory, numbers and addresses as they were captured;
 - memory that nobody refers to after the capture may be another graph's: it is garbage before and after every replay;
+- what a graph keeps may lie where an earlier graph of its pool worked: that one's replay makes it garbage;
 - what waits for the device, or reads a value, is an error in a capture.
 """
 
@@ -73,8 +74,8 @@ class _Capture(TorchDispatchMode):
 class FakeGraph:
     """What a capture noted."""
 
-    def __init__(self, capture: _Capture, generators: Sequence[torch.Generator], stream: Stream) -> None:
-        self.operations, self.made, self.stream = capture.operations, capture.made, stream
+    def __init__(self, capture: _Capture, generators: Sequence[torch.Generator], stream: Stream, pool: object) -> None:
+        self.operations, self.made, self.stream, self.pool = capture.operations, capture.made, stream, pool
         used = {id(operation.generator) for operation in self.operations} - {id(None)}
         assert used <= {id(generator) for generator in generators}, "a generator that the graph does not know"
         for tensor, content in capture.before.values():
@@ -123,13 +124,12 @@ class GraphStreams(RecordingStreams):
         self.fails: Callable[[], bool] = lambda: False
         """Tells whether the next capture fails."""
 
-    def pool(self, device: torch.device) -> str:
-        return f"pool of {device}"
+    def pool(self, device: torch.device) -> object:
+        return object()
 
     def capture(
-        self, work: Callable[[], None], stream: Stream, pool: str, generators: Sequence[torch.Generator]
+        self, work: Callable[[], None], stream: Stream, pool: object, generators: Sequence[torch.Generator]
     ) -> FakeGraph:
-        assert pool == f"pool of {stream.device}"
         if self.fails():
             raise RuntimeError("operation not permitted when stream is capturing")
         noted = _Capture(self)
@@ -141,7 +141,7 @@ class GraphStreams(RecordingStreams):
                 for tensor, content in noted.before.values():
                     tensor.copy_(content)
                 raise
-            graph = FakeGraph(noted, generators, stream)
+            graph = FakeGraph(noted, generators, stream, pool)
         self.graphs.append(graph)
         return graph
 
@@ -149,6 +149,9 @@ class GraphStreams(RecordingStreams):
         assert self.current(graph.stream.device) is graph.stream, "a replay on another stream: memory is the pool's"
         self.replays += 1
         with self.silent():
+            for later in self.graphs[self.graphs.index(graph) + 1 :]:
+                for tensor in later.kept if later.pool is graph.pool else ():
+                    _spoil(tensor)
             graph.replay()
         reads, writes = graph.reads_and_writes()
         self.work(graph.stream.name, "replay", graph.stream.device, reads=reads, writes=writes)
