@@ -14,6 +14,7 @@ speed drifts meets both alike.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
 from collections import defaultdict
@@ -31,6 +32,7 @@ from autosplit.profile.calibrate import Timing, fitted, place_of, time_cases
 from autosplit.profile.calibration_cases import cases
 from autosplit.profile.clocks import Clock, clock_of
 from autosplit.profile.ledger import Ledger
+from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.shadow import shadow
 from autosplit.profile.work import work_of
 from benchmarks import pairs
@@ -96,13 +98,17 @@ class Line:
 
 
 def works_of(stage: Alone) -> list[OpWork]:
-    """Return the operations of a stage's forward and backward, from a run on fake tensors."""
+    """Return the operations of a stage's forward and backward, from a run on fake tensors.
+
+    What cuDNN computes on a CUDA device, such as an LSTM, takes a call of its own: cuDNN's reads real addresses.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         module = shadow(stage.module, replace=mode.from_tensor).module
         assert isinstance(module, Stage)
         inputs = tuple(mode.from_tensor(tensor) for tensor in stage.inputs)
     twin = Alone(stage.family, stage.number, module, inputs, stage.precision)
-    with mode, Ledger() as ledger:
+    lowering = CudaKernels() if inputs[0].device.type == "cuda" else contextlib.nullcontext()
+    with mode, lowering, Ledger() as ledger:
         twin.run()
     return [work_of(operation) for operation in ledger.operations]
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.budgets import falling, measured_bytes, rises
 from benchmarks.gpu.part import Found, Setting, at_least, at_most
 from benchmarks.memory_cuda import clear_workspaces, measured_cuda, predicted_cuda
 from benchmarks.memory_step import Way, measured_step, predicted_step
-from benchmarks.memory_subject import Precision, Recompute, recorded
+from benchmarks.memory_subject import Precision, Recompute, Subject, recorded
 
 MEDIAN_ASKED, WORST_ASKED, RESERVED_ASKED = 0.02, 0.05, 0.08
 PRECISIONS: tuple[Precision, ...] = ("fp32", "amp_bf16")
@@ -64,25 +64,32 @@ def run(setting: Setting) -> Found:
     found = Found(settings={"optimizer": "adam", "steps": 2, "budgets": 10})
     chosen = [small_family()] if setting.small else list(families().values())
     precisions = PRECISIONS[:1] if setting.small else PRECISIONS
-    own = torch.cuda.get_device_capability(setting.device) if setting.cuda else (0, 0)
-    cells = []
+    cells: list[Cell] = []
     for family, precision in itertools.product(chosen, precisions):
-        subject = recorded(family, precision)
-        for recompute in RECOMPUTE:
-            way = Way(precision, recompute, subject.family.rows)
-            if setting.cuda:
-                predicted = predicted_cuda(subject, way, optimizer="adam", workspaces=True, capability=own)
-                cells.append(on_card(subject.family, way, predicted, setting))
-            else:
-                least = predicted_step(subject, way, optimizers=["adam"])["adam"]
-                most = measured_step(subject.family, way, optimizers=["adam"])["adam"]
-                cells.append(Cell(family.name, precision, recompute, least, most))
-    found.figures += [figure(cell, setting) for cell in cells]
-    found.checks += checks(cells, setting)
+        with found.going_on(f"{family.name}, {precision}"):
+            subject = recorded(family, precision)
+            for recompute in RECOMPUTE:
+                with found.going_on(f"{family.name}, {precision}, recompute {recompute}"):
+                    cells.append(_cell(subject, Way(precision, recompute, subject.family.rows), setting))
+                    found.figures.append(figure(cells[-1], setting))
+    if cells:
+        found.checks += checks(cells, setting)
     if not setting.cuda:
         found.missing.append("reserved bytes and histories: a CPU has no caching allocator")
-    _budgets(setting, found)
+    with found.going_on("budgets"):
+        _budgets(setting, found)
     return found
+
+
+def _cell(subject: Subject, way: Way, setting: Setting) -> Cell:
+    """Predict one family in one way, and then measure it."""
+    if setting.cuda:
+        own = torch.cuda.get_device_capability(setting.device)
+        predicted = predicted_cuda(subject, way, optimizer="adam", workspaces=True, capability=own)
+        return on_card(subject.family, way, predicted, setting)
+    least = predicted_step(subject, way, optimizers=["adam"])["adam"]
+    most = measured_step(subject.family, way, optimizers=["adam"])["adam"]
+    return Cell(subject.family.name, way.precision, way.recompute, least, most)
 
 
 def on_card(family: Family, way: Way, predicted: tuple[int, int], setting: Setting) -> Cell:

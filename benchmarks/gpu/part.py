@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -102,6 +103,7 @@ class Found:
     """What a part hands back.
 
     Attributes:
+        save: what writes down how far a part is, wherever `going_on` ends; None: nobody does.
         checks: the numbers that are asked for, with what was measured.
         figures: everything that was measured, as plain data; spreads are written as their quartiles.
         settings: what the figures depend on beside the machine.
@@ -109,6 +111,7 @@ class Found:
         failed: what ended in an error of ours; the rest of the part went on.
     """
 
+    save: ClassVar[Callable[[Found], None] | None] = None
     checks: list[Check] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +120,10 @@ class Found:
 
     @contextlib.contextmanager
     def going_on(self, what: str) -> Iterator[None]:
-        """Note an error of what runs in here, and go on behind it: minutes on a card are not to be lost."""
+        """Note an error of what runs in here, and go on behind it: minutes on a card are not to be lost.
+
+        What was found so far is saved at the end, so that a run that is killed loses what it was at alone.
+        """
         try:
             yield
         except Exception as error:
@@ -125,6 +131,9 @@ class Found:
             text = f"{what}: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
             self.failed.append(text)
             print(f"failed: {text}", flush=True)
+        finally:
+            if Found.save is not None:
+                Found.save(self)
 
 
 Part = Callable[[Setting], Found]
@@ -135,6 +144,17 @@ def settled(check: Check) -> Check:
     word, _, text = check.asked.partition(" ")
     measured, asked = float(f"{check.measured:.{_DIGITS}g}"), float(text)
     return replace(check, measured=measured, ok={"<=": measured <= asked, ">=": measured >= asked}[word])
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with None for every number that is not finite, as JSON has none of these."""
+    if isinstance(value, Spread):
+        return finite(asdict(value))
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def ratios(readings: pairs.Pairs) -> Spread:

@@ -34,8 +34,9 @@ def run(setting: Setting) -> Found:
     for name, made, devices, balance in _cases(setting):
         with found.going_on(name):
             cases[name] = _predicted(name, made, devices, balance, setting)
-    written = setting.write_down({"predictions": [figure for figure, _, _ in cases.values()]})
-    found.settings["predictions_written"] = written
+    predictions = [figure for figure, _, _ in cases.values()]
+    found.settings["predictions_written"] = setting.write_down({"predictions": predictions})
+    found.settings["predictions"] = predictions
     for name, (figure, made, pipe) in cases.items():
         with found.going_on(name):
             readings = [pairs.read(setting.waited(partial(made.step, pipe))) for _ in range(repeats + 2)][2:]

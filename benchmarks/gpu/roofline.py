@@ -37,11 +37,15 @@ def run(setting: Setting) -> Found:
     if setting.small:
         one = small_family()
         chosen, micro = [one, replace(one, name="another")], [case for case in micro if case.quick][:_SMALL_CASES]
-    lines = []
+    timed = partial(time_cases, place=setting.device, quick=setting.small)
+    small = timed(micro)
+    lines: list[Line] = []
     for precision in ("fp32",) if setting.small else ("fp32", "bf16"):
-        lines += _lines(chosen, micro, precision, setting, rounds=rounds)
+        with found.going_on(precision):
+            lines += _lines(chosen, small, timed, precision, setting, found, rounds=rounds)
         setting.empty()
-    found.figures += [{**asdict(line), "error": line.error} for line in lines]
+    if not lines:
+        return found
     errors = [abs(line.error) for line in lines]
     found.checks += [
         at_most("time per stage, leave one family out: median error", MEDIAN_ASKED, statistics.median(errors)),
@@ -51,22 +55,34 @@ def run(setting: Setting) -> Found:
 
 
 def _lines(
-    chosen: Sequence[Family], micro: Sequence[Case], precision: str, setting: Setting, *, rounds: int
+    chosen: Sequence[Family],
+    small: Sequence[Timing],
+    timed: Callable[[Sequence[Case]], list[Timing]],
+    precision: str,
+    setting: Setting,
+    found: Found,
+    *,
+    rounds: int,
 ) -> list[Line]:
-    """Return predicted beside measured for all stages of all families in one precision."""
-    stages = {family.name: stages_of(family, precision=precision, place=setting.device) for family in chosen}
-    alone = [stage for own in stages.values() for stage in own]
+    """Return predicted beside measured for all stages of all families in one precision; one that fails is left out."""
+    stages, works, own = {}, {}, {}
+    for family in chosen:
+        with found.going_on(f"{family.name}, {precision}"):
+            cut = stages_of(family, precision=precision, place=setting.device)
+            works[family.name] = [works_of(stage) for stage in cut]
+            own[family.name] = timed([case_of(family)])[precision == "bf16" :][:1]
+            stages[family.name] = cut
+    alone = [stage for cut in stages.values() for stage in cut]
     clock = clock_of(setting.device, threads=1)
     times = dict(zip(map(id, alone), measured(alone, rounds=rounds, clock=clock), strict=True))
-    timed = partial(time_cases, place=setting.device, quick=setting.small)
-    small = timed(micro)
-    own = {family.name: timed([case_of(family)])[precision == "bf16" :][:1] for family in chosen}
     lines = []
-    for family in chosen:
-        model = fitted([*small, *others(own, family.name)], device=setting.spec)
-        for stage in stages[family.name]:
-            predicted_s = sum(map(model.seconds, works_of(stage)))
-            lines.append(Line(family.name, precision, stage.number, predicted_s, times[id(stage)]))
+    for name, cut in stages.items():
+        with found.going_on(f"{name}, {precision}, predicted"):
+            model = fitted([*small, *others(own, name)], device=setting.spec)
+            for stage, work in zip(cut, works[name], strict=True):
+                line = Line(name, precision, stage.number, sum(map(model.seconds, work)), times[id(stage)])
+                found.figures.append({**asdict(line), "error": line.error})
+                lines.append(line)
     return lines
 
 

@@ -5,7 +5,8 @@
 
 Figures go to ``benchmarks/results/<part>-<device>.json``, such as ``step-h200.json``: the device, versions, the date,
 ``checks`` (name, asked, measured, ok), ``figures``, ``missing``: what could not be measured, and why, and ``failed``:
-what ended in an error, which exits with 1. With
+what ended in an error, which exits with 1. The file is written whenever something of a part is done, with ``finished``
+false until all is. With
 ``--device cpu --small`` every part runs in seconds on tiny sizes: a dry run, which shows that nothing is misspelt. Its
 file says so, and it is written only where ``--json`` says.
 """
@@ -16,15 +17,16 @@ import argparse
 import importlib
 import importlib.util
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import pairs
-from benchmarks.gpu.part import Found, Part, Setting, milliseconds, settled
+from benchmarks.gpu.part import Found, Part, Setting, Spread, finite, milliseconds, settled
 
 PARTS = {
     "step": "one stage against the plain model; four stages on one card against a plain loop and peers",
@@ -75,22 +77,46 @@ def machine(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def write(path: Path, name: str, setting: Setting, facts: dict[str, Any], found: Found) -> None:
-    """Write the file of results, as `benchmarks.pairs.write` does, with what is missing and what it is worth."""
-    settings = {**found.settings, "small": setting.small, "device": str(setting.device)}
-    checks = [settled(check) for check in found.checks]
-    pairs.write(path, benchmark=name, settings=settings, machine=facts, figures=found.figures, checks=checks)
-    content = json.loads(path.read_text(encoding="utf-8"))
+def write(
+    path: Path, name: str, setting: Setting, facts: dict[str, Any], found: Found, *, finished: bool = True
+) -> None:
+    """Write the file of results, as `benchmarks.pairs.write` does, with what is missing and what it is worth.
+
+    A number that is not finite is null there, and its check does not hold. The file is there as a whole or as it was.
+    """
+    settings = {**finite(found.settings), "small": setting.small, "device": str(setting.device)}
+    figures = [finite(figure) for figure in found.figures]
+    checks = [settled(check) for check in found.checks if math.isfinite(check.measured)]
+    lost = [check for check in found.checks if not math.isfinite(check.measured)]
+    whole = path.with_name(f"{path.name}.new")
+    pairs.write(whole, benchmark=name, settings=settings, machine=facts, figures=figures, checks=checks)
+    content = json.loads(whole.read_text(encoding="utf-8"))
+    content["checks"] += [{"name": check.name, "asked": check.asked, "measured": None, "ok": False} for check in lost]
+    infinite = [f"{check.name}: it came out as {check.measured}" for check in lost]
+    infinite += [f"{_name(figure)}: a number in it is not finite" for figure in found.figures if _lost(figure)]
     worth = {"dry_run": DRY} if not setting.cuda else {"dry_run": SMALL} if setting.small else {}
     head = {
         "benchmark": name,
         "device": setting.short_name,
         "date": facts["date"],
         **worth,
-        "missing": found.missing,
+        "finished": finished,
+        "missing": [*found.missing, *infinite],
         "failed": found.failed,
     }
-    path.write_text(json.dumps({**head, **content}, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    whole.write_text(json.dumps({**head, **content}, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    whole.replace(path)
+
+
+def _lost(figure: Mapping[str, Any]) -> bool:
+    """Tell whether a number of a figure is not finite; None is None before and after."""
+    plain = {key: asdict(value) if isinstance(value, Spread) else value for key, value in figure.items()}
+    return json.dumps(plain) != json.dumps(finite(plain))
+
+
+def _name(figure: Mapping[str, Any]) -> str:
+    """Return what a figure is of: its texts."""
+    return ", ".join(value for value in figure.values() if isinstance(value, str)) or "a figure"
 
 
 def check_device(device: torch.device, *, small: bool) -> None:
@@ -146,7 +172,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         setting = replace(setting, path=RESULTS / f"{arguments.part}-{setting.short_name}.json")
     facts = machine(setting)
     print(f"{arguments.part} on {facts['device_name']}\n{pairs.facts_text(facts)}", flush=True)
-    found = chosen(setting)
+    try:
+        if (path := setting.path) is not None:
+            Found.save = staticmethod(
+                lambda so_far: write(path, arguments.part, setting, facts, so_far, finished=False)
+            )
+        found = chosen(setting)
+    finally:
+        Found.save = None
     print(report(found))
     if setting.path is not None:
         write(setting.path, arguments.part, setting, facts, found)

@@ -46,10 +46,12 @@ def run(setting: Setting, name: str) -> Found:
     subject = published(small=setting.small)[name]
     repeats, counts = (1, (2,)) if setting.small else (3, (2, 4, 8))
     found = Found(settings={"model": subject.shape, "repeats": repeats, "schedule": "1f1b", "simulated": True})
-    layers = layer_times(subject.make(setting.device, chunks=1), repeats=repeats)
-    found.figures.append({"what": "layers alone", "layers": len(layers), "sum_s": sum(layers), "each_s": layers})
+    layers: list[float] = []
+    with found.going_on(f"{name}, layers alone"):
+        layers = layer_times(subject.make(setting.device, chunks=1), repeats=repeats)
+        found.figures.append({"what": "layers alone", "layers": len(layers), "sum_s": sum(layers), "each_s": layers})
     gains: list[float] = []
-    for stages in counts:
+    for stages in counts if layers else ():
         with found.going_on(f"{name}, {stages} stages"):
             gains += _compare(subject, stages, layers, setting, found, repeats=repeats)
         setting.empty()

@@ -10,7 +10,7 @@ import torch
 from autosplit.planning.alone import StagesAlone
 from autosplit.schedule.catalog import build
 from benchmarks import pairs
-from benchmarks.gpu import part, predict, run, step, subjects, twin
+from benchmarks.gpu import memory, part, predict, roofline, run, step, subjects, twin
 from benchmarks.gpu.part import Found, Setting
 
 CPU = Setting(torch.device("cpu"), small=True, peers=("torchgpipe",))
@@ -86,6 +86,47 @@ def test_an_error_is_noted_and_the_part_goes_on(monkeypatch, tmp_path):
     content = json.loads(path.read_text(encoding="utf-8"))
     assert "the first half: RuntimeError: no such kernel (test_gpu_run.py" in content["failed"][0]
     assert [check["name"] for check in content["checks"]] == ["the second half"]
+
+
+def test_what_was_found_is_in_the_file_when_the_run_is_cut_off(monkeypatch, tmp_path):
+    def cut_off(setting: Setting) -> Found:
+        found = Found()
+        with found.going_on("the first half"):
+            found.figures.append({"x_s": 1.0})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, "run", cut_off)
+    path = tmp_path / "step.json"
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["--part", "step", "--device", "cpu", "--small", "--json", str(path)])
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["figures"] == [{"x_s": 1.0}]
+    assert content["finished"] is False
+    assert Found.save is None
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_number_that_is_not_finite_is_null_and_said(tmp_path):
+    figures = [{"what": "gpt2", "times": part.Spread(1.0, float("nan"), 2.0)}, {"what": "vit", "x_s": [1.0, None]}]
+    checks = [part.at_most("gpt2: worst", 1.0, float("inf")), part.at_most("vit: worst", 1.0, 0.5)]
+    path = tmp_path / "a.json"
+    run.write(path, "a", CPU, {"date": "today", "device": "cpu"}, Found(checks=checks, figures=figures))
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["figures"][0]["times"] == {"median": 1.0, "low": None, "high": 2.0}
+    assert content["missing"] == ["gpt2: worst: it came out as inf", "gpt2: a number in it is not finite"]
+    assert [(check["measured"], check["ok"]) for check in content["checks"]] == [(0.5, True), (None, False)]
+    assert content["finished"] is True
+
+
+@pytest.mark.parametrize(("module", "what"), [(memory, "_cell"), (twin, "layer_times"), (roofline, "stages_of")])
+def test_what_fails_in_a_part_does_not_lose_the_rest_of_it(monkeypatch, module, what):
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(module, what, fails)
+    found = twin.run_for("gpt2")(CPU) if module is twin else module.run(CPU)
+    assert found.failed
+    assert all("no such kernel" in text for text in found.failed)
 
 
 def test_gradients_that_cancel_out_are_no_scale():
