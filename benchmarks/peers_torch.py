@@ -100,12 +100,13 @@ class Ranks:
         return answers
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes; they have one deadline together."""
         for link in self.links:
             with contextlib.suppress(OSError):  # it may have died
                 link.send(_STOP)
+        end_s = time.monotonic() + _JOIN_S
         for process in self.own:
-            process.join(_JOIN_S)
+            process.join(max(0.0, end_s - time.monotonic()))
             process.kill()
         self.folder.cleanup()
 

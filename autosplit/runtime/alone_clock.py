@@ -29,6 +29,8 @@ from autosplit.schedule.action import Action, Schedule
 
 _LONGER = 1.5
 """By how much a device is kept busy for longer than the action took to issue before."""
+_MOST_BUSY_S = 0.5
+"""For how long at most: what takes longer to issue met something else, such as a compiler."""
 
 _Way = tuple[int, int, bool]
 """From which stage to which, and whether backward."""
@@ -94,7 +96,7 @@ class AloneClock(StepClock):
         lane = self._lanes[action.stage]
         self._holds.begin(lane)
         if known := self._issue_s[action]:
-            lane.occupy(_LONGER * min(known))
+            lane.occupy(min(_LONGER * min(known), _MOST_BUSY_S))
         super().begins(action)
         self._issued_s, self._own_s = time.perf_counter(), self._now_s()
 

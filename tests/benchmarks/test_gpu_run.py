@@ -129,6 +129,18 @@ def test_what_fails_in_a_part_does_not_lose_the_rest_of_it(monkeypatch, module, 
     assert all("no such kernel" in text for text in found.failed)
 
 
+def test_predictions_stay_in_the_file_that_is_written_at_the_end(tmp_path, monkeypatch):
+    cases = predict._cases
+    monkeypatch.setattr(predict, "_cases", lambda setting: cases(setting)[-1:])
+    monkeypatch.setattr(pairs, "read", lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
+    path = tmp_path / "predict.json"
+    with pytest.raises(SystemExit, match="1"):
+        run.main(["--part", "predict", "--device", "cpu", "--small", "--json", str(path)])
+    settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    assert settings["predictions_written"]
+    assert [figure["predicted_s"] > 0 for figure in settings["predictions"]] == [True]
+
+
 def test_gradients_that_cancel_out_are_no_scale():
     expected = [torch.tensor([4.0, -1.0]), torch.tensor([1e-9])]
     assert part.differ([torch.tensor([4.0, -1.0]), torch.tensor([-1e-9])], expected) < 1e-5
@@ -222,6 +234,27 @@ def test_torchgpipes_own_balance_is_asked(monkeypatch):
     monkeypatch.undo()
     if pairs.torchgpipe() is not None:
         assert twin.balance_by_time([1.0, 1.0, 1.0, 3.0], 2) in ([3, 1], [2, 2])  # it does not find the best one
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_cut_is_held_against_torchgpipes_only_where_that_is_there(monkeypatch, there):
+    steps = {twin.OURS: 1.0, twin.EQUAL: 1.5} | ({twin.PEER: 2.0} if there else {})
+    monkeypatch.setattr(twin, "measured", lambda *_, **__: dict.fromkeys(steps))
+    monkeypatch.setattr(twin, "_figure", lambda cut, *_: {"step_s": steps[cut], "share": 1.0})
+    subject, found = subjects.published(small=True)["gpt2"], Found()
+    gains = twin._compare(subject, 2, [], CPU, found, repeats=1)
+    both = f"the better of {' and '.join(sorted(set(steps) - {twin.OURS}))}"
+    assert gains == {both: 1.5} | ({twin.PEER: 2.0} if there else {})
+    held = [check.name for check in found.checks if "our step" in check.name]
+    assert (
+        held
+        == [f"{subject.name}, 2 stages, simulated: our step over that of {cut}" for cut in (twin.PEER, both)][
+            not there :
+        ]
+    )
+    assert found.missing == (
+        [] if there else [f"{subject.name}, 2 stages, simulated: our step over that of {twin.PEER}"]
+    )
 
 
 def test_a_stage_that_two_cuts_share_has_one_time():

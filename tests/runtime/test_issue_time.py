@@ -54,6 +54,15 @@ def test_the_hosts_time_is_measured_and_binds(schedule: str) -> None:
     assert "host-bound" in text
 
 
+def test_a_host_that_waits_for_room_in_the_queue_is_not_issuing() -> None:
+    """All microbatches but a stage's first wait: the least is what it takes to issue one."""
+    plan, found = profiled("two cards")
+    bars = tuple(replace(bar, issue_s=2e-3 if bar.microbatch == 0 else 5.0) for bar in found.bars)
+    known = with_measured_issue(plan, replace(found, bars=bars))
+    assert known is not None
+    assert {(stage.forward_issue_s, stage.backward_issue_s) for stage in known.stages} == {(2e-3, 2e-3)}
+
+
 def test_a_cpu_lane_is_its_own_host() -> None:
     plan, found = profiled("CPU and cards")
     devices = {stage.index: PLACES["CPU and cards"][0][stage.lane] for stage in plan.stages}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import InputError, autosplit
-from autosplit.runtime.alone_clock import _Holds
+from autosplit.runtime.alone_clock import AloneClock, _Holds
 from autosplit.runtime.lanes import CpuLane
 from autosplit.schedule.action import Action
 from tests.runtime import lane_models
@@ -137,6 +137,25 @@ def test_a_step_in_one_piece_is_refused_with_the_reason():
         pipe.profile_stages(torch.randn(2, WIDTH), **given)
     with pytest.raises(InputError, match="repeats=0 measures nothing"):
         pipe.profile_stages(torch.randn(2, WIDTH), **given, repeats=0)
+
+
+def test_a_device_is_kept_busy_for_half_a_second_at_most(monkeypatch: pytest.MonkeyPatch):
+    """An action that took long to issue, as a compiler's first call does, holds nobody up for long."""
+    monkeypatch.setattr(AloneClock, "ends", _ends_late(AloneClock.ends))
+    pipe = RecordedPipe(Skips(), ["cuda:0", "cuda:0"], "cuda:0", schedule="1f1b")
+    shape = (lane_models.ROWS, lane_models.WIDTH)
+    value, target = torch.randn(shape), torch.randn(shape)
+    with pipe.recording():
+        pipe.pipe.profile_stages(pipe.put(value), target=pipe.put(target), loss_fn=nn.MSELoss(), repeats=1)
+    assert {seconds for _, seconds in pipe.streams.occupied} == {0.5}
+
+
+def _ends_late(ends: Any) -> Any:
+    def late(clock: AloneClock, action: Action) -> None:
+        clock._issued_s -= 60.0
+        ends(clock, action)
+
+    return late
 
 
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"], ["cpu", "cuda:0"]])
