@@ -30,6 +30,8 @@ class Border:
     """Leaves and gradients that an input gradient made before its turn: they are added with the weight gradients."""
     lease: Any = None
     """Of a cell that ran as a graph: what holds its slot (:mod:`autosplit.runtime.graphs`)."""
+    again: Callable[[], dict[str, Bundle]] | None = None
+    """What runs such a cell as it is, for a backward that cannot be a graph."""
     key: Any = None
     """What its random operations drew by."""
     edges: Sequence[GradientEdge | None] = ()

@@ -285,12 +285,12 @@ class Cells:
         """
         border = self.cells[stage, microbatch]
         in_turn = whole or self.added[stage] == microbatch
-        made: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         with self.step.lanes[stage].active():
             if border.lease is not None and self.graphs is not None:
-                self.graphs.backward(self, border, stage, microbatch, whole=whole)
+                begun = self.graphs.backward(self, border, stage, microbatch, whole=whole)
             else:
-                made = self._made(border, stage, microbatch, whole=whole, in_turn=in_turn)
+                begun = self.roots_of(border, stage, microbatch)
+            made = self._made(border, stage, microbatch, *begun, whole=whole, in_turn=in_turn)
             if in_turn:
                 self.take_totals(stage, made)
         if in_turn:
@@ -301,14 +301,13 @@ class Cells:
         if not self.keep:
             border.leaves.clear()
             border.sent = {}
-            border.lease = border.lease if border.rest is not None else None
+            border.lease, border.again = border.lease if border.rest is not None else None, None
 
     def _made(
-        self, border: Border, stage: int, microbatch: int, *, whole: bool, in_turn: bool
+        self, border: Border, stage: int, microbatch: int, roots: Any, seeds: Any, *, whole: bool, in_turn: bool
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Run autograd's engine on a cell; send back what goes back, and return what came to each leaf that sums."""
         leaves = [(name, i, t) for name, own in border.leaves.items() for i, t in enumerate(own) if t.requires_grad]
-        roots, seeds = self.roots_of(border, stage, microbatch)
         if not (roots and (leaves or self.summed[stage])):
             return []
         later = PutOff() if whole else self._put_off(roots, stage, microbatch)

@@ -219,7 +219,9 @@ class Back:
         sends: the inputs whose gradients go back, by bundle and position, and where the graph leaves them.
         leaves: the leaves to whose sums it adds.
         late: those to whose sums `rest` adds: the weight gradients that were put off.
-        reason: why it is no graph, but autograd's engine on what the forward's graph saved; "" where it is one.
+
+    What the forward's graph saved is for graphs only: outside of a capture a kernel may read on the host where its
+    random numbers begin, which in a graph is memory of the device. So all is captured, or an error is raised.
     """
 
     def __init__(
@@ -229,7 +231,7 @@ class Back:
         key: Key | None,
         put_off: Callable[..., PutOff] | None,
     ) -> None:
-        self.slot, self.reason = slot, ""
+        self.slot = slot
         self.roots = [out for out, seed in zip(slot.outs, came, strict=True) if seed is not None]
         self.seeds = [_blank(seed).detach() for seed in came if seed is not None]
         self._copy_in(came)
@@ -241,33 +243,33 @@ class Back:
         self.leaves = [leaf for leaf in every if id(leaf.tensor) not in waits]
         self.found: list[torch.Tensor | None] = []
         slot.seed(key)
-        with slot.own.inside():
-            reached = self._engine([])  # which tells what there are gradients for, and is the warm-up
+        reached, late = self._looked()
         self.leaves = [leaf for leaf, total in zip(self.leaves, reached, strict=True) if total is not None]
         by_tensor = {id(leaf.tensor): leaf for leaf in every}
         self.late: dict[Any, Leaf] = {}
         for leaf, total in zip(self.leaves, (t for t in reached if t is not None), strict=True):
             slot.own.sums.setdefault(leaf.key, torch.empty_like(total))
-        for product in self.later.products:
-            for tensor, gradient in product.gradients():
-                leaf = by_tensor[id(tensor)]
-                slot.own.sums.setdefault(leaf.key, torch.empty_like(gradient))
-                self.late[leaf.key] = leaf
-        self.run = self._captured(self._issue)
-        self.rest = self._captured(self._issue_rest) if self.late else None
+        for tensor, gradient in late:
+            leaf = by_tensor[id(tensor)]
+            slot.own.sums.setdefault(leaf.key, torch.empty_like(gradient))
+            self.late[leaf.key] = leaf
+        del reached, late
+        self.run = slot.own.capture(self._issue, slot.draws, slot.pool)
+        self.rest = slot.own.capture(self._issue_rest, slot.draws, slot.pool) if self.late else None
 
-    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return what replays a part, or the part itself where that cannot be captured: what it reads is all there."""
-        try:
-            return self.slot.own.capture(work, self.slot.draws, self.slot.pool)
-        except Exception as error:
-            self.reason = self.reason or explained(error)
+    def _looked(self) -> tuple[list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return which leaves a backward comes to, and which with what is put off, by a capture that is thrown away."""
+        reached: list[torch.Tensor | None] = []
+        late: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def done() -> None:
-            with self.slot.own.inside():
-                work()
+        @torch.no_grad()
+        def look() -> None:
+            reached.extend(self._engine([]))
+            late.extend(pair for product in self.later.products for pair in product.gradients())
 
-        return done
+        self.slot.own.capture(look, self.slot.draws, self.slot.pool)
+        self.found = []
+        return reached, late
 
     def _engine(self, sums: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Run autograd's engine; keep what goes back, and return what came to the leaves."""

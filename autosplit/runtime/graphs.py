@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from autosplit.runtime.ambient import is_transformed, needs_one_thread, watched
+from autosplit.runtime.ambient import ThreadState, is_transformed, needs_one_thread, watched
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.graph_slot import Back, Leaf, Own, Slot, explained, leaves_behind
 from autosplit.runtime.graph_state import Watched
@@ -133,11 +133,10 @@ class StageGraphs:
     def line(self) -> str:
         """Return what the report says of the stage."""
         slots = [slot for kind in self.kinds.values() for slot in kind.slots]
-        backs = [back for slot in slots for back in slot.backs.values()]
-        reason = self.failed or self.reason or next((back.reason for back in backs if back.reason), "")
+        reason = self.failed or self.reason
         if not slots:
             return f"stage {self.stage}: no graphs: {reason or 'its first step is the warm-up'}"
-        graphs = f"{len(slots)} forwards and {sum(not back.reason for back in backs)} backwards as graphs"
+        graphs = f"{len(slots)} forwards and {sum(len(slot.backs) for slot in slots)} backwards as graphs"
         held = "" if self.own is None else f", {format_bytes(self.own.held_bytes)} held for good"
         anew = f", made anew {self.anew} times as the model had changed" if self.anew else ""
         return f"stage {self.stage}: {graphs}{held}{anew}" + (f"; not all: {reason}" if reason else "")
@@ -163,7 +162,7 @@ class Replays:
 
     def __init__(self, graphs: Graphs, cells: Cells) -> None:
         self.graphs, self.number = graphs, graphs.steps
-        self.settings = _settings()
+        self.settings, self.state = _settings(), ThreadState.current()
         self.refused = [stage.refusal(cells) for stage in graphs.stages]
         for stage, reason in zip(graphs.stages, self.refused, strict=True):
             stage.reason = reason or stage.reason
@@ -187,26 +186,50 @@ class Replays:
             wants = [out.requires_grad for out in slot.outs]
             outs = list(_Leave.apply(torch.zeros((), requires_grad=True), wants, *outs))
             border.lease, border.key = lease, next((value for value in given if isinstance(value, Key)), None)
+            border.again = partial(self._again, slot.own.watched, run, given)
             nodes = [out.grad_fn for out in outs]
             border.edges = [None if node is None else GradientEdge(node, i) for i, node in enumerate(nodes)]
         flat = iter(outs)
         return {target: tuple(next(flat) for _ in range(count)) for target, count in slot.bundles.items()}
 
-    def backward(self, cells: Cells, border: Border, stage: int, microbatch: int, *, whole: bool) -> None:
-        """Run the backward of a cell that ran as a graph; ``whole``: not in two parts."""
-        slot = border.lease.slot
+    def _again(self, watched: Watched, run: Callable[..., Any], given: Sequence[Any]) -> dict[str, Any]:
+        """Run a stage as it is once more; buffers that it writes to were written to by the graph."""
+        copies = {id(t): t.detach().clone() for t in watched.tensors if not isinstance(t, torch.nn.Parameter)}
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), self.state.autocast(), watched.replaced(copies):
+                found: dict[str, Any] = run(*given)
+        finally:
+            torch.clear_autocast_cache()
+        return found
+
+    def backward(
+        self, cells: Cells, border: Border, stage: int, microbatch: int, *, whole: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Run the backward of a cell that ran as a graph; ``whole``: not in two parts.
+
+        Where that cannot be a graph the cell runs again as it is: return what its backward begins at, and with what.
+        """
+        slot, graphs = border.lease.slot, self.graphs.stages[stage]
         came = self._came_in(cells, border, stage, microbatch)
         if all(seed is None for seed in came):
-            return
+            return [], []
         last = microbatch == len(cells.step.sizes) - 1
         again = cells.lowered.runs_again(stage, last=last) or bool(cells.lowered.stages[stage].units)
         finds = None if whole else (lambda roots, leaves: PutOff() if again else put_off(roots, leaves))
-        back = slot.back(came, border.key, finds)
+        try:
+            back = slot.back(came, border.key, finds)
+        except Exception as error:
+            graphs.failed = graphs.failed or explained(error)
+            assert border.again is not None, "a cell that ran as a graph"
+            outs = [tensor for bundle in border.again().values() for tensor in bundle]
+            begun = [(out, seed) for out, seed in zip(outs, came, strict=True) if seed is not None]
+            return [out for out, _ in begun], [seed for _, seed in begun]
         self._ready(cells, stage, back.leaves, slot.own)
         for name, position, gradient in back.replay(came, border.key):
             cells.send_back(stage, microbatch, name.removeprefix("from"), position, gradient)
         if back.rest is not None:
             border.rest = partial(self._weights, cells, stage, back)
+        return [], []
 
     def _weights(self, cells: Cells, stage: int, back: Back) -> None:
         """Add the weight gradients that a backward put off."""

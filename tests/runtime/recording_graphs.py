@@ -120,6 +120,7 @@ class GraphStreams(RecordingStreams):
         super().__init__()
         self.graphs: list[FakeGraph] = []
         self.replays = 0
+        self.capturing = False
         self.drawn_from: torch.Generator | None = None
         self.fails: Callable[[], bool] = lambda: False
         """Tells whether the next capture fails."""
@@ -135,12 +136,15 @@ class GraphStreams(RecordingStreams):
         noted = _Capture(self)
         with self.silent(), self.using(stream):
             try:
+                self.capturing = True
                 with noted:
                     work()
             except BaseException:
                 for tensor, content in noted.before.values():
                     tensor.copy_(content)
                 raise
+            finally:
+                self.capturing = False
             graph = FakeGraph(noted, generators, stream, pool)
         self.graphs.append(graph)
         return graph

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from autosplit.runtime import batch_norm
+from autosplit.runtime import batch_norm, graph_slot
 from tests.runtime.graph_pipes import Pair, same
 
 WIDTH, ROWS = 4, 6
@@ -237,6 +237,29 @@ def test_a_capture_that_fails_costs_a_line_in_the_report(fails: str) -> None:
         two.train(*batch())
     assert any("not permitted" in line for line in two.lines())
     assert bool(two.replays) == (fails != "all")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_backward_that_cannot_be_captured_runs_its_cell_again(
+    schedule: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never the engine on what a captured forward saved."""
+    two, asked, engine = pair(schedule=schedule), [0], graph_slot.gradients
+
+    def captured(*given: Any, **named: Any) -> Any:
+        assert two.streams.capturing, "outside of a capture"
+        asked[0] += 1
+        if asked[0] == nth:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return engine(*given, **named)
+
+    monkeypatch.setattr(graph_slot, "gradients", captured)
+    for _ in range(3):
+        two.train(*batch())
+        two.call(torch.randn(ROWS, WIDTH))
+    assert asked[0] >= nth
+    assert any("not permitted" in line for line in two.lines()), two.lines()
 
 
 class Reads(nn.Module):
