@@ -2,17 +2,23 @@
 
 :class:`autosplit.runtime.lanes.CudaLane` holds the handshake and reaches the hardware through nothing else, so that
 the same handshake runs on CUDA and, in the tests, on streams that only write down what they were told.
+
+``_cuda_endAllocateToPool`` and ``_cuda_releasePool`` are private, but nothing else tells the allocator that a capture
+is over which torch could not end. ``torch.cuda.use_mem_pool`` calls both; read in the source of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
 from autosplit.profile.clocks import occupy
+
+_FAILED: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture failed: the allocator may ask them still which streams they capture."""
 
 
 class Streams(Protocol):
@@ -175,14 +181,15 @@ class CudaStreams:
         Other threads of the caller's, such as a loader's that pins memory, may go on meanwhile. Autograd's own thread
         issues a backward to the stream of its forward, so to the same stream.
         """
-        graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
-        with (
-            torch.cuda.device(stream.device),
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            work()
+        with self.using(stream):  # which torch leaves the current one where it cannot end a capture
+            graph = _graph(generators)
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    work()
+            except BaseException:
+                _FAILED.append(graph)
+                _given_up(stream, pool, generators)
+                raise
         return graph
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -203,3 +210,23 @@ class CudaStreams:
             yield
         finally:
             own.graphsafe_set_state(before)
+
+
+def _graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    return graph
+
+
+def _given_up(stream: torch.cuda.Stream, pool: Any, generators: Sequence[torch.Generator]) -> None:
+    """Have the allocator and the generators know that a capture is over, where torch stopped short of telling them.
+
+    An allocator that thinks a capture is under way frees nothing that another stream used. It raises where it was
+    told, and then the pool is not released either: the graph does that. A capture that succeeds ends the generators'.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+        torch._C._cuda_releasePool(stream.device.index, pool)
+    with suppress(RuntimeError), torch.cuda.graph(_graph(generators), stream=stream, capture_error_mode="thread_local"):
+        torch.zeros((), device=stream.device)  # of an empty graph torch warns
