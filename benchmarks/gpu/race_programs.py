@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
+from autosplit.planning.plan import Plan
 
 KINDS = ("linear", "in place", "join", "gate", "mask", "position", "teacher", "dropout", "norm")
 HOWS = ("train", "own loss", "call", "two calls", "eval")
@@ -160,9 +161,15 @@ def known_loss(output: Any, target: Tensor) -> Tensor:
 
 
 def pipe_of(
-    model: nn.Module, case: Case, devices: Sequence[torch.device], *, width: int, lanes: str
+    model: nn.Module,
+    case: Case,
+    devices: Sequence[torch.device],
+    *,
+    width: int,
+    lanes: str,
+    plan: Plan | None = None,
 ) -> PipelinedModule:
-    """Return the pipe of a case, planned by estimates: the same cut every time."""
+    """Return the pipe of a case, planned by estimates, the same cut every time, or by an earlier plan of the case."""
     options = Options(
         tuple(devices),
         case.chunks,
@@ -173,7 +180,7 @@ def pipe_of(
         rng="counter",
         measure=False,
     )
-    pipe = PipelinedModule(model, options)
+    pipe = PipelinedModule(model, options, plan)
     pipe.prepare(Sample(torch.zeros(case.rows, width, dtype=torch.get_default_dtype())))
     return pipe
 

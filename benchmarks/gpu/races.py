@@ -25,6 +25,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 
 from autosplit import pipelined, recordings
+from autosplit.planning.plan import Plan
 from autosplit.runtime import cells, lanes, ops
 from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, Lane
 from autosplit.runtime.streams import CudaStreams
@@ -43,6 +45,8 @@ PROGRAMS, SMALL_PROGRAMS = 200, 2
 WIDTH = 64
 LEFT_OUT = 20
 """So many programs run with waits left out, and as many with lifetimes left out."""
+LIMIT_S = 390.0
+"""After so long no further program begins: a minute and a half of eight are left for what is left out."""
 _CYCLES = 200_000
 _SLEEP_S = 2e-3
 _BLOCKS = (*range(128, 8 * 128, 128), WIDTH * WIDTH)
@@ -163,13 +167,27 @@ def places(setting: Setting) -> list[list[str]]:
     return found
 
 
-def once(case: Case, streams: Any, *, how: str = "inline") -> list[Tensor]:
-    """Run a case on streams, from the same weights every time; return all that came out, and the weights."""
+@dataclass
+class Known:
+    """What is known of cases by their numbers: plans, for lanes of each kind, and what came out on one stream."""
+
+    plans: dict[tuple[int, str], Plan] = field(default_factory=dict)
+    expected: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+def once(case: Case, streams: Any, *, how: str = "inline", known: Known | None = None) -> list[Tensor]:
+    """Run a case on streams, from the same weights every time; return all that came out, and the weights.
+
+    ``known`` keeps the case's plan: each run makes its own pipe and lanes, and only the first one searches for the cut.
+    """
     torch.manual_seed(case.number)
     model = Model(case, width=WIDTH).train(case.how != "eval")
     *own, caller = (torch.device(place) for place in case.places)
     with on_streams(streams):
-        pipe = pipe_of(model, case, own, width=WIDTH, lanes=how)
+        plan = known.plans.get((case.number, how)) if known is not None else None
+        pipe = pipe_of(model, case, own, width=WIDTH, lanes=how, plan=plan)
+        if known is not None and pipe.plan is not None:
+            known.plans[case.number, how] = pipe.plan
         found = run_case(pipe, model, case, width=WIDTH, put=lambda tensor: tensor.to(caller))
         pipe.unsplit()
     return [tensor.cpu() for tensor in (*found, *model.parameters())]
@@ -180,46 +198,59 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-def variants(setting: Setting, case: Case, *, seed: int) -> dict[str, Callable[[], list[Tensor]]]:
+def variants(setting: Setting, case: Case, known: Known, *, seed: int) -> dict[str, Callable[[], list[Tensor]]]:
     """Return the ways to run a case that must give the bits of the single stream."""
     chosen = random.Random(f"late {seed}/{case.number}")
     if not setting.cuda:
 
         def threads() -> list[Tensor]:
             with slow_transfers(chosen):
-                return once(case, None, how="threads")
+                return once(case, None, how="threads", known=known)
 
         return {"late": threads}
     return {
-        name: lambda pressed=pressed: once(case, Late(CudaStreams(), sleeps(chosen, pressed=pressed)))  # type: ignore
+        name: lambda pressed=pressed: once(  # type: ignore
+            case, Late(CudaStreams(), sleeps(chosen, pressed=pressed)), known=known
+        )
         for name, pressed in (("late", False), ("pressed", True))
     }
 
 
-def left_out(setting: Setting, cases: Sequence[Case], what: str, *, seed: int) -> int:
+def left_out(setting: Setting, cases: Sequence[Case], known: Known, what: str, *, seed: int) -> int:
     """Return how many cases come out wrong when lanes leave something out."""
     wrong = 0
     for case in cases:
         chosen = random.Random(f"left out {seed}/{case.number}")
         late = Late(CudaStreams(), sleeps(chosen, pressed=True), forget=[what])
-        wrong += not same(once(case, late), once(case, OneStream()))
+        wrong += not same(once(case, late, known=known), known.expected[case.number])
         setting.wait()
     return wrong
 
 
-def hunt(setting: Setting, cases: Sequence[Case], *, seed: int) -> Found:
-    """Run cases in all variants and say which differ."""
-    wrong: dict[str, list[str]] = {}
-    for case in cases:
-        expected = once(case, OneStream() if setting.cuda else None)
-        for name, run in variants(setting, case, seed=seed).items():
-            wrong.setdefault(name, [])
-            if not same(run(), expected):
-                wrong[name].append(str(case))
-    found = Found(settings={"seed": seed, "programs": len(cases), "width": WIDTH})
-    for name, which in wrong.items():
-        found.checks.append(at_most(f"programs that differ from one stream's, {name}", 0, len(which)))
-        found.figures.append({"variant": name, "programs": len(cases), "wrong": len(which), "which": which})
+def hunt(setting: Setting, cases: Sequence[Case], known: Known, *, seed: int, limit_s: float = LIMIT_S) -> Found:
+    """Run cases in all variants, as many as begin before the limit, and say which differ."""
+    found = Found(settings={"seed": seed, "programs": 0, "width": WIDTH})
+    figures: dict[str, dict[str, Any]] = {}
+    end_s = time.monotonic() + limit_s
+    for number, case in enumerate(cases):
+        if time.monotonic() >= end_s:
+            found.missing.append(f"{len(cases) - number} of {len(cases)} programs: {limit_s:g} s were over")
+            break
+        with found.going_on(f"program {case}"):
+            expected = once(case, OneStream() if setting.cuda else None, known=known)
+            for name, run in variants(setting, case, known, seed=seed).items():
+                if name not in figures:
+                    figures[name] = {"variant": name, "programs": 0, "wrong": 0, "which": []}
+                    found.figures.append(figures[name])
+                right = same(run(), expected)
+                figures[name]["programs"] += 1
+                if not right:
+                    figures[name]["wrong"] += 1
+                    figures[name]["which"].append(str(case))
+            known.expected[case.number] = expected
+            found.settings["programs"] += 1
+    for name, figure in figures.items():
+        found.checks.append(at_most(f"programs that differ from one stream's, {name}", 0, figure["wrong"]))
     return found
 
 
@@ -231,32 +262,39 @@ def run(setting: Setting, *, programs: int | None = None, seed: int = 0, only: i
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a sum has other bits on other numbers of threads
     try:
-        found = hunt(setting, cases, seed=seed)
+        known = Known()
+        found = hunt(setting, cases, known, seed=seed)
         if setting.cuda and only is None:
-            some = [case for case in cases if case.how != "eval"][:LEFT_OUT]
+            some = [case for case in cases if case.how != "eval" and case.number in known.expected][:LEFT_OUT]
             for what in ("wait", "keep"):
-                seen = left_out(setting, some, what, seed=seed)
-                found.figures.append({"variant": f"every {what} left out", "programs": len(some), "wrong": seen})
-                if what == "wait":
-                    found.checks.append(at_least("programs that come out wrong without waits", 1, seen))
+                with found.going_on(f"every {what} left out"):
+                    seen = left_out(setting, some, known, what, seed=seed)
+                    found.figures.append({"variant": f"every {what} left out", "programs": len(some), "wrong": seen})
+                    if what == "wait":
+                        found.checks.append(at_least("programs that come out wrong without waits", 1, seen))
     finally:
         torch.set_num_threads(threads)
     if not setting.cuda:
         found.missing.append("streams, lifetimes and pressure on the allocator: a CPU has none")
     if not setting.small and only is None:
-        found.checks.append(at_least("programs", PROGRAMS, count))
+        found.checks.append(at_least("programs", PROGRAMS, found.settings["programs"]))
     return found
 
 
-def main() -> None:
-    """Hunt by the command line; print the figures and say what differs."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="hunt races with random programs")
     parser.add_argument("--programs", type=int, default=PROGRAMS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one program to run again")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Hunt by the command line; print the figures and say what differs."""
+    chosen = parser().parse_args()
     setting = Setting(torch.device(chosen.device))
     found = run(setting, programs=chosen.programs, seed=chosen.seed, only=chosen.only)
     for figure in found.figures:

@@ -181,14 +181,42 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_default_dtype(torch.float32)
     once = races.once
 
-    def wrong(case: Case, streams: Any, *, how: str = "inline") -> list[torch.Tensor]:
-        found = once(case, streams, how=how)
+    def wrong(case: Case, streams: Any, *, how: str = "inline", **given: Any) -> list[torch.Tensor]:
+        found = once(case, streams, how=how, **given)
         return [*found[:-1], found[-1] + (how == "threads")]
 
     monkeypatch.setattr(races, "once", wrong)
     found = races.run(Setting(CPU, small=True), only=1)
     assert [check.ok for check in found.checks] == [False]
     assert found.figures[0]["which"][0].startswith("1: ")
+
+
+def test_a_plan_that_is_known_gives_the_same_bits_and_is_not_searched_again() -> None:
+    torch.set_default_dtype(torch.float32)
+    case, known = case_of(3, seed=0, places=races.places(Setting(CPU))), races.Known()
+    expected = races.once(case, None, known=known)
+    (plan,) = known.plans.values()
+    assert races.same(races.once(case, None, known=known), expected)
+    assert races.same(races.once(case, None), expected)
+    assert [kept is plan for kept in known.plans.values()] == [True]
+
+
+def test_a_hunt_ends_in_time_and_counts_the_programs_that_ran() -> None:
+    setting = Setting(CPU)
+    cases = [case_of(number, seed=0, places=races.places(setting)) for number in range(3)]
+    found = races.hunt(setting, cases, races.Known(), seed=0, limit_s=0.0)
+    assert (found.settings["programs"], found.checks) == (0, [])
+    assert found.missing == ["3 of 3 programs: 0 s were over"]
+
+
+def test_a_program_that_fails_is_said_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(races, "once", fails)
+    found = races.run(Setting(CPU, small=True))
+    assert found.settings["programs"] == 0
+    assert len(found.failed) == races.SMALL_PROGRAMS
 
 
 @pytest.mark.cuda
