@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from autosplit.cli import app
-from benchmarks.gpu import run
+from benchmarks.gpu import races, run
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def test_command_line_options_exist() -> None:
     commands = ("plan", "report", "verify", "profile", "diff", "solve", "devices")
     helps = [CliRunner().invoke(app, [*name, "--help"]) for name in ((), *((name,) for name in commands))]
     assert [result.exit_code for result in helps] == [0] * len(helps)
-    known = "".join(result.stdout for result in helps) + run.parser().format_help()
+    known = "".join(result.stdout for result in helps) + run.parser().format_help() + races.parser().format_help()
     named = set(re.findall(r"--[a-z][a-z-]+", README))
     assert {"--devices", "--chunks", "--input", "--json", "--save"} <= named
     assert [option for option in named if option not in known] == []

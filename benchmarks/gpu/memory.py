@@ -22,7 +22,7 @@ from autosplit.profile.allocator_history import Recorder
 from benchmarks.families import Family, families
 from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
 from benchmarks.gpu.budgets import falling, measured_bytes, rises
-from benchmarks.gpu.part import Found, Setting, at_least, at_most
+from benchmarks.gpu.part import Check, Found, Setting, at_least, at_most
 from benchmarks.memory_cuda import clear_workspaces, measured_cuda, predicted_cuda
 from benchmarks.memory_step import Way, measured_step, predicted_step
 from benchmarks.memory_subject import Precision, Recompute, Subject, recorded
@@ -195,6 +195,15 @@ def _budgets(setting: Setting, found: Found) -> None:
         at_most("rises of the predicted peak while the budget falls", 0, rises([b.peak_bytes for b in own])),
         at_most("predicted peaks above their budget", 0, sum(b.peak_bytes > b.limit_bytes for b in own)),
         at_most("rises of the measured peak while the budget falls", 0, rises(grown)),
+        *fallen(grown),
+    ]
+
+
+def fallen(grown: Sequence[int]) -> list[Check]:
+    """Return what is asked of measured peaks beside that they do not rise: that they fall at all."""
+    return [
+        at_most("measured peak under the last budget over that under the first", 1, grown[-1] / max(1, grown[0])),
+        at_least("falls of the measured peak while the budget falls", 1, rises([-peak for peak in grown])),
     ]
 
 

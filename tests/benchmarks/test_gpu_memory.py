@@ -42,6 +42,12 @@ def test_rises_are_counted():
     assert (rises([5, 4, 4, 6, 1, 2]), rises([3]), rises([3, 3])) == (2, 0, 0)
 
 
+def test_measured_peaks_that_never_fall_do_not_hold():
+    assert [check.ok for check in memory.fallen([5, 5, 5])] == [True, False]
+    assert [check.ok for check in memory.fallen([5, 4, 6])] == [False, True]
+    assert [check.ok for check in memory.fallen([5, 5, 3])] == [True, True]
+
+
 def cell(predicted: int, *, reserved: int = 100, replayed: bool = True) -> Cell:
     return Cell("vit", "fp32", "never", predicted, 100, reserved, 100, replayed)
 
