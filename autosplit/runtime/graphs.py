@@ -9,7 +9,7 @@ A kind is what shapes the work: sizes, layouts, types, grad mode, autocast, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from autosplit.runtime.graph_state import Watched
 from autosplit.runtime.lanes import CudaLane, Lane
 from autosplit.runtime.ops import Key
 from autosplit.runtime.put_off import PutOff, put_off
+from autosplit.runtime.recompute import spread
 from autosplit.trace.calls import Ambient
 from autosplit.trace.graph import INFO
 from autosplit.trace.scope import has_module_hooks
@@ -91,6 +92,7 @@ class StageGraphs:
             return self.failed
         inputs = bool(cells.layout.stages[self.stage].inputs)
         known = {
+            elsewhere(self.own.lane, self.own.watched.tensors): True,
             self.own.watched.reason: bool(self.own.watched.reason),
             "the model changes its inputs in place": inputs and self.lowered.changes_inputs,
             "modules have global hooks": has_module_hooks(),
@@ -100,7 +102,7 @@ class StageGraphs:
             or needs_one_thread(),
             "its weight gradients come in another order than their microbatches": not _in_order(cells, self.stage),
         }
-        return next((reason for reason, holds in known.items() if holds), "")
+        return next((reason for reason, holds in known.items() if reason and holds), "")
 
     def lease(
         self, kind: Any, step: int, run: Callable[..., Any], given: Sequence[Any], *, most: int, grad: bool
@@ -173,6 +175,10 @@ class Replays:
         """Run a stage on what a cell is given and return what it sends, by target; ``run`` runs it as it is."""
         last, own = microbatch == len(cells.step.sizes) - 1, self.graphs.stages[stage]
         if self.refused[stage] or own.failed:
+            return run(*given)
+        away = elsewhere(own.lane, (value for value in spread(given)[0] if isinstance(value, torch.Tensor)))
+        if away:
+            own.reason = away
             return run(*given)
         grad = cells.detached and torch.is_grad_enabled()
         kind = (*map(_kind, given), cells.lowered.runs_again(stage, last=last), grad, self.settings)
@@ -297,6 +303,13 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise RuntimeError("a graph's outputs have no backward of autograd's")
+
+
+def elsewhere(lane: Any, tensors: Iterable[torch.Tensor]) -> str:
+    """Return why no graph of a lane can read some of these tensors, or "": of the CPU's it would have the numbers."""
+    places = (lane.streams.device(tensor) for tensor in tensors)
+    away = next((place for place in places if place != lane.device), None)
+    return "" if away is None else f"it uses a tensor on {away}, and graphs on {lane.device} would not see it change"
 
 
 def _kind(value: Any) -> Any:

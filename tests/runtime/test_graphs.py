@@ -262,6 +262,25 @@ def test_a_backward_that_cannot_be_captured_runs_its_cell_again(
     assert any("not permitted" in line for line in two.lines()), two.lines()
 
 
+def test_a_stage_with_tensors_on_another_device_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = pair(Net(0.0))
+    apart: Any = two.models[0].mid
+    apart, meta, cpu = apart[0].weight, torch.device("meta"), torch.device("cpu")
+    monkeypatch.setattr(two.streams, "device", lambda tensor: meta if tensor is apart else cpu)
+    for _ in range(3):
+        two.train(*batch())
+    assert any("no graphs: it uses a tensor on meta" in line for line in two.lines()), two.lines()
+
+
+def test_a_cell_that_is_given_tensors_of_another_device_is_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = pair(Net(0.0))
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    monkeypatch.setattr(two.streams, "device", lambda tensor: meta if tensor.shape == (2, WIDTH) else cpu)
+    for _ in range(3):
+        two.train(*batch())
+    assert all("no graphs: it uses a tensor on meta" in line for line in two.lines()), two.lines()
+
+
 class Reads(nn.Module):
     """Looks at a value where it is not in the way of a recording."""
 
