@@ -14,6 +14,7 @@ become what another slot keeps, which a replay of the first would write over.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -231,7 +232,8 @@ class Back:
         key: Key | None,
         put_off: Callable[..., PutOff] | None,
     ) -> None:
-        self.slot = slot
+        self.slot: Slot = weakref.proxy(slot)  # which holds this: without a cycle its memory is free at once
+        self.own = slot.own
         self.roots = [out for out, seed in zip(slot.outs, came, strict=True) if seed is not None]
         self.seeds = [_blank(seed).detach() for seed in came if seed is not None]
         self._copy_in(came)

@@ -239,7 +239,7 @@ class Replays:
 
     def _weights(self, cells: Cells, stage: int, back: Back) -> None:
         """Add the weight gradients that a backward put off."""
-        self._ready(cells, stage, list(back.late.values()), back.slot.own)
+        self._ready(cells, stage, list(back.late.values()), back.own)
         assert back.rest is not None, "something was put off"
         back.rest()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -279,6 +281,23 @@ def test_a_cell_that_is_given_tensors_of_another_device_is_no_graph(monkeypatch:
     for _ in range(3):
         two.train(*batch())
     assert all("no graphs: it uses a tensor on meta" in line for line in two.lines()), two.lines()
+
+
+def test_slots_that_are_dropped_do_not_wait_for_the_garbage_collector() -> None:
+    two = pair(Net(0.0))
+    for _ in range(3):
+        two.train(*batch())
+    stages = [s for kept in two.pipes[0]._core.recordings.kept.values() for one in kept for s in one.graphs.stages]
+    slots = [weakref.ref(slot) for stage in stages for kind in stage.kinds.values() for slot in kind.slots]
+    assert slots
+    gc.collect()
+    gc.disable()
+    try:
+        for stage in stages:
+            stage.kinds.clear()
+        assert not any(slot() for slot in slots)
+    finally:
+        gc.enable()
 
 
 class Reads(nn.Module):
