@@ -127,10 +127,15 @@ class StageGraphs:
                 with self.own.counted():
                     free = Slot(self.own, run, given, self.lowered.takes[self.stage], grad=grad)
             except Exception as error:
-                self.failed = explained(error)
+                self.fail(error)
                 return None
             own.slots.append(free)
         return Lease(free)
+
+    def fail(self, error: BaseException) -> None:
+        """Have no more graphs from now on; cells under way keep theirs until they are through."""
+        self.failed = self.failed or explained(error)
+        self.kinds.clear()
 
     def line(self) -> str:
         """Return what the report says of the stage."""
@@ -225,7 +230,7 @@ class Replays:
         try:
             back = slot.back(came, border.key, finds)
         except Exception as error:
-            graphs.failed = graphs.failed or explained(error)
+            graphs.fail(error)
             assert border.again is not None, "a cell that ran as a graph"
             outs = [tensor for bundle in border.again().values() for tensor in bundle]
             begun = [(out, seed) for out, seed in zip(outs, came, strict=True) if seed is not None]
