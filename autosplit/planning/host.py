@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from autosplit.options import Options
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import StepTimeline, predicted_step_s, simulated
 from autosplit.schedule.action import Kind
 from autosplit.schedule.simulate import simulate
-from cost_models import registry
 
 _WORTH = 1.05
 """The host binds where waiting for it makes a step so many times as long."""
@@ -82,19 +78,3 @@ def with_measured_issue(plan: Plan, measured: StepTimeline) -> Plan | None:
 def _least(times: Sequence[float]) -> float:
     """Return the least time that was taken; 0 where none was."""
     return min((seconds for seconds in times if seconds), default=0.0)
-
-
-def kernel_issue_s(options: Options, lane: int) -> float:
-    """Return how long a host thread takes to issue one kernel to a device; 0 where that is not known, as for lanes."""
-    device = options.devices[lane]
-    if options.machine is not None:
-        return options.machine.devices[lane].issue_s
-    known = registry.identify(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return known.issue_s if known is not None else 0.0
-
-
-def issue_threads(options: Options) -> int:
-    """Return how many host threads issue kernels: one on this machine, on paper those of every host."""
-    if options.machine is None:
-        return 1
-    return len(options.machine.host_devices) * options.machine.host.issue_threads

@@ -19,7 +19,7 @@ from autosplit.planning.case import Case
 from autosplit.planning.curves import lane_curves
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import link_seconds, state_bytes
-from autosplit.planning.host import issue_threads, kernel_issue_s
+from autosplit.planning.issue import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
