@@ -214,7 +214,9 @@ def _observed(cut: Cut, stage: int) -> Workspaces | None:
         return None
     if cut.profile.workspaces is not None and str(device) == cut.profile.device:
         return cut.profile.workspaces
-    return workspaces_of(device_name(device) if cut.options.machine is None else cut.options.machine.devices[lane].name)
+    if cut.options.machine is not None:
+        return workspaces_of(cut.options.machine.devices[lane].name)
+    return workspaces_of(device_name(device)) if torch.cuda.is_available() else None
 
 
 def _roots(nodes: StageNodes, first: fx.Node | None) -> frozenset[str]:
