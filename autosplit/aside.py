@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from autosplit.progress import silent
@@ -114,17 +115,25 @@ def checked(work: Callable[[], Result]) -> Result:
     return work()
 
 
+def believes() -> bool:
+    """Tell whether a check by `later` would be made aside now."""
+    return _CHECKS.get() is not None and can_fork()
+
+
 class _Wrong(BaseException):
     """A check failed, so that what comes of the work is of no use."""
 
 
-def later(check: Callable[[], None]) -> None:
-    """Make a check, which raises where something is wrong: inside of `checked` aside, while the caller goes on."""
+def later(check: Callable[[], Result]) -> Callable[[], Result]:
+    """Make a check, which raises where something is wrong: inside of `checked` aside, while the caller goes on.
+
+    Returns what waits for the check and gives what it returned.
+    """
     checks = _CHECKS.get()
-    if checks is None:
-        check()
-    else:
-        checks.begin(check)
+    if checks is not None:
+        return checks.begin(check)
+    result = check()
+    return lambda: result
 
 
 class _Checks:
@@ -132,14 +141,15 @@ class _Checks:
 
     def __init__(self, children: contextlib.ExitStack) -> None:
         self._children = children
-        self._begun: list[Aside[None]] = []
+        self._begun: list[Aside[Any]] = []
 
-    def begin(self, check: Callable[[], None]) -> None:
-        """Begin a check aside; where that cannot be, make it now."""
+    def begin(self, check: Callable[[], Result]) -> Callable[[], Result]:
+        """Begin a check aside; where that cannot be, make it now. Returns what waits for it."""
         begun = self._children.enter_context(aside(check))
         if not begun.elsewhere:
             begun.result()
         self._begun.append(begun)
+        return partial(self._result, begun)
 
     def look(self) -> None:
         """Raise `_Wrong` where it is known already that something is."""
@@ -150,8 +160,14 @@ class _Checks:
         """Wait for all checks and tell whether nothing was wrong."""
         return all(map(self._holds, self._begun))
 
+    def _result(self, begun: Aside[Result]) -> Result:
+        """Return what a check returned; raise `_Wrong` where it failed."""
+        if not self._holds(begun):
+            raise _Wrong
+        return begun.result()
+
     @staticmethod
-    def _holds(begun: Aside[None]) -> bool:
+    def _holds(begun: Aside[Any]) -> bool:
         try:
             begun.result()
         except Exception:  # whatever it is, it is raised when the work is done again

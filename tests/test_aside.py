@@ -342,6 +342,26 @@ def test_a_check_that_fails_is_made_again_in_its_place(known: bool) -> None:
 
 
 @pytest.mark.usefixtures("_two_cores")
+def test_what_a_check_returned_can_be_asked_for() -> None:
+    here = os.getpid()
+    assert checked(lambda: later(os.getpid)()) != here
+    assert later(os.getpid)() == here
+    tries: list[int] = []
+
+    def check() -> int:
+        if len(tries) == 1:
+            raise ValueError("not the first time")
+        return len(tries)
+
+    def work() -> int:
+        tries.append(0)
+        return later(check)()
+
+    assert checked(work) == 2
+    assert _no_children()
+
+
+@pytest.mark.usefixtures("_two_cores")
 def test_an_error_behind_a_check_that_holds_is_raised_at_once() -> None:
     steps: list[str] = []
 

@@ -12,15 +12,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autosplit.aside import later
+from autosplit.aside import believes, later
 from autosplit.errors import TraceError
 from autosplit.progress import phase
 from autosplit.trace.again import Mixed
+from autosplit.trace.foreseen import Foreseen, Unforeseen, may_foresee, same
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, merge
@@ -41,11 +43,16 @@ _ROUNDS = 64
 
 @dataclass(frozen=True)
 class Gathered:
-    """The recording of a model at all batch sizes, the smallest batch for which it holds, and what it entered."""
+    """The recording of a model at all batch sizes, and what it entered; whether it holds for one row is told later."""
 
     recording: MergedRecording
-    min_rows: int
+    holds_for_one: Callable[[], bool]
     scope: Scope
+
+    @property
+    def min_rows(self) -> int:
+        """The smallest batch for which it holds."""
+        return 1 if self.holds_for_one() else 2
 
     def check_rows(
         self, model: nn.Module, flat: FlatInputs, rows: int, *, repeats: Callable[[], Repeats] | None = None
@@ -111,8 +118,16 @@ def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | No
 
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
-    first, scope = _first(model, flat, scope)
-    alike = equals(first.calls, first.segments, {path: type(module) for path, module in model.named_modules()})
+    if believes() and may_foresee(model):
+        with contextlib.suppress(Exception):  # whatever it is, it is met again where all blocks run
+            return _merged_of(model, flat, *_foreseen(model, flat, scope))
+    first, entered = _first(model, flat, scope)
+    return _merged_of(model, flat, first, entered, _alike(model, first))
+
+
+def _merged_of(
+    model: nn.Module, flat: FlatInputs, first: Recording, scope: Scope, alike: Mapping[str, str]
+) -> Gathered:
     try:
         merged = _with_others(model, flat, scope, first, alike)
     except (TraceError, Unexpected):
@@ -123,26 +138,56 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     bare = replace(merged, recording=replace(first, segments={}))
     on_paper = bool(alike) and all(p.is_meta for p in model.parameters())
     twins = partial(_twins, model, alike, first) if on_paper else None
-    later(partial(Gathered(bare, 1, scope).check_rows, model, flat, batch_rows(flat), repeats=twins))
-    try:
-        holds = not any(_one_row_misleads(model, call) for call in first.calls)
-        holds = holds and _holds_for_one(model, flat, scope, merged, first, alike)
-    except Exception:  # whatever one row does to the model, microbatches of one row are then not made
-        holds = False
-    return Gathered(bare, 1 if holds else 2, scope)
+
+    def check() -> bool:
+        Gathered(bare, lambda: True, scope).check_rows(model, flat, batch_rows(flat), repeats=twins)
+        return _holds_for_one(model, flat, scope, merged, first, alike)
+
+    return Gathered(bare, later(check), scope)
 
 
-def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope]:
+def _alike(model: nn.Module, first: Recording, *, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    kinds = {path: type(module) for path, module in model.named_modules()}
+    return equals(first.calls, first.segments, kinds, known=known)
+
+
+def _foreseen(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope, dict[str, str]]:
+    """Record at the first size what blocks do, but for those of which it is foreseen: that is checked aside.
+
+    Raises whatever the recording does, and Unforeseen for one that would not be made so again.
+    """
+    made: list[Foreseen] = []
+
+    def anew(scope: Scope) -> Repeats:
+        made.append(Foreseen(model, scope))
+        return made[-1]
+
+    def check() -> None:
+        own, own_scope = _first(model, flat, scope)
+        if own_scope != entered or not same(first, own) or _alike(model, own) != alike:
+            raise Unforeseen
+
+    first, entered = _first(model, flat, scope, repeats=anew)
+    alike = _alike(model, first, known=made[-1].found)
+    if made[-1].found:
+        made[-1].check(first, alike)
+        later(check)
+    return first, entered, alike
+
+
+def _first(
+    model: nn.Module, flat: FlatInputs, scope: Scope, *, repeats: Callable[[Scope], Repeats] | None = None
+) -> tuple[Recording, Scope]:
     """Record at the first size, with those leaves entered whose parameters are used more than once."""
     ties = tied_layers(model, scope)
     if ties:  # most often a language model's embedding and head: recorded once with them entered, not twice
         entered = replace(scope, entered=scope.entered | ties.keys())
         with contextlib.suppress(Refusal, Unexpected):
-            first = record_at(model, flat, BATCH_SIZES[0], entered)
+            first = record_at(model, flat, BATCH_SIZES[0], entered, repeats=repeats and repeats(entered))
             if all_used(ties, first.calls) and not _to_enter(model, first.calls) - entered.entered:
                 return first, entered
     while True:
-        first = record_at(model, flat, BATCH_SIZES[0], scope)
+        first = record_at(model, flat, BATCH_SIZES[0], scope, repeats=repeats and repeats(scope))
         more = _to_enter(model, first.calls) - scope.entered
         if not more:
             return first, scope
@@ -162,9 +207,14 @@ def _holds_for_one(
     alike: Mapping[str, str],
 ) -> bool:
     try:
-        return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first)), rows=1)
-    except Mixed:
-        return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike)), rows=1)
+        if any(_one_row_misleads(model, call) for call in first.calls):
+            return False
+        try:
+            return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first)), rows=1)
+        except Mixed:
+            return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike)), rows=1)
+    except Exception:  # whatever one row does to the model, microbatches of one row are then not made
+        return False
 
 
 def _one_row_misleads(model: nn.Module, call: Call) -> bool:

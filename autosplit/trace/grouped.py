@@ -130,7 +130,12 @@ class _Sort:
 
     def _set(self, target: fx.Node, index: Any, value: Any) -> bool:
         """``back[order] = arange(n)``, or ``result[order] = rows``."""
-        if target in self.kind or self.kind.get(index) != "order" or not isinstance(value, fx.Node):
+        if (
+            target in self.kind
+            or not isinstance(index, fx.Node)
+            or self.kind.get(index) != "order"
+            or not isinstance(value, fx.Node)
+        ):
             return False
         if _called(value, self.root)[0] == "arange":
             self.ways.add(target)
@@ -139,10 +144,12 @@ class _Sort:
         return value in self.kind
 
     def _index(self, node: fx.Node, value: fx.Node, index: Any) -> bool:
-        if index in self.ways:
+        if isinstance(index, fx.Node) and index in self.ways:
             self.back.add(node)
             return value in self.kind
         first = index[0] if isinstance(index, tuple) and index else index
+        if not isinstance(first, fx.Node):  # a slice, which has no hash before Python 3.12, or a number
+            return self._by_row(node)
         if first in self.kind and value not in self.kind and value not in self.ways:
             return self._sorted(node, "rows")
         return first not in self.kind and self._by_row(node)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.trace.calls import under
+from autosplit.trace.calls import apply_function, invoke, under
 from autosplit.trace.graph import INFO
+from autosplit.trace.scope import has_hooks
 
 REARRANGING = frozenset(
     "getitem getattr view view_as reshape reshape_as transpose permute flip fliplr flipud roll unflatten flatten "
@@ -39,6 +40,16 @@ def function_of(node: fx.Node, root: nn.Module) -> Any:
         name = str(node.args[1].target)
         return getattr(root, name) if name.startswith("_object") else root.get_submodule(name)
     return node.target
+
+
+def is_torchs(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether none of the user's own Python runs in a call, which may do something else each time."""
+    called = function_of(node, root)
+    if called is under:
+        called = node.args[1]
+    if isinstance(called, nn.Module):
+        return type(called).__module__.startswith("torch.nn.") and not has_hooks(called)
+    return called not in (apply_function, invoke)
 
 
 def rearranges(node: fx.Node, root: nn.Module) -> bool:

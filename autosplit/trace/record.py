@@ -11,9 +11,10 @@ Values are known by identity: every tensor that a call returned is kept alive un
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ class Recorder(TorchFunctionMode):
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: Counter[str] = Counter()
         self._op_counts: Counter[tuple[str, int, str]] = Counter()
-        self._storages: dict[int, int] = {}
+        self._storages: defaultdict[int, int] = defaultdict(count().__next__)
         self._owners: dict[int, str] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._root_ambient = Ambient.current()
@@ -162,8 +163,7 @@ class Recorder(TorchFunctionMode):
 
     def fresh_storage(self) -> int:
         """Return the number of a storage that no tensor at hand has."""
-        self._storages[-len(self._storages) - 2] = len(self._storages)  # no address is negative
-        return len(self._storages) - 1
+        return self._storages[-len(self._storages) - 2]  # no address is negative
 
     def adopt(self, tensor: torch.Tensor, index: int) -> None:
         """Let a tensor be the result of the recorded call with this index."""
@@ -192,7 +192,7 @@ class Recorder(TorchFunctionMode):
     def _note(self, call: Call, tensor: torch.Tensor) -> None:
         call.shapes.append(tuple(tensor.shape))
         call.dtypes.append(tensor.dtype)
-        call.storages.append(self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages)))
+        call.storages.append(self._storages[tensor.untyped_storage()._cdata])
         self._keep.append(tensor)
 
     # -- calls -------------------------------------------------------------------------------------------------

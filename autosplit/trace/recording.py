@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,3 +146,13 @@ def source_line() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def raised_line(error: BaseException) -> str:
+    """Return ``file:line`` of the innermost code that an error came through, as `source_line` does for callers."""
+    lines = (
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith((_OWN, _TORCH, _DECORATORS, "<"))
+    )
+    return next(reversed([*lines]), "")

@@ -33,7 +33,7 @@ from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.reads import Recall, Unanswered
 from autosplit.trace.record import Recorder
-from autosplit.trace.recording import Observed, Reader, Recording, Refusal, Unexpected
+from autosplit.trace.recording import Observed, Reader, Recording, Refusal, Unexpected, raised_line
 from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import Scope
 from autosplit.trace.watch import Watcher
@@ -155,9 +155,11 @@ def _forward(forward: Callable[..., Any], args: Any, kwargs: Any, recorder: Reco
                 stack.enter_context(each)
             return forward(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        line = raised_line(error)
+        where = f" in {line}" if line else ""
         raise Refusal(
-            f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]})"
-            f"{_notes(error)}; a graph cannot follow that",
+            f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]}{where})"
+            f"{_notes(error)}; a graph cannot follow that: compute it for all rows and choose by torch.where, or mask",
             recorder.failed_in or "",
         ) from error
     except (Refusal, Unanswered):

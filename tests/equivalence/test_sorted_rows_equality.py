@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit import autosplit
+from autosplit import autosplit, plan
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 
 WIDTH, EXPERTS, CHOICES = 16, 4, 2
@@ -47,6 +47,10 @@ class Grouped(nn.Module):
             made = made + made.roll(1, 0)
         if self.kind == "load":
             made = made / counts.sum()
+        if self.kind == "gated halves":
+            made = torch.cat([made[..., ::2] * made[..., 1::2].sigmoid(), made[:, WIDTH // 2 :]], -1)
+        if self.kind == "moved on":
+            made = torch.cat([made[1:], made[:1]])
         made = made * shares[order][:, None]
         return self.back(made, order, keys, flat)
 
@@ -80,11 +84,21 @@ def shares(kind: str) -> dict[str, float]:
     return pipe.plan.class_flops
 
 
-@pytest.mark.parametrize("kind", ["assigned way", "argsort", "index_add", "assigned"])
+@pytest.mark.parametrize("kind", ["assigned way", "argsort", "index_add", "assigned", "gated halves"])
 def test_tokens_that_are_sorted_by_expert_and_put_back_stay_rows(kind: str) -> None:
     assert shares(kind).get("full", 0.0) == 0.0
 
 
-@pytest.mark.parametrize("kind", ["capacity", "position", "neighbour", "load", "no way back", "another way back"])
+@pytest.mark.parametrize(
+    "kind", ["capacity", "position", "neighbour", "moved on", "load", "no way back", "another way back"]
+)
 def test_what_hangs_on_other_tokens_on_the_way_is_computed_on_the_whole_batch(kind: str) -> None:
     assert shares(kind)["full"] > 0.3
+
+
+def test_sliced_rows_are_followed_where_there_are_no_values() -> None:
+    with torch.device("meta"):
+        model, value = Grouped("gated halves"), torch.empty(8, 5, WIDTH)
+    asked = {"chunks": 2, "schedule": "1f1b", "precision": "bf16", "loss_fn": lambda output: output.sum()}
+    found = plan(model, "2xL4-24GB", sample=value, **asked)
+    assert found.class_flops.get("full", 0.0) == 0.0

@@ -226,7 +226,7 @@ def test_merged_recordings_are_the_same_with_and_without_repeats(name: str, monk
     model = Chain(*[BODIES[name]] * 3)
     flat = inputs(model)
     found = gather(model, flat, atoms=False)
-    monkeypatch.setattr("autosplit.trace.gather.equals", lambda *_: {})
+    monkeypatch.setattr("autosplit.trace.gather.equals", lambda *_, **__: {})
     RUNS.clear()
     every = gather(model, flat, atoms=False)
     assert set(RUNS.values()) == {2 + LATER}

@@ -86,7 +86,7 @@ def test_merged_on_meta_is_the_same_with_and_without_repeats(name: str, monkeypa
     model = on_meta(*[BODIES[name]] * 3)
     sample = Sample(torch.empty(7, WIDTH, device="meta"))
     found, graph = gathered(model), trace(model, sample).graph
-    monkeypatch.setattr("autosplit.trace.gather.equals", lambda *_: {})
+    monkeypatch.setattr("autosplit.trace.gather.equals", lambda *_, **__: {})
     every, plainly = gathered(model), trace(model, sample).graph
     assert found.recording.again
     assert not every.recording.again
