@@ -73,7 +73,10 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = 0
         self.operations: list[Operation] = []
         self._notify: Callable[[tuple[int, int]], None] | None = None
+        self._sum: Callable[..., torch.Tensor | None] = summed_in_place
         self._formulas = flop_formulas()
+        self.calls = 0
+        """How many operations ran so far."""
         self.entered = 0
         """How many storages and how much scratch were entered so far; the next id."""
         self._storages: dict[int, Storage] = {}
@@ -92,6 +95,10 @@ class Ledger(TorchDispatchMode):
     def notify(self, take: Callable[[tuple[int, int]], None]) -> None:
         """Call ``take`` with the id and the bytes of every storage that comes (above zero) or goes (below)."""
         self._notify = take
+
+    def sum_by(self, take: Callable[..., torch.Tensor | None]) -> None:
+        """Let ``take`` be asked for every sum, as `summed_in_place` is."""
+        self._sum = take
 
     def storage(self, tensor: torch.Tensor) -> Storage | None:
         """Return the tensor's storage, entered now if it was unknown; None for a tensor without one (sparse)."""
@@ -141,8 +148,9 @@ class Ledger(TorchDispatchMode):
         """Run the operation and enter its work and its results."""
         if func is _DEVICE or func.namespace == "prim":
             return self._run(func, args, kwargs or {})
+        self.calls += 1
         if self.kernels is not None and func is _ADD:
-            total = summed_in_place(func, args, kwargs or {}, run=self._run)
+            total = self._sum(func, args, kwargs or {}, run=self._run)
             if total is not None:
                 self._enter(func, args, [total])
                 return total

@@ -18,9 +18,11 @@ _PRODUCTS = {"AddmmBackward0": ((2, 1), 0), "MmBackward0": ((1, 0), None), "Conv
 _PASSED = ("TBackward0", "ToCopyBackward0")
 
 
-def late(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> set[int]:
-    """Return the leaves, by identity, whose gradients can wait; ``leaves`` are all that want one."""
-    arrivals, products = products_in(roots, _PRODUCTS)
+def late(arrivals: Counter[Any], products: Sequence[Any], leaves: Collection[int]) -> set[int]:
+    """Return the leaves, by identity, whose gradients can wait; ``leaves`` are all that want one.
+
+    The others are what :func:`products_in` returns.
+    """
     weights: Counter[int] = Counter()
     biases: Counter[int] = Counter()
     ends: dict[int, Any] = {}
@@ -38,7 +40,9 @@ def late(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> set[int]:
     return {leaf for uses in (weights, biases) for leaf, count in uses.items() if count == arrivals[ends[leaf]]}
 
 
-def products_in(roots: Sequence[torch.Tensor], kinds: Collection[str]) -> tuple[Counter[Any], list[Any]]:
+def products_in(
+    roots: Sequence[torch.Tensor], kinds: Collection[str] = _PRODUCTS.keys()
+) -> tuple[Counter[Any], list[Any]]:
     """Return how many edges lead to each node of a graph, and the nodes of some kinds, by the names of their types."""
     arrivals: Counter[Any] = Counter(root.grad_fn for root in roots if root.grad_fn is not None)
     todo = list(arrivals)

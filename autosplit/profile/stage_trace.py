@@ -8,14 +8,14 @@
 Nothing is allocated and no value is computed. Autograd's engine decides what is saved and when it is freed; what it
 runs belongs to the node in whose range of sequence numbers its autograd node's number lies.
 
-Private torch API, used in this file only, tried on torch 2.13: ``torch._C._autograd._get_sequence_nr``,
-``torch._C._current_autograd_node`` and ``torch.utils.checkpoint._StopRecomputationError``, which ends a recomputation
-early: torch has no public names for them.
+One microbatch is run where the other backward can be told from its (:mod:`autosplit.profile.stand_ins`).
+
+Private torch API, used in this file only, tried on torch 2.13: ``torch.utils.checkpoint._StopRecomputationError``,
+which ends a recomputation early: torch has no public name for it.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,17 +28,21 @@ from torch.utils.checkpoint import _StopRecomputationError
 from autosplit.errors import ProfileError
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import Picks, alias, tensors_of
+from autosplit.profile.engine_nodes import Guess, Handed
 from autosplit.profile.fake import as_recorded, empty_value, fake
 from autosplit.profile.gradients import accumulate, gradients
+from autosplit.profile.labels import Labels
 from autosplit.profile.late_fake import FakeWorld, LateFakeMode
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
-from autosplit.profile.products import late
+from autosplit.profile.products import late, products_in
 from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_pieces import cut_in_pieces, last_uses
+from autosplit.profile.stand_ins import StandIns
 from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.kinds import is_torchs
 from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
 from cost_models.workspaces import Workspaces
@@ -46,8 +50,6 @@ from cost_models.workspaces import Workspaces
 _CPU = torch.device("cpu")
 LARGE_BYTES = 1 << 16
 """From here on a lane adds a leaf's gradient to its sum as soon as it is made; smaller ones at the backward's end."""
-_LEAF = 1 << 62
-"""Autograd gives nodes that accumulate into leaves a number above all others."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,35 @@ def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) 
 
     ``quick`` knows operations from other traces.
     """
-    mode, quick = LateFakeMode(), quick or QuickFake()
+    quick = quick or QuickFake()
+    found = None
+    if _repeats(stage, how):
+        with contextlib.suppress(Exception):  # whatever it is, two microbatches run into it too
+            found = _traced(stage, how, quick, once=True)
+    found = found or _traced(stage, how, quick, once=False)
+    assert found is not None, "two microbatches tell all"
+    return found
+
+
+def _traced(stage: StageGraph, how: How, quick: QuickFake, *, once: bool) -> StageTrace | None:
+    """Run one microbatch or two; None where one does not tell enough."""
+    mode = LateFakeMode()
     observed = None if how.observed is None else how.observed.operations
     ledger = Ledger(kernels=how.kernels, quick=quick, listing=False, observed=observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
         with quiet_log(), FakeWorld(mode, quick), ledger, _one_autocast():
-            run = _Run(stage, how, twin.module, ledger)
+            run = _Run(stage, how, twin.module, ledger, once=once)
             for tensor in twin.tensors:
                 ledger.storage(tensor)
             return run.traced()
+
+
+def _repeats(stage: StageGraph, how: How) -> bool:
+    """Tell whether a second microbatch does what the first does, but for gradients that are there."""
+    if not how.apart or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return False
+    return all(is_torchs(node, stage.root) for node in stage.own if node.op.startswith("call_"))
 
 
 @contextlib.contextmanager
@@ -111,47 +132,14 @@ def _one_autocast() -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-class _Labels:
-    """Which node what happens belongs to: the one that runs, or in a backward the one whose operation's turn it is."""
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.names: list[str] = []
-        self.running: list[str] = []
-        self.repeating = False
-        """A unit runs again: what goes between its nodes belongs to the one before."""
-        self.last = ""
-
-    @contextlib.contextmanager
-    def forward(self, name: str) -> Iterator[None]:
-        self.starts.append(torch._C._autograd._get_sequence_nr())
-        self.names.append(name)
-        self.running.append(name)
-        try:
-            yield
-        finally:
-            self.last = self.running.pop()
-
-    def current(self) -> str:
-        if self.running:
-            return self.running[-1]
-        if self.repeating:
-            return self.last
-        node = torch._C._current_autograd_node()
-        number = _LEAF if node is None else node._sequence_nr()
-        if number < _LEAF:
-            place = bisect.bisect_right(self.starts, number) - 1
-            self.last = self.names[place] if place >= 0 else ""
-        return self.last
-
-
 class _Run:
-    def __init__(self, stage: StageGraph, how: How, root: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, stage: StageGraph, how: How, root: nn.Module, ledger: Ledger, *, once: bool) -> None:
         self.stage, self.how, self.root, self.ledger = stage, how, root, ledger
         self.interpreter = fx.Interpreter(root, graph=stage.graph)
         self.lowering = CudaKernels() if how.kernels == "cuda" else contextlib.nullcontext()
         """Entered node by node: what runs again in a backward runs outside of the modes around it."""
-        self.labels = _Labels()
+        self.labels = Labels()
+        self.stand_ins = StandIns(ledger) if once else None
         self.steps: list[tuple[str, list[Change]]] = []
         self.parameters = {id(p): name for name, p in root.named_parameters() if p.requires_grad}
         self.leaves: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
@@ -169,22 +157,38 @@ class _Run:
         self.pieces = cut_in_pieces(stage, how.units, whole=how.whole)
         self.ends = last_uses(self.pieces, keep=self.outputs)
 
-    def traced(self) -> StageTrace:
+    def traced(self) -> StageTrace | None:
         self.ledger.notify(self._note)
         forward, backward = self._microbatch()
-        gradients, split = self._gradients(), dict(self.saved)
+        if self.stand_ins is not None:
+            return self._told(self.stand_ins, forward, backward)
+        gradients = self._gradients()
+        split = self._split(gradients, self.saved)
         again, later = self._microbatch()
-        alive = {s for step in (*forward, *backward) for s, _ in step.changes}
-        freed = {s for step in (*forward, *backward) for s, count in step.changes if count < 0}
-        kept = {storage: f"kept{number}" for number, storage in enumerate(sorted(alive - freed - gradients.keys()))}
+        kept = _kept((*forward, *backward), gradients)
         sums = {name: storage for storage, name in self._gradients().items()}
         renewed = {storage: sums[name] for storage, name in gradients.items()}
         later = _renamed(later, renewed | _as_first(again, forward, kept))
-        guessed = max(self.ledger.guessed.values(), default=0)
-        return StageTrace(forward, backward, later, gradients, kept, self._split(gradients, split), guessed)
+        return StageTrace(forward, backward, later, gradients, kept, split, self._guessed_bytes())
+
+    def _told(self, stand_ins: StandIns, forward: tuple[Step, ...], later: tuple[Step, ...]) -> StageTrace | None:
+        """Return the trace from one microbatch, whose gradients were added to what stood in for earlier ones."""
+        told = None if self.labels.unsure else stand_ins.told(later)
+        if told is None:
+            return None
+        gradients = {told.gradients[id(p)]: self.parameters[id(p)] for p in self.leaves if id(p) in told.gradients}
+        kept = _kept((*forward, *told.first), gradients)
+        sizes = dict(change for step in (*forward, *told.first) for change in step.changes if change[1] >= 0)
+        if any(sizes.get(storage, 1) for storage in kept):
+            return None
+        split = self._split(gradients, self.saved)
+        return StageTrace(forward, told.first, told.later, gradients, kept, split, self._guessed_bytes())
+
+    def _guessed_bytes(self) -> int:
+        return max(self.ledger.guessed.values(), default=0)
 
     def _note(self, change: Change) -> None:
-        name = self.labels.current()
+        name = self.labels.current(alone=self.stand_ins is not None and self.stand_ins.noted(change))
         if not self.steps or self.steps[-1][0] != name:
             self.steps.append((name, []))
         self.steps[-1][1].append(change)
@@ -196,7 +200,7 @@ class _Run:
 
     # -- one microbatch ------------------------------------------------------------------------------------------
     def _microbatch(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        self.labels.last = ""
+        self.labels.begin()
         self.goes_back = False
         env: dict[fx.Node, Any] = dict.fromkeys(self.stage.numbers, None)
         env |= zip(self.stage.numbers[:1], (self.how.rows,), strict=True)
@@ -207,7 +211,7 @@ class _Run:
                 piece.run(self, env)
         sent = {node: [t for t in tensors_of(env[node]) if t.requires_grad] for node in self.stage.outputs}
         env.clear()
-        self.labels.last = ""
+        self.labels.forget()
         self._end_autocast()
         forward = self._taken()
         wanted = self.how.roots
@@ -215,11 +219,18 @@ class _Run:
         averaged = self.how.averaged
         outputs = [self._loss(t) if n == averaged else t for n, t in named if wanted is None or n in wanted]
         self.goes_back = True
-        self.late = {self.parameters[leaf] for leaf in late(outputs, self.parameters)}
+        self._look_at(outputs)
         self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
-        self.labels.last = ""
+        self.labels.forget()
         del outputs, named, sent, given
         return forward, self._taken()
+
+    def _look_at(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Read off the graph, which nobody holds afterwards, which gradients can wait and where gradients arrive."""
+        arrivals, products = products_in(outputs)
+        self.late = {self.parameters[leaf] for leaf in late(arrivals, products, self.parameters)}
+        if self.stand_ins is not None:
+            self.totals = self.stand_ins.made(self.leaves, arrivals, large=_is_large)
 
     def _loss(self, value: torch.Tensor) -> torch.Tensor:
         if self.how.loss is None:
@@ -233,21 +244,23 @@ class _Run:
         cotangents = [torch.empty_like(output) for output in outputs]
         if self.how.apart:
             held = [leaf for leaf in self.leaves if id(leaf) in self.totals]
-            large = [leaf for leaf in held if leaf.numel() * leaf.element_size() >= LARGE_BYTES]
-            small = [leaf for leaf in held if leaf.numel() * leaf.element_size() < LARGE_BYTES]
+            large = [leaf for leaf in held if _is_large(leaf)]
+            small = [leaf for leaf in held if not _is_large(leaf)]
             outputs, cotangents = outputs + small, cotangents + [self.totals[id(leaf)] for leaf in small]
             if large:
-                root = _Handed.apply([self.totals.pop(id(leaf)) for leaf in large], *large)
+                root = Handed.apply([self.totals.pop(id(leaf)) for leaf in large], *large)
                 outputs, cotangents = [*outputs, root], [*cotangents, root.detach()]
+                if self.stand_ins is not None:
+                    self.stand_ins.leave_out(root)
                 del root
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
             found = gradients(outputs, wanted, cotangents)
-            self.labels.last = ""
+            self.labels.forget()
             pairs = zip(self.leaves, found[len(inputs) :], strict=True)
             self.totals |= {id(leaf): total for leaf, total in pairs if total is not None}
         else:
             accumulate(outputs, cotangents)
-            self.labels.last = ""
+            self.labels.forget()
             for tensor in inputs:
                 tensor.grad = None
 
@@ -328,41 +341,15 @@ class _Run:
             taken = [*taken, *self.interpreter.fetch_attr(str(node.target)).parameters()]
         made = [torch.empty(t.shape_at(self.how.rows), dtype=t.dtype) for t in node.meta[INFO].tensors]
         if any(t.requires_grad for t in taken) and torch.is_grad_enabled():
-            made = list(_Guess.apply(len(made), *made, *taken))
+            made = list(Guess.apply(len(made), *made, *taken))
         return as_recorded(node, made, self.how.rows)
 
 
-class _Handed(torch.autograd.Function):
-    """Gives leaves what was summed so far, and lets go of it: the engine adds to it in place, as in the runtime."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.sums = sums
-        return leaves[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        sums = (None, *ctx.sums)
-        ctx.sums.clear()
-        return sums
-
-
-class _Guess(torch.autograd.Function):
-    """Stands for an operation that does not run: its results follow from what it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(*values[count:])
-        ctx.count = count
-        made = tuple(value.view_as(value) for value in values[:count])
-        ctx.mark_non_differentiable(*(t for t in made if not (t.is_floating_point() or t.is_complex())))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        wanted = ctx.needs_input_grad[1 + ctx.count :]
-        found = (torch.empty_like(t) if need else None for t, need in zip(ctx.saved_tensors, wanted, strict=True))
-        return (None,) * (1 + ctx.count) + tuple(found)
+def _kept(steps: Sequence[Step], gradients: Collection[int]) -> dict[int, str]:
+    """Name the storages that a first microbatch leaves beside gradients; those without bytes are never seen to go."""
+    alive = {storage for step in steps for storage, _ in step.changes}
+    freed = {storage for step in steps for storage, count in step.changes if count < 0}
+    return {storage: f"kept{n}" for n, storage in enumerate(sorted(alive - freed - set(gradients)))}
 
 
 def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[int]) -> dict[int, int]:
@@ -379,6 +366,10 @@ def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[i
 
 def _renamed(steps: Sequence[Step], names: Mapping[int, int]) -> tuple[Step, ...]:
     return tuple(Step(step.node, tuple((names.get(s, s), count) for s, count in step.changes)) for step in steps)
+
+
+def _is_large(leaf: torch.Tensor) -> bool:
+    return leaf.numel() * leaf.element_size() >= LARGE_BYTES
 
 
 def _is_shared(node: fx.Node) -> bool:

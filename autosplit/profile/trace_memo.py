@@ -25,7 +25,7 @@ from autosplit.profile.stage_pieces import block_paths
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.trace.graph import TracedGraph
 
-_WORTH = 200
+_WORTH = 100
 """Nodes of new kinds of stages from which on half of them are traced aside."""
 
 
