@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -117,6 +118,12 @@ class FastSimulator:
         self._behind: list[list[int]] = behind.tolist()
         self._known: dict[bytes, _Arrivals] = {}
 
+    @cached_property
+    def _ticks(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints]]:
+        """Of each tick its first action and the one behind its last, and their rows that `_ends` needs."""
+        rows = (self.previous, self._near, self._near_hop, self.duration * self.stages + self.stage)
+        return [(low, high, *(row[low:high] for row in rows)) for low, high in pairwise(self.starts.tolist())]
+
     @property
     def hops(self) -> int:
         """How many neighbours there are, there and back; what stands behind the last of them is no delay."""
@@ -180,12 +187,14 @@ class FastSimulator:
         forward, backward, weight = times.forward_s[cuts], times.backward_s[cuts], times.weight_s[cuts]
         duration = np.concatenate([forward, backward, backward - weight, weight], axis=1).T.copy()
         near, far = delays.near[cuts].T.copy(), delays.far[cuts].T
-        kind = self.duration * self.stages + self.stage
         ends = np.zeros((self.count + 1, len(forward)))
         arrivals = delays.arrivals
-        for (low, high), (first, last) in zip(pairwise(self.starts.tolist()), pairwise(arrivals.ticks), strict=True):
-            start = ends[self.previous[low:high]]
-            np.maximum(start, ends[self._near[low:high]] + near[self._near_hop[low:high]], out=start)
+        for (low, high, previous, beside, hop, kind), (first, last) in zip(
+            self._ticks, pairwise(arrivals.ticks), strict=True
+        ):
+            start, other = ends.take(previous, 0), ends.take(beside, 0)
+            other += near.take(hop, 0)
+            np.maximum(start, other, out=start)
             if last > first:
                 begin, end = int(arrivals.begins[first]), arrivals.waits(last - 1)[1]
                 arrive = ends[arrivals.source[begin:end]] + far[arrivals.pair[begin:end]]
@@ -193,7 +202,7 @@ class FastSimulator:
                     arrive = np.maximum.reduceat(arrive, arrivals.begins[first:last] - begin)
                 own = arrivals.action[first:last] - low
                 start[own] = np.maximum(start[own], arrive)
-            np.add(start, duration[kind[low:high]], out=ends[low:high])
+            np.add(start, duration.take(kind, 0), out=ends[low:high])
         return ends
 
     def _neighbours(self) -> tuple[Ints, Ints]:

@@ -7,7 +7,7 @@ shortest simulated step is taken, and its boundaries move while that gets shorte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from autosplit.partition.graph import Graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_bands import Bands, Place
 from autosplit.partition.line_bytes import LineBytes
-from autosplit.partition.line_moves import RANGED, Paths, Redone, Rows, paired, rows, stages_of
+from autosplit.partition.line_moves import RANGED, KnownPaths, Paths, Redone, Rows, paired, rows, stages_of
 from autosplit.partition.problem import Problem, again_share
 from autosplit.partition.step_model import StepModel
 
@@ -60,10 +60,17 @@ class _Chosen:
 class Learned:
     """What a search found on the way: it is taken up by another like it, which then goes on as the first would."""
 
-    paths: tuple[list[Path], set[bytes]]
+    paths: KnownPaths
     leaner: dict[tuple[object, ...], list[int] | None]
     free: dict[float, LineCut | None]
-    moved: dict[float, LineCut]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A cut whose boundaries were moved, and the longest paths that were found on the way."""
+
+    cut: LineCut
+    paths: tuple[Path, ...]
 
 
 class LineSearch:
@@ -81,14 +88,13 @@ class LineSearch:
         lanes = np.array(self.lane)
         self.mates = lanes[:, None] == lanes[None]
         self.paths = Paths(line, self.model)
-        own = learned or Learned(([], set()), {}, {}, {})
-        self.paths.found, self.paths.known = own.paths
-        self._leaner_known, self._free, self._moved_free = own.leaner, own.free, own.moved
+        own = learned or Learned(KnownPaths(), {}, {})
+        self.paths.kept, self._leaner_known, self._free = own.paths, own.leaner, own.free
 
     @property
     def learned(self) -> Learned:
         """What was found so far."""
-        return Learned((self.paths.found, self.paths.known), self._leaner_known, self._free, self._moved_free)
+        return Learned(self.paths.kept, self._leaner_known, self._free)
 
     def fastest(
         self,
@@ -96,14 +102,12 @@ class LineSearch:
         room: Sequence[float] | None = None,
         *,
         near: LineCut | None = None,
-        within: Sequence[float] | None = None,
         move: bool = True,
     ) -> LineCut | None:
         """Return the cut with the shortest step whose devices hold no more than ``room``, None where none is found.
 
         Every stage takes of ``options`` the fastest with which its device has room. The neighbours of ``near`` are
-        looked at too. Where no room is given, boundaries are not moved of a cut that does not keep ``within``; without
-        ``move`` none are.
+        looked at too. Without ``move`` its boundaries are not moved.
         """
         ranked = sorted(options, key=self.share)
         if room is not None or near is not None:
@@ -116,13 +120,7 @@ class LineSearch:
         if free is None:
             return None
         own = self._as(free, [ranked[0]] * self.stages)
-        if not move:
-            return own
-        if within is not None and any(held > limit for held, limit in zip(own.device_bytes, within, strict=False)):
-            return own
-        if again not in self._moved_free:
-            self._moved_free[again] = self._moved(own, ranked[:1], None)
-        return self._as(self._moved_free[again], own.recompute)
+        return self._moved(own, ranked[:1], None) if move else own
 
     def listed(
         self,
@@ -135,9 +133,14 @@ class LineSearch:
         """Return the like cut whose stages recompute as listed, one entry per stage."""
         return self._fastest(tuple(recompute), room, near, move=move)
 
-    def moved(self, cut: LineCut, options: Sequence[str], room: Sequence[float] | None) -> LineCut:
-        """Return a cut with its boundaries moved while that is faster; stages take of a list, or what a tuple lists."""
-        return self._moved(cut, options if isinstance(options, tuple) else sorted(options, key=self.share), room)
+    def moved(self, cut: LineCut, options: Sequence[str], room: Sequence[float] | None) -> Moved:
+        """Return a cut with its boundaries moved while that is faster; stages take of a list, or what a tuple lists.
+
+        What is found on the way is told but not kept: several cuts may be moved in any order, or elsewhere.
+        """
+        ranked = options if isinstance(options, tuple) else sorted(options, key=self.share)
+        with self.paths.apart() as own:
+            return Moved(self._moved(cut, ranked, room), tuple(own))
 
     def _fastest(
         self,
@@ -151,7 +154,8 @@ class LineSearch:
         best = None if near is None else self._best(self._fitting(self._beside(near), ranked, room), ranked)
         for slack in _SLACK if self.each > 1 and room is not None else (1.0,):
             bands = self._bands(ranked, None if room is None else [own * slack / self.each for own in room])
-            found = self._best(self._fitting(_stacked(bands.chains(), self.stages), ranked, room), ranked)
+            chains = np.array(list(bands.chains()), dtype=np.int64).reshape(-1, self.stages + 1)
+            found = self._best(self._fitting(chains, ranked, room), ranked)
             if found is not None and (best is None or found.step_s < best.step_s):
                 best = found
             if found is not None:
@@ -366,10 +370,6 @@ class LineSearch:
 def _names(ranked: Sequence[str]) -> list[str]:
     """Return the options that stages choose among, or that a tuple lists."""
     return list(dict.fromkeys(ranked))
-
-
-def _stacked(chains: Iterable[tuple[int, ...]], stages: int) -> Ints:
-    return np.array(list(chains), dtype=np.int64).reshape(-1, stages + 1)
 
 
 def _widest(search: LineSearch) -> int:

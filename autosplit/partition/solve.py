@@ -1,22 +1,27 @@
-"""The best cut of a problem into stages, with its proof."""
+"""The best cut of a problem into stages, with its proof.
+
+The search for it, two dozen modules, is imported where a graph is cut: a plan along a line of works needs none of it.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.clock import Clock
 from autosplit.partition.costs import Costs, check
 from autosplit.partition.infeasible import no_fit
 from autosplit.partition.problem import Problem, without_room
-from autosplit.partition.search import TOLERANCE
-from autosplit.partition.step_time import least_step
-from autosplit.partition.uneven import Answer, find
 from autosplit.progress import phase
 
+if TYPE_CHECKING:
+    from autosplit.partition.uneven import Answer
+
 IDEAL_LIMIT = 20_000
+_PROVEN = 1 + 3e-9
+"""A value that is no further above its bound is the least: the search stops at a billionth."""
 
 Objective = Literal["bottleneck", "step_time"]
 """What is made least: the largest load of a stage, or the simulated length of a step."""
@@ -73,6 +78,12 @@ class Partition:
         return self.value_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0 if not self.value_s else math.inf
 
 
+def _find(problem: Problem, **how: Any) -> Answer:
+    from autosplit.partition.uneven import find
+
+    return find(problem, **how)
+
+
 @phase("solving")
 def solve(
     problem: Problem,
@@ -93,13 +104,13 @@ def solve(
     """
     stages = _stages(problem, stages)
     clock = Clock.start(time_limit_s)
-    answer = find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit, clock=clock)
+    answer = _find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit, clock=clock)
     if answer.assignment is None:
         raise _infeasible(problem, stages=stages, empty=empty, answer=answer, ideal_limit=ideal_limit)
     if objective == "step_time":
         return _shortest(problem, answer.assignment, order=answer.order, stages=stages, empty=empty, clock=clock)
     costs = check(problem, answer.assignment, order=answer.order, stages=stages if empty else None)
-    optimal = costs.bottleneck_s <= answer.lower_bound * (1 + 3 * TOLERANCE)
+    optimal = costs.bottleneck_s <= answer.lower_bound * _PROVEN
     return Partition(
         assignment=answer.assignment,
         objective=objective,
@@ -120,6 +131,8 @@ def _shortest(
     clock: Clock,
 ) -> Partition:
     """Return the partition with the shortest step that is found from the one with the least bottleneck."""
+    from autosplit.partition.step_time import least_step
+
     step = least_step(problem, stages=stages, empty=empty, assignment=assignment, order=order, clock=clock)
     costs = check(problem, step.assignment, order=step.order, stages=stages if empty else None)
     return Partition(
@@ -127,14 +140,14 @@ def _shortest(
         objective="step_time",
         value_s=costs.step_s,
         lower_bound_s=min(step.lower_bound_s, costs.step_s),
-        status="optimal" if costs.step_s <= step.lower_bound_s * (1 + 3 * TOLERANCE) else "bounded",
+        status="optimal" if costs.step_s <= step.lower_bound_s * _PROVEN else "bounded",
         costs=costs,
     )
 
 
 def solve_evenly(problem: Problem, *, stages: int | None = None, ideal_limit: int = IDEAL_LIMIT) -> Partition:
     """Return the partition whose fullest stage needs the fewest bytes, whatever its time; capacities play no part."""
-    answer = find(problem, stages=_stages(problem, stages), least="bytes", empty=False, ideal_limit=ideal_limit)
+    answer = _find(problem, stages=_stages(problem, stages), least="bytes", empty=False, ideal_limit=ideal_limit)
     assert answer.assignment is not None, "without limits every graph can be cut"
     costs = check(without_room(problem, stages=max(answer.assignment) + 1), answer.assignment)
     return Partition(answer.assignment, "bottleneck", costs.bottleneck_s, 0.0, "bounded", costs)
@@ -167,7 +180,7 @@ def _stages(problem: Problem, stages: int | None) -> int:
 def _infeasible(problem: Problem, *, stages: int, empty: bool, answer: Answer, ideal_limit: int) -> InfeasibleError:
     """Return the error that says what binds, and which limit could be met."""
     assert problem.devices is not None, "without limits every graph can be cut"
-    even = find(problem, stages=stages, least="bytes", empty=empty, ideal_limit=ideal_limit)
+    even = _find(problem, stages=stages, least="bytes", empty=empty, ideal_limit=ideal_limit)
     assert even.assignment is not None, "without limits every graph can be cut"
     return no_fit(
         problem,

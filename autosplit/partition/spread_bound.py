@@ -25,6 +25,7 @@ _STEPS = 400_000
 _STAYS = (1.0, 0.5, 0.95)
 """How likely a path stays on its lane rather than moves on to another, where it may do either."""
 _TIE = 1e-9
+_KINDS = 4
 
 
 def spread_bound(problem: Problem, *, stages: int, again: float = 0.0) -> float:
@@ -68,21 +69,25 @@ def _paths(simulator: FastSimulator, totals: Floats, scale: Floats) -> Floats:
     last = simulator.last[ends[simulator.last] >= ends[simulator.last].max() - tolerance].tolist()
     found: dict[bytes, Ints] = {}
     length = max(1, len(simulator.starts))
-    lane = np.array(simulator.schedule.stage_lane)[simulator.stage]
-    lanes = int(lane.max()) + 1
+    stages, kinds = simulator.stage.tolist(), simulator.duration.tolist()
+    lanes, none = max(simulator.schedule.stage_lane) + 1, simulator.count
+    lane = [simulator.schedule.stage_lane[stage] for stage in stages]
+    started = (ends[:none] - seconds).tolist()
+    # What an action waits for that ends no earlier than it begins.
+    late = np.where(ends[before] >= (ends[:none] - seconds)[:, None] - tolerance, before, none).tolist()
     for turn in range(max(2 * lanes, min(_PATHS, _STEPS // length))):
         # Some paths stay on one lane for as long as they can, some wander.
         target, stays = turn % lanes, _STAYS[turn // lanes % len(_STAYS)]
-        counts = np.zeros((simulator.stages, 4), dtype=np.int64)
+        passed = [0] * (simulator.stages * _KINDS)
         at = chance.choice(last)
-        while at < simulator.count:
-            counts[simulator.stage[at], simulator.duration[at]] += 1
-            starts = ends[at] - seconds[at]
-            own, other = (row if ends[row] >= starts - tolerance else simulator.count for row in before[at].tolist())
-            if starts <= tolerance:
+        while at < none:
+            passed[stages[at] * _KINDS + kinds[at]] += 1
+            if started[at] <= tolerance:
                 break
+            own, other = late[at]
             stay = chance.random() < (stays if lane[at] == target else 1 - stays)
-            at = own if other == simulator.count or (own < simulator.count and stay) else other
+            at = own if other == none or (own < none and stay) else other
+        counts = np.array(passed, dtype=np.int64).reshape(simulator.stages, _KINDS)
         found[counts.tobytes()] = counts
     paths: Floats = np.array(list(found.values()), dtype=np.float64)
     return paths
@@ -102,16 +107,17 @@ def _mixed(costs: Floats) -> float:
     """Return the best mixture's sum over works of the least over stages."""
     log = np.zeros(len(costs))
     largest = float(costs.sum(axis=2).max()) or 1.0
-    best, average = 0.0, np.zeros(len(costs))
+    best, average = 0.0, np.zeros((1, len(costs)))
+    flat, shape, works = costs.reshape(len(costs), -1), costs.shape[1:], np.arange(costs.shape[2])
     for turn in range(_ROUNDS):
         weights = np.exp(log - log.max())
         weights /= weights.sum()
         average += weights
-        mixed = np.tensordot(average / (turn + 1), costs, axes=1)
+        mixed = np.dot(average / (turn + 1), flat).reshape(shape)
         best = max(best, float(mixed.min(axis=0).sum()))
-        now = np.tensordot(weights, costs, axes=1)
+        now = np.dot(weights[None], flat).reshape(shape)
         least = now.argmin(axis=0)
         # What each path gains where the works lie in their cheapest stages.
-        gain = costs[:, least, np.arange(costs.shape[2])].sum(axis=1) / largest
+        gain = costs[:, least, works].sum(axis=1) / largest
         log += 4.0 / np.sqrt(turn + 1.0) * gain
     return best

@@ -15,29 +15,24 @@ from __future__ import annotations
 import heapq
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
 
-import numpy as np
 from torch import nn
 
-from autosplit.aside import aside
-from autosplit.errors import InputError, ScheduleError
+from autosplit.errors import InputError
 from autosplit.options import Options
-from autosplit.partition.line_search import Learned, LineCut
+from autosplit.partition.line_search import LineCut
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
 from autosplit.planning.sweep import Entry, Space, Sweep
 from autosplit.planning.units import units_of
 from autosplit.planning.verdicts import Verdict
+from autosplit.planning.weighing import Weighed, Weighing, within
 from autosplit.progress import phase, update
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.ladder import Trace
 
 __all__ = ["Space", "choose_plan", "weigh"]
-
-Found = TypeVar("Found")
 
 _REPLAYS = 10
 """How many cuts are replayed at most before the leanest is taken."""
@@ -45,34 +40,8 @@ _LEANEST = 4
 """How many of the leanest cuts are replayed where nothing fits."""
 _EXACT = 1.01
 """A replay that is up to so much above the formula bears it out."""
-_GAINED = 1.05
-"""A cut that is beaten so many times over in step and peak is not moved: moves gain less of a step."""
-_WORTH = 500
-"""Actions of all schedules from which on half of the configurations are weighed aside."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """A cut of one configuration and what it costs by the formula; ``room`` is what it was found for.
-
-    ``moved``: whether its boundaries were moved, as far as that is worth while.
-    """
-
-    entry: Entry
-    way: Sequence[str]
-    cut: LineCut
-    room: tuple[float, ...] | None
-    moved: bool = True
-
-
-@dataclass(frozen=True)
-class _Cuts:
-    """The cuts of one configuration, as `Weighed` has them, and what their search learned."""
-
-    cuts: Sequence[tuple[Sequence[str], LineCut, tuple[float, ...] | None, bool]]
-    learned: Learned
 
 
 def choose_plan(
@@ -117,75 +86,24 @@ class _Search:
     """What was weighed, and what of it was replayed."""
 
     def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None) -> None:
-        self.sweep, self.progress = sweep, progress
-        self.weighed: list[Weighed] = []
-        self.entries: list[Entry] = []
+        self.sweep, self.weighing = sweep, Weighing(sweep, progress)
         self.finished: list[Finished] = []
         self.above: dict[frozenset[str], float] = {}
 
     def weigh(self) -> None:
-        """Find the best cut of every configuration, and where none fits its leanest."""
-        every = list(self.sweep.entries())
-        for entry, own in zip(every, self._each(self._cuts, every), strict=True):
-            if own is not None:
-                self.entries.append(entry.learning(own.learned))
-                self.weighed += (Weighed(self.entries[-1], *cut) for cut in own.cuts)
-        self._move()
+        """Find the best cuts of every configuration; raises InputError where none can be built."""
+        self.weighing.weigh()
+        self.weighed, self.entries = self.weighing.weighed, self.weighing.entries
         if not self.entries:
             raise InputError(
                 f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "
                 "schedules can be built; give others"
             )
 
-    def _each(self, work: Callable[[Entry], Found], entries: Sequence[Entry]) -> list[Found]:
-        """Return what is worked out of each configuration, of about half of the actions aside."""
-        actions = [entry.settled.stages * len(entry.sized.sizes) for entry in entries]
-        here, there = halves(actions)
-        found: dict[int, Found] = {}
-        with aside(lambda: [work(entries[place]) for place in there], worth=sum(actions) >= _WORTH) as other:
-            for done, place in enumerate(here):
-                if self.progress is not None:
-                    self.progress(2 * done, len(entries))
-                found[place] = work(entries[place])
-            found |= zip(there, other.result(), strict=True)
-        return [found[place] for place in range(len(entries))]
-
-    def _cuts(self, entry: Entry) -> _Cuts | None:
-        """Return the best cut of a configuration for each way to recompute; None where its schedule cannot be built."""
-        try:
-            search, limits = entry.search, self.sweep.room(entry.problem)
-        except ScheduleError:
-            return None
-        cuts: list[tuple[Sequence[str], LineCut, tuple[float, ...] | None, bool]] = []
-        for way in self.sweep.ways(entry.settled.stages):
-            free = entry.free(way, limits)
-            cuts.append((way, free, None, True))
-            if limits is None or _within(free.device_bytes, limits):
-                break
-            held = entry.best(way, limits, move=False)
-            if held is not None:
-                cuts.append((way, held, tuple(limits), False))
-        return _Cuts(cuts, search.learned)
-
-    def _move(self) -> None:
-        """Move the boundaries of what fits, the fastest first, but for what another beats by more than moves gain."""
-        order = sorted((place for place, each in enumerate(self.weighed) if self._fits(each)), key=self._step_s)
-        steps, peaks = np.full(len(order), np.inf), np.full(len(order), np.inf)
-        for turn, place in enumerate(order):
-            each = self.weighed[place]
-            peak = max(each.cut.device_bytes)
-            beaten = (steps * _GAINED < each.cut.step_s) & (peaks * _GAINED < peak)
-            if not each.moved and not beaten.any():
-                each = self.weighed[place] = _moved(each)
-            steps[turn], peaks[turn] = each.cut.step_s, max(each.cut.device_bytes)
-
-    def _step_s(self, place: int) -> float:
-        return self.weighed[place].cut.step_s
-
     def run(self) -> Finished:
         """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
         self.weigh()
-        heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.weighed) if self._fits(each)]
+        heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.weighed) if self.weighing.fits(each)]
         heapq.heapify(heap)
         known: set[tuple[int, LineCut]] = set()
         turns = 0
@@ -193,7 +111,7 @@ class _Search:
             turns += 1
             _, place, best = heapq.heappop(heap)
             if not best.moved:
-                best = _moved(best)
+                best = self.weighing.moved(best)
                 heapq.heappush(heap, (best.cut.step_s, place, best))
                 continue
             over = self._over(best)
@@ -221,16 +139,12 @@ class _Search:
         self.above[kind] = min(above, self.above.get(kind, above))
         return finished
 
-    def _fits(self, weighed: Weighed) -> bool:
-        limits = self.sweep.room(weighed.entry.problem)
-        return limits is None or _within(weighed.cut.device_bytes, limits)
-
     def _over(self, weighed: Weighed) -> list[float] | None:
         """Return by how much devices will be above the formula; None where only a replay can tell whether that fits."""
         limits = self.sweep.room(weighed.entry.problem)
         above = self.above.get(frozenset(weighed.cut.recompute), 1.0) - 1.0
         expected = [held * (1.0 + above) for held in weighed.cut.device_bytes]
-        if limits is None or _within(expected, [limit * (1 + 1e-9) for limit in limits]):
+        if limits is None or within(expected, [limit * (1 + 1e-9) for limit in limits]):
             return None
         return [held * above for held in weighed.cut.device_bytes]
 
@@ -260,7 +174,7 @@ class _Search:
         faster, else by more than the formula is worth.
         """
         found = []
-        leanest = self._each(self._lean, self.entries)
+        leanest = self.weighing.each(self._lean, self.entries)
         for (place, entry), cuts in zip(enumerate(self.entries), leanest, strict=True):
             limits = self.sweep.room(entry.problem)
             assert limits is not None, "without limits everything fits"
@@ -308,8 +222,8 @@ class _Search:
     ) -> Alternative:
         """``replayed`` is the verdict of a replay; without one the formula's peaks are held against the limits."""
         limits = self.sweep.room(entry.problem)
-        fits = limits is not None and _within(held, limits)
-        near = limits is None or _within(held, [limit * _NEAR for limit in limits])
+        fits = limits is not None and within(held, limits)
+        near = limits is None or within(held, [limit * _NEAR for limit in limits])
         return Alternative(
             chunks=entry.options.chunks,
             schedule=entry.settled.schedule,
@@ -320,26 +234,6 @@ class _Search:
             verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
             replayed=replayed is not None,
         )
-
-
-def halves(weights: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the places of weights in two lists that weigh about as much: the largest first, to the lighter one."""
-    lists: tuple[list[int], list[int]] = ([], [])
-    sums = [0, 0]
-    for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
-        lighter = sums.index(min(sums))
-        lists[lighter].append(place)
-        sums[lighter] += weights[place]
-    return sorted(lists[0]), sorted(lists[1])
-
-
-def _moved(weighed: Weighed) -> Weighed:
-    cut = weighed.entry.search.moved(weighed.cut, weighed.way, weighed.room)
-    return replace(weighed, cut=cut, moved=True)
-
-
-def _within(held: Sequence[float], limits: Sequence[float]) -> bool:
-    return all(own <= limit for own, limit in zip(held, limits, strict=False))
 
 
 def _key(each: Alternative) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ Peaks are the additive formula's, steps are simulated. Nothing is replayed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from autosplit.aside import aside
 from autosplit.errors import ScheduleError
 from autosplit.options import Options
 from autosplit.partition.coarse import Coarse, coarsened, runs
+from autosplit.partition.fast_simulate import Path
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_search import Learned, LineCut, LineSearch
@@ -92,6 +93,12 @@ class Entry:
         """Return the entry with what its search found elsewhere; itself where it was here."""
         return self if "search" in vars(self) else replace(self, learned=learned)
 
+    def learn(self, paths: Sequence[Path]) -> None:
+        """Take up what moves of a cut found: the longest paths of other cuts."""
+        learned = self.search.learned if "search" in vars(self) or self.learned is None else self.learned
+        for path in paths:
+            learned.paths.add(path)
+
     def case(self, model: nn.Module, found: Trace, memo: TraceMemo) -> Case:
         """Return the whole problem of the configuration."""
         formulation = self.sized.formulation
@@ -111,13 +118,6 @@ class Entry:
             return self.search.listed(way, room, near=near, move=move)
         return self.search.fastest(way, room, near=near, move=move)
 
-    def free(self, way: Sequence[str], limits: Sequence[float] | None) -> LineCut:
-        """Return the best cut whatever it holds; what does not keep the limits is only there to be compared with."""
-        listed = isinstance(way, tuple)
-        found = self.search.listed(way) if listed else self.search.fastest(way, within=limits)
-        assert found is not None, "without limits every line of enough units can be cut"
-        return found
-
 
 class Sweep:
     """The configurations of a space."""
@@ -132,17 +132,20 @@ class Sweep:
         self.group_of: tuple[int, ...] = ()
         """Of each work the group that cannot be separated, in an order that may be cut anywhere."""
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield every configuration that may have a schedule, each pair of sizes and schedule once."""
+    def entries(self, meanwhile: Callable[[], bool] = lambda: False) -> Iterator[Entry]:
+        """Yield every configuration that may have a schedule, each pair of sizes and schedule once.
+
+        ``meanwhile`` is what the caller does while others are still worked out aside, a bit at a time; False: nothing.
+        """
         every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for chunks in self.space.chunks:
             sizes = sizes_of(self.rows, chunks, self.found.graph.min_rows, like=self.options.microbatches)
             every.setdefault(sizes, []).extend(own for own in self.space.schedules if own not in every[sizes])
-        for sized in self._all_sized(list(every)):
+        for sized in self._all_sized(list(every), meanwhile):
             made = (self._entry(sized, *schedule) for schedule in every[sized.sizes])
             yield from (entry for entry in made if entry is not None)
 
-    def _all_sized(self, every: Sequence[tuple[int, ...]]) -> Iterator[Sized]:
+    def _all_sized(self, every: Sequence[tuple[int, ...]], meanwhile: Callable[[], bool]) -> Iterator[Sized]:
         """Yield the model for microbatches of all sizes; those of the second half of the list are profiled aside.
 
         What is known of operations stays where it was found out.
@@ -152,6 +155,8 @@ class Sweep:
         worth = len(there) * len(self.found.graph.graph.nodes) >= _WORTH
         with aside(lambda: [self._priced(sizes) for sizes in there], worth=worth) as other:
             yield from (self._in_units(self._priced(sizes)) for sizes in here)
+            while not other.ready and meanwhile():
+                pass
             yield from map(self._in_units, other.result())
 
     def _priced(self, sizes: tuple[int, ...]) -> _Priced:

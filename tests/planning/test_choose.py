@@ -13,12 +13,13 @@ from torch.nn import functional as F
 
 from autosplit.api import plan
 from autosplit.options import Options, Sample
-from autosplit.partition.line_search import LineCut, LineSearch
-from autosplit.planning import choose
-from autosplit.planning.choose import Space, alternative, choose_plan, halves
+from autosplit.partition.line_search import LineSearch, Moved
+from autosplit.planning import choose, weighing
+from autosplit.planning.choose import Space, alternative, choose_plan
 from autosplit.planning.finish import Finished
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import predicted
+from autosplit.planning.weighing import halves
 from autosplit.trace.ladder import Trace, trace
 
 WIDTH, ROWS = 16, 64
@@ -149,15 +150,15 @@ def test_boundaries_of_what_is_beaten_by_far_need_not_move(
     moved: list[int] = []
     move = LineSearch.moved
 
-    def counted(*arguments: Any) -> LineCut:
+    def counted(*arguments: Any) -> Moved:
         moved[-1] += 1
         return move(*arguments)
 
     monkeypatch.setattr(LineSearch, "moved", counted)
     plans = []
-    for gained in (choose._GAINED, float("inf")):
+    for gained in (weighing._GAINED, float("inf")):
         moved.append(0)
-        monkeypatch.setattr(choose, "_GAINED", gained)
+        monkeypatch.setattr(weighing, "_GAINED", gained)
         plans.append(chosen(model, found, WIDE, limit=limit))
     assert plans[0] == plans[1]
     assert 0 < moved[0] < moved[1]

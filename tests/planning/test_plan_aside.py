@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit.aside import second_core
 from autosplit.errors import TraceError
-from autosplit.planning import choose, sweep
+from autosplit.planning import sweep, weighing
 from autosplit.planning.plan import Plan
 from autosplit.profile import trace_memo
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="ch
 def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Whatever can be done aside is, on two cores; the process numbers of the children."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    for module in (choose, sweep, trace_memo):
+    for module in (sweep, trace_memo, weighing):
         monkeypatch.setattr(module, "_WORTH", 0)
     made, fork = list[int](), os.fork
 
