@@ -239,6 +239,23 @@ def exit_code(answer: Callable[[], int], *, debug: bool) -> int:
         if debug:
             traceback.print_exc()
         known = isinstance(error, AutosplitError)
-        hint = "" if known else f" ({type(error).__name__}; --debug shows the traceback)"
+        place = "" if known else _place(error)
+        hint = "" if known else f" ({type(error).__name__}{place}; --debug shows the traceback)"
         typer.echo(f"error: {error}{hint}", err=True)
         return ANSWER_IS_NO if isinstance(error, InfeasibleError) else BAD_INPUT
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of code that an error came through outside of autosplit, torch and Python's library.
+
+    That is the line of the model's own forward, or of the package that the model is from; "" where there is none.
+    """
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    packages = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch) if file)
+    library = os.path.dirname(os.__file__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*packages, "<")) and os.path.dirname(frame.filename) != library
+    ]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""

@@ -98,17 +98,21 @@ def default_inputs(
     specs = []
     if main == "input_ids" and vocabulary:
         specs.append(InputSpec("input_ids", "int64", (batch, tokens), vocabulary))
+        taken = inspect.signature(model.forward).parameters
+        seen = hasattr(getattr(config, "vision_config", None), "image_size")
+        if "return_loss" in taken and "pixel_values" in taken and seen:
+            specs.append(_images(config.vision_config, dtype=dtype, batch=batch))  # CLIP and the like compare the two
     elif main == "pixel_values":
-        frames = [config.num_frames] if hasattr(config, "num_frames") else []
-        height, width = _image_size(config)
-        specs.append(
-            InputSpec(main, dtype, (batch, *frames, getattr(config, "num_channels", None) or 3, height, width))
-        )
+        specs.append(_images(config, dtype=dtype, batch=batch))
     elif main == "input_features" and hasattr(config, "max_source_positions"):
         specs.append(InputSpec(main, dtype, (batch, config.num_mel_bins, 2 * config.max_source_positions)))
         tokens = config.max_target_positions if sequence is None else sequence
     else:
-        raise InputError(f"the config of {type(model).__name__} does not say what its {main} look like; give --input")
+        heard = f", such as {main}={dtype}[{batch},160000] for ten seconds at 16 kHz"
+        example = heard if main == "input_values" and hasattr(config, "conv_stride") else ""
+        raise InputError(
+            f"the config of {type(model).__name__} does not say what its {main} look like; give --input{example}"
+        )
     if config.is_encoder_decoder:
         specs.append(InputSpec("decoder_input_ids", "int64", (batch, tokens), vocabulary))
     if labels is not False:
@@ -148,6 +152,12 @@ def _tokens(config: Any) -> int:
     # The two first positions of RoBERTa's table stand for padding, and no row may be as long as the table.
     special = 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "longformer") else 0
     return max(1, min(positions - special, _MOST_TOKENS))
+
+
+def _images(config: Any, *, dtype: str, batch: int) -> InputSpec:
+    frames = [config.num_frames] if hasattr(config, "num_frames") else []
+    shape = (batch, *frames, getattr(config, "num_channels", None) or 3, *_image_size(config))
+    return InputSpec("pixel_values", dtype, shape)
 
 
 def _image_size(config: Any) -> tuple[int, int]:

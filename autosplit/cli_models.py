@@ -40,10 +40,11 @@ def make_model(spec: ModelSpec, *, blank: bool = False) -> nn.Module:
     return model if spec.train is None else model.train(spec.train)
 
 
-def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int) -> Any:
+def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = True) -> Any:
     """Return the inputs that the command line gives, else those that a config describes or the model brings.
 
-    ``rows`` is the batch of a config's inputs where none is given. InputError: none are known.
+    ``rows`` is the batch of a config's inputs where none is given; ``say``: which they are goes to stderr. InputError:
+    none are known.
     """
     specs = spec.inputs
     if not specs and spec.is_config:
@@ -53,7 +54,8 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int) -> Any:
         )
         said, has_labels = " ".join(map(str, specs)), any(each.name == "labels" for each in specs)
         others = "--batch, --sequence, --no-labels" if has_labels else "--batch, --sequence"
-        typer.echo(f"inputs, from the config: {said} ({others} or --input make others)", err=True)
+        if say:
+            typer.echo(f"inputs, from the config: {said} ({others} or --input make others)", err=True)
     sample = build_sample(specs, model=model, seed=spec.seed)
     if sample is None:
         sample = own_sample(model)

@@ -142,9 +142,10 @@ def plan_command(
         choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
         find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
         machine = _checked(_devices(devices, pinned), pinned, choices)
-        with beside_stdout(), second_core(), rare_collections(objects=COMMAND_OBJECTS):
-            found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
-        return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
+        with rare_collections(objects=COMMAND_OBJECTS, look_back=False):
+            with beside_stdout(), second_core():
+                found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
+            return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))
 
@@ -195,12 +196,12 @@ def _planned(spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choic
         sizes = [parameter.numel() * parameter.element_size() for parameter in made.parameters() if parameter.is_meta]
         if not 0 < sum(sizes) <= _SMALL_BYTES:
             raise
-    return _plan_of(make_model(spec), spec, machine=machine, **choices)
+    return _plan_of(make_model(spec), spec, machine=machine, again=True, **choices)
 
 
-def _plan_of(model: nn.Module, spec: ModelSpec, *, machine: MachineSpec, **choices: Any) -> Plan:
+def _plan_of(model: nn.Module, spec: ModelSpec, *, machine: MachineSpec, again: bool = False, **choices: Any) -> Plan:
     from autosplit.api import plan
     from autosplit.cli_models import make_sample
 
-    sample = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * len(machine))
+    sample = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * len(machine), say=not again)
     return plan(model, sample=sample, devices=machine, **choices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,35 @@ def test_an_error_brings_the_callers_own_back() -> None:
     gc.set_threshold(500, 7, 3)
     with pytest.raises(ZeroDivisionError), rare_collections():
         1 // 0  # noqa: B018
+    assert gc.get_threshold() == (500, 7, 3)
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.mark.parametrize(("look_back", "found"), [(True, True), (False, False)])
+def test_a_block_without_a_look_back_leaves_what_it_made_as_old(look_back: bool, found: bool) -> None:
+    gc.set_threshold(100, 1000, 1000)
+    gc.collect()
+    with rare_collections(look_back=look_back):
+        gone = weakref.ref(_Cycle())
+        kept = [[] for _ in range(1000)]
+    kept += [[] for _ in range(200)]
+    assert (gone() is None) == found
+    gc.collect()
+    assert gone() is None
+    assert len(kept) == 1200
+
+
+def test_a_plans_answer_is_written_before_the_collector_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("autosplit.cli_plan._planned", lambda *args, **kwargs: "plan")
+    monkeypatch.setattr("autosplit.cli_plan.answered", lambda *args, **kwargs: seen.append(gc.get_threshold()[0]) or 0)
+    gc.set_threshold(500, 7, 3)
+    assert CliRunner().invoke(app, ["plan", "torch.nn:Identity"]).exit_code == 0
+    assert seen == [COMMAND_OBJECTS]
     assert gc.get_threshold() == (500, 7, 3)
 
 

@@ -81,6 +81,13 @@ class TinyClassifier(TinyVision):
         raise NotImplementedError
 
 
+class TinyPairs(PreTrainedModel):
+    """A text and an image per row, as CLIP takes them."""
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, return_loss: bool = False) -> torch.Tensor:
+        raise NotImplementedError
+
+
 @pytest.fixture(autouse=True)
 def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     mappings = SimpleNamespace(
@@ -95,6 +102,7 @@ def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         TinyVision=TinyVision,
         TinyWithLoss=TinyWithLoss,
         TinyClassifier=TinyClassifier,
+        TinyPairs=TinyPairs,
         pipeline=print,
         models=SimpleNamespace(auto=SimpleNamespace(modeling_auto=mappings)),
     )
@@ -266,6 +274,22 @@ def test_inputs_that_a_config_does_not_describe(written: Callable[..., str], mon
         default_inputs(model, batch=6, sequence=None)
 
 
+def test_sound_is_shown_by_an_example(written: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyForCausalLM, "main_input_name", "input_values", raising=False)
+    model = build(written(TINY | {"conv_stride": [5, 2]}), kwargs={}, blank=True)
+    with pytest.raises(InputError, match=r"such as input_values=float32\[6,160000\] for ten seconds at 16 kHz"):
+        default_inputs(model, batch=6, sequence=None)
+
+
+def test_a_model_that_compares_text_and_images_gets_both(written: Callable[..., str]) -> None:
+    model = build(written(TINY | {"architectures": ["TinyPairs"]}), kwargs={}, blank=True)
+    model.config.vision_config = TinyConfig(image_size=32)
+    both = ["input_ids=int64[6,16]<50", "pixel_values=float32[6,3,32,32]"]
+    assert list(map(str, default_inputs(model, batch=6, sequence=None))) == both
+    model.config.vision_config = TinyConfig(temporal=4)
+    assert list(map(str, default_inputs(model, batch=6, sequence=None))) == both[:1], "no size of an image is known"
+
+
 def test_inputs_are_where_the_model_is_and_said(
     written: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +297,8 @@ def test_inputs_are_where_the_model_is_and_said(
     sample = make_sample(spec, model=make_model(spec, blank=True), rows=99)
     assert (sample.kwargs["input_ids"].shape, sample.kwargs["input_ids"].is_meta) == ((4, 16), True)
     assert "inputs, from the config: input_ids=int64[4,16]<50 (--batch" in capsys.readouterr().err
+    make_sample(spec, model=make_model(spec, blank=True), rows=99, say=False)
+    assert capsys.readouterr().err == ""
     own = ModelSpec(spec.target, inputs=(InputSpec("0", "int64", (2, 3), 9),))
     assert make_sample(own, model=make_model(own), rows=99).args[0].shape == (2, 3)
     assert capsys.readouterr().err == ""

@@ -314,7 +314,8 @@ def test_an_error_that_is_not_ours_says_its_type_and_how_to_see_more(run: Run, m
 
     monkeypatch.setattr(api, "autosplit", crash)
     stderr = error_of(run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X))
-    assert stderr == "error: division by zero (ZeroDivisionError; --debug shows the traceback)\n"
+    place = f"at {__file__}:{crash.__code__.co_firstlineno + 1}, in crash"
+    assert stderr == f"error: division by zero (ZeroDivisionError {place}; --debug shows the traceback)\n"
 
 
 def test_help_shows_examples(run: Run) -> None:
