@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from autosplit.runtime.ambient import any_autocast
+from autosplit.runtime.behind import leaves_behind, saved_behind
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.graph_state import Watched
 from autosplit.runtime.lanes import CudaLane
@@ -50,6 +51,7 @@ class Own:
     Attributes:
         watched: the parameters and buffers that the graphs have in them.
         random: the names of the stage's random operations.
+        written: those of the parameters and buffers that the stage writes, by their identities.
         state: what stands for each parameter and buffer, by its identity: the same memory, whose changes are none of
             what a graph saved, since its next replay reads and saves the new values.
         parameters: those of it that want a gradient.
@@ -60,6 +62,7 @@ class Own:
     lane: CudaLane
     watched: Watched
     random: tuple[str, ...]
+    written: frozenset[int] = frozenset()
     sums: dict[Any, torch.Tensor] = field(default_factory=dict)
     held_bytes: int = 0
 
@@ -67,6 +70,10 @@ class Own:
         with torch.inference_mode(False):
             self.state = {id(tensor): _twin(tensor) for tensor in self.watched.tensors}
         self.parameters = {key: tensor for key, tensor in self.state.items() if tensor.requires_grad}
+
+    def settled(self) -> Tensors:
+        """Return the parameters and buffers that the stage does not write."""
+        return [tensor for tensor in self.watched.tensors if id(tensor) not in self.written]
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -123,6 +130,7 @@ class Slot:
         names: per input that is a tensor, the bundle that it comes in and its position there.
         outs: what the stage gives, flat, where the graph leaves it.
         bundles: by target, how many of these it is given.
+        read: what its backward reads of the model's parameters and buffers.
     """
 
     def __init__(
@@ -148,6 +156,7 @@ class Slot:
             self.seed(key)
             self._replay = own.capture(lambda: self._issue(run, flat), self.draws, self.pool)
         self._check_leaves()
+        self.read: Tensors = []
 
     def _issue(self, run: Callable[..., Any], flat: Sequence[Any]) -> None:
         """Run the stage on the inputs that are the slot's own, seen as views where the stage was given views."""
@@ -167,6 +176,20 @@ class Slot:
         for leaf in leaves_behind(self.outs):
             if id(leaf) not in own:
                 raise RuntimeError(f"a gradient goes to a tensor of shape {list(leaf.shape)} that no module holds")
+
+    def find_read(self, *, again: bool, units: bool) -> None:
+        """Find what a backward reads; where it begins with another forward (``again``), or has such in it (``units``).
+
+        To ask what was saved would run that forward: so all parameters count, and with ``units`` buffers too, of which
+        what does not run again may have saved something.
+        """
+        if units:
+            self.read = self.own.settled()
+        elif again:
+            self.read = [tensor for tensor in self.own.settled() if isinstance(tensor, nn.Parameter)]
+        else:
+            saved, every = saved_behind(self.outs), self.own.watched.tensors
+            self.read = [tensor for tensor in every if tensor.untyped_storage().data_ptr() in saved]
 
     def seed(self, key: Key | None) -> None:
         """Have the random operations draw what they draw in a cell."""
@@ -330,21 +353,6 @@ def explained(error: BaseException) -> str:
     """Return what an exception says first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-def leaves_behind(tensors: Sequence[torch.Tensor], stop: Sequence[Any] = ()) -> Iterator[torch.Tensor]:
-    """Yield the leaves that gradients of tensors reach, each once, but not through the nodes at which to stop."""
-    seen: set[Any] = {None, *stop}
-    todo: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.requires_grad]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        todo += [following for following, _ in node.next_functions]
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

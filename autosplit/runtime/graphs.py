@@ -9,6 +9,7 @@ A kind is what shapes the work: sizes, layouts, types, grad mode, autocast, and 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +19,10 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from autosplit.runtime.ambient import ThreadState, is_transformed, needs_one_thread, watched
+from autosplit.runtime.behind import leaves_behind
+from autosplit.runtime.border import Border, check_unchanged, versions
 from autosplit.runtime.differentiate import gradients
-from autosplit.runtime.graph_slot import Back, Leaf, Own, Slot, explained, leaves_behind
+from autosplit.runtime.graph_slot import Back, Leaf, Own, Slot, explained
 from autosplit.runtime.graph_state import Watched
 from autosplit.runtime.lanes import CudaLane, Lane
 from autosplit.runtime.ops import Key
@@ -31,7 +34,6 @@ from autosplit.trace.scope import has_module_hooks
 from autosplit.units import format_bytes
 
 if TYPE_CHECKING:
-    from autosplit.runtime.border import Border
     from autosplit.runtime.cells import Cells
 
 _KINDS = 4
@@ -84,7 +86,10 @@ class StageGraphs:
             return
         nodes = self.lowered.layout.stages[self.stage].nodes
         random = tuple(node.meta[INFO].name for node in nodes if node.meta[INFO].random)
-        self.own = Own(self.lane, Watched(region), random)
+        writes = {name for node in nodes for name in node.meta[INFO].writes}
+        named = region.root.named_parameters, region.root.named_buffers
+        state = itertools.chain.from_iterable(every(remove_duplicate=False) for every in named)
+        self.own = Own(self.lane, Watched(region), random, frozenset(id(t) for name, t in state if name in writes))
 
     def refusal(self, cells: Cells) -> str:
         """Return why no cell of a step may run as a graph, or ""."""
@@ -105,7 +110,7 @@ class StageGraphs:
         return next((reason for reason, holds in known.items() if reason and holds), "")
 
     def lease(
-        self, kind: Any, step: int, run: Callable[..., Any], given: Sequence[Any], *, most: int, grad: bool
+        self, kind: Any, step: int, run: Callable[..., Any], given: Sequence[Any], *, most: int, grad: bool, again: bool
     ) -> Lease | None:
         """Return a slot for a cell, captured where no one is free; None where the cell has to run as it is."""
         own = self.kinds.get(kind)
@@ -126,6 +131,7 @@ class StageGraphs:
             try:
                 with self.own.counted():
                     free = Slot(self.own, run, given, self.lowered.takes[self.stage], grad=grad)
+                    free.find_read(again=again, units=bool(self.lowered.stages[self.stage].units))
             except Exception as error:
                 self.fail(error)
                 return None
@@ -170,6 +176,8 @@ class Replays:
     def __init__(self, graphs: Graphs, cells: Cells) -> None:
         self.graphs, self.number = graphs, graphs.steps
         self.settings, self.state = _settings(), ThreadState.current()
+        self.sums: dict[int, torch.Tensor] = {}
+        """Sums of gradients that are graphs' own, by identity."""
         self.refused = [stage.refusal(cells) for stage in graphs.stages]
         for stage, reason in zip(graphs.stages, self.refused, strict=True):
             stage.reason = reason or stage.reason
@@ -186,9 +194,10 @@ class Replays:
             own.reason = away
             return run(*given)
         grad = cells.detached and torch.is_grad_enabled()
-        kind = (*map(_kind, given), cells.lowered.runs_again(stage, last=last), grad, self.settings)
+        again = cells.lowered.runs_again(stage, last=last)
+        kind = (*map(_kind, given), again, grad, self.settings)
         most = len(cells.step.sizes)
-        lease = own.lease(kind, self.number, run, given, most=most, grad=grad)
+        lease = own.lease(kind, self.number, run, given, most=most, grad=grad, again=again)
         if lease is None:
             return run(*given)
         slot = lease.slot
@@ -197,6 +206,7 @@ class Replays:
             wants = [out.requires_grad for out in slot.outs]
             outs = list(_Leave.apply(torch.zeros((), requires_grad=True), wants, *outs))
             border.lease, border.key = lease, next((value for value in given if isinstance(value, Key)), None)
+            border.read, border.settled = versions(slot.read), versions(slot.own.settled())
             border.again = partial(self._again, slot.own.watched, run, given)
             nodes = [out.grad_fn for out in outs]
             border.edges = [None if node is None else GradientEdge(node, i) for i, node in enumerate(nodes)]
@@ -224,6 +234,7 @@ class Replays:
         came = self._came_in(cells, border, stage, microbatch)
         if all(seed is None for seed in came):
             return [], []
+        check_unchanged(border.read, stage)
         last = microbatch == len(cells.step.sizes) - 1
         again = cells.lowered.runs_again(stage, last=last) or bool(cells.lowered.stages[stage].units)
         finds = None if whole else (lambda roots, leaves: PutOff() if again else put_off(roots, leaves))
@@ -231,6 +242,7 @@ class Replays:
             back = slot.back(came, border.key, finds)
         except Exception as error:
             graphs.fail(error)
+            check_unchanged(border.settled, stage)
             assert border.again is not None, "a cell that ran as a graph"
             outs = [tensor for bundle in border.again().values() for tensor in bundle]
             begun = [(out, seed) for out, seed in zip(outs, came, strict=True) if seed is not None]
@@ -282,7 +294,7 @@ class Replays:
                 fresh.append(mine)
             elif total is not mine:
                 mine.copy_(total)
-            totals[key] = mine
+            totals[key] = self.sums[id(mine)] = mine
         if fresh:
             torch._foreach_zero_(fresh)
             torch._foreach_neg_(fresh)
@@ -290,10 +302,8 @@ class Replays:
     def hand_out(self, cells: Cells) -> None:
         """Put copies in the places of the sums that are the graphs' own: the next step begins them anew."""
         for stage, totals in enumerate(cells.totals):
-            own = self.graphs.stages[stage].own
-            mine = {id(total) for total in own.sums.values()} if own is not None else set()
             with cells.step.lanes[stage].active():
-                totals.update({key: total.clone() for key, total in totals.items() if id(total) in mine})
+                totals.update({key: total.clone() for key, total in totals.items() if id(total) in self.sums})
 
 
 class _Leave(torch.autograd.Function):

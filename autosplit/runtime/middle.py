@@ -143,7 +143,6 @@ class _Middle(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None,) * 4 + tuple(_differentiable(ctx, gradients))
         leaves: list[Leaf] = ctx.leaves
-        _check_replays(cells, leaves, ctx.versions)
         cells.keep = graph_is_kept()
         if not cells.keep:
             ctx.cells = ctx.leaves = None  # who keeps the loss keeps this node, and would keep the batch
@@ -224,19 +223,6 @@ def _copied_buffers(model: nn.Module) -> Iterator[None]:
 def _versions(cells: Cells, leaves: Sequence[torch.Tensor]) -> list[int]:
     """Return how often each leaf and each input of the call was changed in place."""
     return [tensor._version for tensor in (*leaves, *cells.step.tensors) if not tensor.is_inference()]
-
-
-def _check_replays(cells: Cells, leaves: Sequence[Leaf], before: Sequence[int]) -> None:
-    """Raise RuntimeError where a graph's backward would read a parameter that is another one by now."""
-    if not any(border.lease is not None for border in cells.cells.values()):
-        return
-    now = _versions(cells, [tensor for *_, tensor in leaves])
-    for (kind, place, tensor), then, count in zip(leaves, before, now, strict=False):
-        if kind == "parameters" and then != count:
-            raise RuntimeError(
-                f"a parameter of stage {place[0]}, of shape {list(tensor.shape)}, has been modified by an inplace "
-                "operation since the forward: call backward before the optimizer's step, or split with graphs=False"
-            )
 
 
 def _writes_to_caller(cells: Cells) -> bool:

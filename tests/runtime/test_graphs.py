@@ -185,7 +185,7 @@ def test_a_parameter_changed_before_its_backward_is_an_error() -> None:
     two = pair(Net(0.0))
     for _ in range(2):
         two.call(torch.randn(ROWS, WIDTH))
-    output = two.pipes[0](torch.randn(ROWS, WIDTH))
+    output = two.pipes[0](torch.randn(ROWS, WIDTH, requires_grad=True))
     with torch.no_grad():
         two.models[0].mid[2].weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"parameter of stage \d.*inplace operation"):
