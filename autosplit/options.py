@@ -14,7 +14,6 @@ from autosplit.checks import choose
 from autosplit.choices import LANES, OPTIMIZER_COPIES, RNG
 from autosplit.errors import DeviceError, InputError
 from cost_models.machines import MachineSpec
-from cost_models.specs import DeviceSpec
 
 _MASTER_BYTES = 4
 _ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<only>[af]?)")
@@ -138,14 +137,15 @@ class Options:
         return tuple(Link(spec.bandwidth_bytes_per_s, spec.latency_s) for spec in found)
 
     @property
-    def kernels(self) -> Literal["cpu", "cuda"]:
-        """Whose kernels' results and scratch are counted where nothing runs."""
-        return "cuda" if self.machine is not None and self.devices[0].type == "cuda" else "cpu"
+    def leading(self) -> int:
+        """Which device a model is profiled for: the first on paper, else the first CUDA device, if there is one."""
+        cuda = (lane for lane, device in enumerate(self.devices) if device.type == "cuda")
+        return 0 if self.machine is not None else next(cuda, 0)
 
     @property
-    def model_device(self) -> DeviceSpec | str:
-        """The device whose cost model gives the times that are not measured: the first one on paper, or a CPU lane."""
-        return "cpu-lane" if self.machine is None else self.machine.devices[0]
+    def kernels(self) -> Literal["cpu", "cuda"]:
+        """Whose kernels' operations, results and scratch are counted where nothing runs."""
+        return "cuda" if self.devices[self.leading].type == "cuda" else "cpu"
 
 
 def check_seconds(name: str, seconds: Any) -> float | None:

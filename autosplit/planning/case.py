@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from autosplit.options import Options
@@ -12,6 +14,7 @@ from autosplit.partition.problem import Problem
 from autosplit.planning.formulate import Formulation, formulate, scheduled
 from autosplit.planning.paper_loss import PaperLoss, with_loss
 from autosplit.planning.schedules import settle
+from autosplit.planning.specs import device_specs, driver_name
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.blocks import CostMemo
 from autosplit.profile.combine import profile
@@ -57,18 +60,25 @@ def prepare(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[in
 def slowdowns(
     model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...], costs: Profile, *, memo: CostMemo
 ) -> tuple[float, ...] | None:
-    """Return how many times as long all nodes together take on each device as on the first; None: all are alike.
+    """Return how many times as long all nodes together take on each device as on the leading one; None: all are alike.
 
-    ``costs`` are those of the first device on paper; ``memo`` is what they were made with.
+    ``costs`` are those of the leading device; ``memo`` is what they were made with. Devices are told apart by their
+    cost models, also where the leading one was measured.
     """
-    if options.machine is None or len({device.name for device in options.machine.devices}) < 2:
+    specs = device_specs(options)
+    if len({spec.name for spec in specs}) < 2:
         return None
-    first_s, known = _seconds(costs), {options.machine.devices[0].name: 1.0}
-    for device in options.machine.devices:
-        if device.name not in known:
-            there_s = _seconds(profiled(model, found, options, sizes, device=device, memo=memo))
-            known[device.name] = there_s / first_s if first_s and there_s else 1.0
-    return tuple(known[device.name] for device in options.machine.devices)
+
+    def seconds(spec: DeviceSpec) -> float:
+        return _seconds(profiled(model, found, replace(options, measure=False), sizes, device=spec, memo=memo))
+
+    lead = specs[options.leading]
+    first_s, known = seconds(lead) if costs.measured else _seconds(costs), {lead.name: 1.0}
+    for spec in specs:
+        if spec.name not in known:
+            there_s = seconds(spec)
+            known[spec.name] = there_s / first_s if first_s and there_s else 1.0
+    return tuple(known[spec.name] for spec in specs)
 
 
 def slowed(formulation: Formulation, factors: tuple[float, ...] | None) -> Formulation:
@@ -84,6 +94,15 @@ def _seconds(costs: Profile) -> float:
     return sum(node.forward_s + node.backward_s for node in costs.nodes.values())
 
 
+def _lies_on(lead: torch.device, model: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a model is measured on devices of the leading one's kind: where it lies, or else its inputs do."""
+    tensors = (*model.parameters(), *model.buffers()) or tuple(inputs)
+    places = {tensor.device for tensor in tensors}
+    places = {place for place in places if place.type != "cpu"} or places
+    alike = [place for place in places if place.type == lead.type]
+    return bool(alike) and (places == {lead} or {driver_name(place) for place in alike} == {driver_name(lead)})
+
+
 def profiled(
     model: nn.Module,
     found: Trace,
@@ -95,9 +114,14 @@ def profiled(
 ) -> Profile:
     """Return what the nodes of a recording cost for microbatches of the first size; the model stays as it is.
 
-    ``device`` is by default the options' first; ``memo`` is for further sizes and devices.
+    ``device`` is by default the options' leading one; ``memo`` is for further sizes and devices. Times are measured
+    only where the model lies on a device of that kind.
     """
-    device = options.model_device if device is None else device
+    lead = options.devices[options.leading]
+    if device is None:
+        device = (
+            "cpu-lane" if options.machine is None and lead.type == "cpu" else device_specs(options)[options.leading]
+        )
     leaves = []
     for position in found.inputs.tensors():
         leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
@@ -109,7 +133,7 @@ def profiled(
             rows=sizes[0],
             batch_rows=sum(sizes),
             inputs=leaves,
-            measure=options.measure,
+            measure=options.measure and _lies_on(lead, model, leaves),
             device=device,
             kernels=options.kernels,
             memo=memo,

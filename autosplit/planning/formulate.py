@@ -19,14 +19,13 @@ from autosplit.options import Options
 from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.planning.outline import Outline
 from autosplit.planning.schedules import Settled
+from autosplit.planning.specs import driver_name, spec_of
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.trace.graph import TracedGraph, TracedNode
 from cost_models import registry
-from cost_models.specs import DeviceSpec, LinkSpec
+from cost_models.specs import LinkSpec
 
 EPILOGUE = "epilogue"
-_UNKNOWN = "A100-PCIe-80GB"
-"""What a GPU that no data sheet names is taken for: its link is PCIe 4.0."""
 _TYPICAL_BYTES = 2**25
 
 
@@ -112,7 +111,8 @@ def link_seconds(options: Options, count: int) -> float:
         return 0.0
     if options.machine is not None:
         return max(link.transfer_s(count) for link in options.links)
-    pairs = {(_name(first), _name(second)) for first, second in pairwise(options.devices) if first != second}
+    neighbours = {pair for pair in pairwise(options.devices) if pair[0] != pair[1]}
+    pairs = {(driver_name(first), driver_name(second)) for first, second in neighbours}
     return max(_link(*pair).transfer_s(count) for pair in pairs)
 
 
@@ -127,19 +127,10 @@ def link_factors(options: Options) -> tuple[float, ...] | None:
     return tuple(link.transfer_s(_TYPICAL_BYTES) / slowest_s for link in options.links)
 
 
-def _name(device: torch.device) -> str:
-    return "" if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
 @lru_cache
 def _link(first: str, second: str) -> LinkSpec:
     """Return the link between two devices by the names that their drivers give them; the CPU has none."""
-    return registry.link(*(_spec(name) for name in (first, second)))
-
-
-def _spec(driver_name: str) -> DeviceSpec:
-    known = registry.identify(driver_name) if driver_name else registry.device("cpu-lane")
-    return known or registry.device(_UNKNOWN)
+    return registry.link(spec_of(first), spec_of(second))
 
 
 class _Formulator:

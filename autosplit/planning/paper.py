@@ -59,8 +59,8 @@ def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
 def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any = None) -> OnPaper:
     """Record a model on paper, in the precision that is asked for; the model stays as it is.
 
-    Raises TraceError where no graph can follow it, InputError for a sample whose batch cannot be told, or a loss that
-    cannot be called on the output.
+    Raises TraceError where no graph can follow it, InputError for a model without parameters, a sample whose batch
+    cannot be told, or a loss that cannot be called on the output.
     """
     dtype = _DTYPES.get(options.precision or "")
     twin, blank = _twin(model, dtype), _blank(sample, dtype)
@@ -68,6 +68,11 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
     try:
         found = trace(twin, blank, batch_dims=options.batch_dims, whole_norms=whole_norms)
     except TraceError as refusal:
+        if next(model.parameters(), None) is None and (_has_meta(model) or twin is model):
+            raise InputError(
+                f"{type(model).__name__} has no parameters, so there is nothing to train or to cut; autosplit() runs "
+                "such models"
+            ) from refusal
         if _has_meta(model) or twin is model:
             raise
         if dtype is not None and any(t.is_floating_point() and t.dtype != dtype for t in model.parameters()):

@@ -21,6 +21,8 @@ _FULL = 0.9
 _LONG_LINK = 0.5
 """A transfer is long that takes this share of the forward that waits for it."""
 _NOTABLE = 0.01
+GRAPHS = "graphs=True"
+"""What a plan's note on graphs begins with."""
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:
@@ -124,12 +126,14 @@ def _host(plan: Plan) -> Iterator[str]:
     found = host_step(plan)
     if found is None or not found.binds:
         return
+    captured = any(note.startswith(GRAPHS) for note in plan.notes)
+    graphs = "" if captured else f"{GRAPHS} (one launch per stage, part and microbatch) or "
+    takes = "takes" if captured else "take"
     threads = "one host thread issues" if plan.issue_threads == 1 else f"{plan.issue_threads} host threads each issue"
     yield (
         f"host-bound: {threads} kernels for {format_seconds(found.issue_s)} per step, the devices need "
         f"{format_seconds(found.devices_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer kernels, "
-        "graphs=True (one launch per stage, part and microbatch) or a process per device (torchrun) take the issue off "
-        "one thread"
+        f"{graphs}a process per device (torchrun) {takes} the issue off one thread"
     )
 
 

@@ -13,7 +13,7 @@ from autosplit.memory.pieces import Recompute
 from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
-from autosplit.planning.advice import advice
+from autosplit.planning.advice import advice, note_on_rows
 from autosplit.planning.apply import assign, sources
 from autosplit.planning.case import Case
 from autosplit.planning.curves import lane_curves
@@ -24,16 +24,19 @@ from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
 from autosplit.planning.ranges import peak_ranges
+from autosplit.planning.reasons import GRAPHS
 from autosplit.planning.records import Boundary, StageMemory, StagePlan, Transfer
 from autosplit.planning.verdicts import judged
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
+from autosplit.schedule.in_flight import in_flight_of
 from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.trace.draw_rules import with_plain_numbers
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.norms import norm_notes
 from autosplit.trace.own_loss import note_on_loss
+from autosplit.units import format_bytes
 
 
 class Writer:
@@ -191,6 +194,23 @@ class Writer:
             high_bytes=None if lane not in self._ranges else self._ranges[lane].high_bytes,
         )
 
+    def _graphs_bytes(self) -> list[int]:
+        """Return about how much more each device holds as graphs: its last backward's, per microbatch in flight.
+
+        And once the sums of its parameters' gradients. A CPU has no graphs. Empty where nothing was replayed.
+        """
+        held, found = in_flight_of(self.schedule).held, []
+        for lane, (actions, full) in enumerate(zip(self.schedule.lanes, self.fullest, strict=False)):
+            stages = [stage for stage, place in enumerate(self.lane) if place == lane]
+            sums = sum(state_bytes(state, self.options).gradient for stage in stages for state in self._states(stage))
+            one, most = (
+                moment.get("activations", 0) + moment.get("transient", 0)
+                for moment in (full.over_step[len(actions) - 1], full.moment.bytes)
+            )
+            cuda = self.options.devices[lane].type == "cuda"
+            found.append(cuda * (sums + max(0, one * sum(held[stage] for stage in stages) - most)))
+        return found
+
     def _held(self, index: int) -> dict[str, int]:
         states = self._states(index)
         totals = [state_bytes(state, self.options) for state in states]
@@ -296,6 +316,7 @@ class Writer:
 
     def _notes(self) -> Iterable[str]:
         infos = [info for _, info in self.traced.compute_nodes()]
+        yield from note_on_rows(self.traced.inputs, told=self.options.batch_dims is not None)
         if self.traced.min_rows > 1:
             yield "one row alone behaves differently in this model: microbatches have at least two rows"
         yield from norm_notes(self.traced)
@@ -316,6 +337,13 @@ class Writer:
             if (loss := note_on_loss(self.traced)) is not None:
                 yield loss
         yield from advice(self.formulation.problem, self.partition, self.options, measured=self.costs.measured)
+        more = self._graphs_bytes() if self.options.graphs else []
+        if any(more):
+            lane = more.index(max(more))
+            yield (
+                f"{GRAPHS} holds memory per microbatch in flight for good, about {format_bytes(max(more))} more on "
+                f"{self.options.device_name(lane)} than its peak says: sums of gradients, and each one's transients"
+            )
         if self.unreplayed is not None:
             yield f"peaks are the solver's formula: the stages do not run on fake tensors ({self.unreplayed})"
         if self.costs.estimated:
@@ -324,6 +352,12 @@ class Writer:
         if self.costs.out_of_memory:
             name, why = next(iter(self.costs.out_of_memory.items()))
             yield f"times of {len(self.costs.out_of_memory)} operations are modelled (first: {name}: {why})"
+        elif self.options.measure and self.options.kernels == "cuda" and not self.costs.measured:
+            place = self.options.devices[self.options.leading]
+            yield (
+                f"times are those of {self.costs.device} by its data sheet: nothing was measured on {place}; where the "
+                "model lies there while it is planned, it is"
+            )
 
 
 def shared_s(traced: TracedGraph, costs: Profile) -> float:

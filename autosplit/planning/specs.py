@@ -1,0 +1,40 @@
+"""What is known of the devices that a plan is for: the data sheets of those on paper, and of those that are there."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import get_args
+
+import torch
+
+from autosplit.options import Options
+from cost_models import registry
+from cost_models.specs import DeviceSpec
+from cost_models.work import DType
+
+_UNKNOWN = "A100-PCIe-80GB"
+"""What a GPU that no data sheet names is taken for: its link is PCIe 4.0."""
+
+
+def device_specs(options: Options) -> tuple[DeviceSpec, ...]:
+    """Return what is known of each device: on paper its own figures, else the data sheet of what its driver names."""
+    if options.machine is not None:
+        return tuple(options.machine.devices)
+    return tuple(spec_of(driver_name(device)) for device in options.devices)
+
+
+def driver_name(device: torch.device) -> str:
+    """Return what a device's driver calls it; the CPU has none, and is ""."""
+    return "" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+@lru_cache
+def spec_of(driver_name: str) -> DeviceSpec:
+    """Return the data sheet of a device that is there, by the name that its driver gives it; the CPU has none.
+
+    What the model computes there can be computed: arithmetic without a rate is taken to be converted, at the fp32 rate.
+    """
+    known = registry.identify(driver_name) if driver_name else registry.device("cpu-lane")
+    known = known or registry.device(_UNKNOWN)
+    rates = {dtype: known.peak("fp32") for dtype in get_args(DType) if dtype not in known.dtypes}
+    return known.model_copy(update={"emulated_flops_per_s": {**known.emulated_flops_per_s, **rates}})

@@ -1,0 +1,159 @@
+"""What a plan takes CUDA devices that are there for; the driver's answers are pretended, and nothing runs on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import plan
+from autosplit.options import Options, Sample
+from autosplit.planning.advice import note_on_rows
+from autosplit.planning.case import _lies_on
+from autosplit.planning.plan import Plan
+from autosplit.planning.reasons import reasons
+from autosplit.planning.search import make_plan
+from autosplit.planning.specs import device_specs, spec_of
+from autosplit.trace.graph import InputInfo
+from autosplit.trace.ladder import trace
+from cost_models import registry
+
+WIDTH, ROWS, CHUNKS = 256, 8, 4
+NAMES = {"cuda:0": "NVIDIA H200", "cuda:1": "NVIDIA H200", "cuda:2": "NVIDIA L4", "cuda:3": "NVIDIA Unheard-of 9000"}
+
+
+class Attention(nn.Module):
+    """Its attention has other kernels on CUDA than on the CPU, its dropout another mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, value: Tensor) -> Tensor:
+        heads = self.into(value).unflatten(-1, (3, 4, WIDTH // 4)).transpose(1, 3).unbind(2)
+        mixed = nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.1).transpose(1, 2).flatten(-2)
+        result: Tensor = value + self.drop(self.out(mixed))
+        return result
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(Attention() for _ in range(4)))
+
+
+def batch() -> Tensor:
+    return torch.zeros(ROWS, 16, WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAMES[str(device)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+
+
+def planned(*devices: str, measure: bool = True, graphs: bool = False) -> Plan:
+    found, own = trace(made := model(), Sample(batch())), tuple(map(torch.device, devices))
+    options = Options(own, CHUNKS, schedule="gpipe", rng="counter", measure=measure, graphs=graphs)
+    return make_plan(made, found, options, sizes=(ROWS // CHUNKS,) * CHUNKS)
+
+
+def figures(found: Plan) -> list[tuple[float, float, int, int]]:
+    return [(s.forward_s, s.backward_s, s.memory.peak_bytes, len(s.nodes)) for s in found.stages]
+
+
+def test_cards_that_are_there_cost_what_they_cost_on_paper() -> None:
+    asked = {"chunks": CHUNKS, "schedule": "gpipe", "recompute": "never"}
+    paper = plan(model(), "2xH200-SXM-141GB", sample=batch(), **asked)
+    found = planned("cuda:0", "cuda:1")
+    assert figures(found) == figures(paper)
+    assert (found.step_s, found.bottleneck_s) == (paper.step_s, paper.bottleneck_s)
+
+
+def test_a_model_on_the_cpu_is_not_measured_for_cards() -> None:
+    found = planned("cuda:0", "cuda:1")
+    assert not found.measured
+    assert any("times are those of H200-SXM-141GB by its data sheet" in note for note in found.notes)
+    assert not any("data sheet" in note for note in planned("cuda:0", "cuda:1", measure=False).notes)
+    lanes = planned("cpu", "cpu")
+    assert lanes.measured
+    assert not any("data sheet" in note for note in lanes.notes)
+
+
+def test_times_of_one_card_are_not_taken_for_anothers() -> None:
+    def lies(place: str, lead: str) -> bool:
+        return _lies_on(torch.device(lead), nn.Module(), [SimpleNamespace(device=torch.device(place))])  # type: ignore[list-item]
+
+    assert lies("cuda:1", "cuda:0"), "two of a kind"
+    assert not lies("cuda:2", "cuda:0"), "an L4's times are not an H200's"
+    assert not lies("cpu", "cuda:0")
+    assert not lies("meta", "cpu")
+    assert lies("cpu", "cpu")
+
+
+def test_devices_of_several_kinds_have_their_speeds() -> None:
+    work = [sum(s.forward_s + s.backward_s for s in planned(*pair).stages) for pair in (("cuda:0",), ("cuda:2",))]
+    assert work[1] > work[0]
+    for devices in (("cuda:0", "cuda:2"), ("cuda:2", "cuda:0")):
+        fast, slow = sorted(planned(*devices).stages, key=lambda stage: stage.device != "cuda:0")
+        assert len(fast.nodes) > len(slow.nodes), "the faster card has more of the work"
+    assert len(planned("cpu", "cuda:0", measure=False).stages[0].nodes) < 5
+
+
+def test_lanes_of_the_cpu_are_as_they_were() -> None:
+    options = Options((torch.device("cpu"),) * 2, CHUNKS)
+    assert options.kernels == "cpu"
+    assert {spec.name for spec in device_specs(options)} == {"cpu-lane"}
+    assert Options((torch.device("cpu"), torch.device("cuda:1")), CHUNKS).leading == 1
+
+
+def test_what_a_card_lacks_is_converted_there() -> None:
+    paper, there = registry.device("A100-SXM4-80GB"), spec_of("NVIDIA A100-SXM4-80GB")
+    assert there.name == paper.name
+    assert "fp8" not in paper.dtypes
+    assert there.peak("fp8") == paper.peak("fp32")
+    assert there.peak("bf16") == paper.peak("bf16")
+    assert spec_of("NVIDIA Unheard-of 9000").name == "A100-PCIe-80GB"
+
+
+def test_a_plan_of_graphs_says_what_they_hold_and_does_not_advise_them() -> None:
+    plain, found = (planned("cuda:0", "cuda:1", graphs=graphs) for graphs in (False, True))
+    [note] = [note for note in found.notes if note.startswith("graphs=True")]
+    assert "more on cuda:" in note
+    assert not any(note.startswith("graphs=True") for note in plain.notes)
+    slow = [
+        own.model_copy(
+            update={
+                "stages": tuple(
+                    stage.model_copy(update={"forward_issue_s": 1.0, "backward_issue_s": 1.0}) for stage in own.stages
+                )
+            }
+        )
+        for own in (plain, found)
+    ]
+    said = [next(reason for reason in reasons(own) if reason.startswith("host-bound")) for own in slow]
+    assert "graphs=True" in said[0]
+    assert "graphs=True" not in said[1]
+    assert "fewer chunks mean fewer kernels, a process per device (torchrun) takes the issue" in said[1]
+
+
+def test_a_batch_in_another_dimension_is_said_where_no_input_has_it_first() -> None:
+    first, second = InputInfo("input_ids", 0, 0), InputInfo("position_ids", 1, 1)
+    assert list(note_on_rows([first, second], told=False)) == []
+    [note] = note_on_rows([second], told=False)
+    assert note.startswith("the batch was found in dimension 1 of position_ids")
+
+
+def test_a_model_of_buffers_alone_is_planned() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", torch.ones(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = (x @ self.w).relu() @ self.w
+            return result
+
+    assert len(plan(Fixed(), "2xL4-24GB", sample=torch.ones(8, 8), schedule="1f1b").stages) == 2
