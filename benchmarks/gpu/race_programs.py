@@ -12,6 +12,7 @@ A case is made of its number and a seed alone, so that one that went wrong can b
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,14 @@ def pipe_of(
     lanes: str,
     plan: Plan | None = None,
 ) -> PipelinedModule:
-    """Return the pipe of a case, planned by estimates, the same cut every time, or by an earlier plan of the case."""
+    """Return the pipe of a case, planned by estimates, the same cut every time, or by an earlier plan of the case.
+
+    Where some of the devices are GPUs and some are not, the cut is the one of as many equal lanes: by their speeds next
+    to nothing would be left for the CPU.
+    """
+    if plan is None and len({device.type for device in devices}) > 1:
+        equal = [torch.device("cpu")] * len(devices)
+        plan = pipe_of(copy.deepcopy(model), case, equal, width=width, lanes="inline").plan
     options = Options(
         tuple(devices),
         case.chunks,

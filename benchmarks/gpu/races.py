@@ -7,6 +7,8 @@ Every program (:mod:`benchmarks.gpu.race_programs`) runs three times on the lane
     one stream    all lanes have the caller's: nothing can overtake anything
     late          each event, wait and copy has a random sleep before and behind it, on the streams that it touches
     pressed       late, and whatever a stream has free is taken at once and filled with NaN
+    cramped       every fourth program: pressed, and the process may reserve no more than that took, so that the
+                  allocator waits for blocks and gives cached ones back
 
 The same kernels run on the same numbers, so every output, loss, gradient and parameter has the same bits, or a wait or
 a lifetime is missing. That the hunt would see it: waits are left out on purpose, and then lifetimes; how many programs
@@ -47,6 +49,8 @@ LEFT_OUT = 20
 """So many programs run with waits left out, and as many with lifetimes left out."""
 LIMIT_S = 390.0
 """After so long no further program begins: a minute and a half of eight are left for what is left out."""
+_CRAMPED = 4
+"""Every so many programs one runs in little room."""
 _CYCLES = 200_000
 _SLEEP_S = 2e-3
 _BLOCKS = (*range(128, 8 * 128, 128), WIDTH * WIDTH)
@@ -208,12 +212,35 @@ def variants(setting: Setting, case: Case, known: Known, *, seed: int) -> dict[s
                 return once(case, None, how="threads", known=known)
 
         return {"late": threads}
-    return {
-        name: lambda pressed=pressed: once(  # type: ignore
-            case, Late(CudaStreams(), sleeps(chosen, pressed=pressed)), known=known
-        )
-        for name, pressed in (("late", False), ("pressed", True))
-    }
+
+    def late(*, pressed: bool) -> list[Tensor]:
+        return once(case, Late(CudaStreams(), sleeps(chosen, pressed=pressed)), known=known)
+
+    def alone() -> list[Tensor]:
+        setting.empty()
+        torch.cuda.reset_peak_memory_stats(setting.device)
+        return late(pressed=True)
+
+    def in_little_room() -> list[Tensor]:
+        with cramped(setting):
+            return late(pressed=True)
+
+    if case.number % _CRAMPED:
+        return {"late": lambda: late(pressed=False), "pressed": lambda: late(pressed=True)}
+    return {"late": lambda: late(pressed=False), "pressed": alone, "cramped": in_little_room}
+
+
+@contextlib.contextmanager
+def cramped(setting: Setting) -> Iterator[None]:
+    """Let the process reserve no more of a card than it did at most since its peak was reset."""
+    total = torch.cuda.get_device_properties(setting.device).total_memory
+    peak = torch.cuda.max_memory_reserved(setting.device)
+    setting.empty()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (peak + 1) / total), setting.device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
 
 
 def left_out(setting: Setting, cases: Sequence[Case], known: Known, what: str, *, seed: int) -> int:
@@ -242,7 +269,13 @@ def hunt(setting: Setting, cases: Sequence[Case], known: Known, *, seed: int, li
                 if name not in figures:
                     figures[name] = {"variant": name, "programs": 0, "wrong": 0, "which": []}
                     found.figures.append(figures[name])
-                right = same(run(), expected)
+                try:
+                    right = same(run(), expected)
+                except torch.OutOfMemoryError:
+                    if name != "cramped":
+                        raise
+                    found.missing.append(f"program {case}, cramped: what it needed when pressed was not enough")
+                    continue
                 figures[name]["programs"] += 1
                 if not right:
                     figures[name]["wrong"] += 1
@@ -251,6 +284,8 @@ def hunt(setting: Setting, cases: Sequence[Case], known: Known, *, seed: int, li
             found.settings["programs"] += 1
     for name, figure in figures.items():
         found.checks.append(at_most(f"programs that differ from one stream's, {name}", 0, figure["wrong"]))
+    if "cramped" in figures:
+        found.checks.append(at_least("programs that ran cramped", 1, figures["cramped"]["programs"]))
     return found
 
 
@@ -296,15 +331,17 @@ def main() -> None:
     """Hunt by the command line; print the figures and say what differs."""
     chosen = parser().parse_args()
     setting = Setting(torch.device(chosen.device))
-    found = run(setting, programs=chosen.programs, seed=chosen.seed, only=chosen.only)
+    from benchmarks.gpu.run import machine, saving, write
+
+    facts = machine(setting)
+    with saving(chosen.json, "races", setting, facts):
+        found = run(setting, programs=chosen.programs, seed=chosen.seed, only=chosen.only)
     for figure in found.figures:
         print(figure)
     for check in found.checks:
         print(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.measured:g}, asked {check.asked}")
     if chosen.json is not None:
-        from benchmarks.gpu.run import machine, write
-
-        write(chosen.json, "races", setting, machine(setting), found)
+        write(chosen.json, "races", setting, facts, found)
 
 
 if __name__ == "__main__":

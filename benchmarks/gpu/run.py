@@ -14,11 +14,12 @@ file says so, and it is written only where ``--json`` says.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,17 @@ def write(
     whole.replace(path)
 
 
+@contextlib.contextmanager
+def saving(path: Path | None, name: str, setting: Setting, facts: dict[str, Any]) -> Iterator[None]:
+    """Have what is found in here written down wherever something of it is done; no path: nowhere."""
+    try:
+        if path is not None:
+            Found.save = staticmethod(lambda so_far: write(path, name, setting, facts, so_far, finished=False))
+        yield
+    finally:
+        Found.save = None
+
+
 def _lost(figure: Mapping[str, Any]) -> bool:
     """Tell whether a number of a figure is not finite; None is None before and after."""
     plain = {key: asdict(value) if isinstance(value, Spread) else value for key, value in figure.items()}
@@ -172,14 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         setting = replace(setting, path=RESULTS / f"{arguments.part}-{setting.short_name}.json")
     facts = machine(setting)
     print(f"{arguments.part} on {facts['device_name']}\n{pairs.facts_text(facts)}", flush=True)
-    try:
-        if (path := setting.path) is not None:
-            Found.save = staticmethod(
-                lambda so_far: write(path, arguments.part, setting, facts, so_far, finished=False)
-            )
+    with saving(setting.path, arguments.part, setting, facts):
         found = chosen(setting)
-    finally:
-        Found.save = None
     print(report(found))
     if setting.path is not None:
         write(setting.path, arguments.part, setting, facts, found)

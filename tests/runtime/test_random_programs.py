@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +220,40 @@ def test_a_program_that_fails_is_said_and_not_counted(monkeypatch: pytest.Monkey
     found = races.run(Setting(CPU, small=True))
     assert found.settings["programs"] == 0
     assert len(found.failed) == races.SMALL_PROGRAMS
+
+
+def test_a_hunt_by_itself_writes_what_it_has_whenever_a_program_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, seen = tmp_path / "races.json", []
+
+    def fails(*_: Any, **__: Any) -> None:
+        if path.exists():
+            seen.append(json.loads(path.read_text())["finished"])
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(races, "once", fails)
+    monkeypatch.setattr("sys.argv", ["races", "--programs", "3", "--device", "cpu", "--json", str(path)])
+    races.main()
+    assert seen == [False, False]
+    assert json.loads(path.read_text())["finished"]
+
+
+@pytest.mark.parametrize("total", [256 * 2**20, 85_029_158_912, 150_121_545_728])
+@pytest.mark.parametrize("peak", [2 * 2**20, 22 * 2**20, 106 * 2**20])
+def test_a_cramped_process_has_what_it_took_and_its_room_back(
+    monkeypatch: pytest.MonkeyPatch, total: int, peak: int
+) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: shares.append(-1.0))
+    with pytest.raises(RuntimeError, match="a kernel"), races.cramped(Setting(torch.device("cuda:0"))):
+        raise RuntimeError("a kernel")
+    emptied, share, restored = shares
+    assert (emptied, restored) == (-1.0, 1.0), "the cache is given back first: it counts as reserved"
+    assert int(share * total) in (peak, peak + 1), "the allocator rounds a share down to bytes: never below the peak"
 
 
 @pytest.mark.cuda
