@@ -78,7 +78,7 @@ class Region:
         """Copy recorded nodes in model order."""
         changed = []
         for node in nodes:
-            before = next(reversed(self.graph.nodes))
+            before = next(iter(reversed(self.graph.nodes)))
             self._copy(node)
             key = node.name
             forks = key in self.layout.forked or (key in self.layout.home and self.layout.uses[key] > 1)

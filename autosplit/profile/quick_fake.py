@@ -4,7 +4,7 @@
 few hundred calls ten thousand times. An equal call is the same operation on tensors of equal shapes, strides, offsets
 and types, with equal other arguments. Its results are new tensors, or views of the arguments that they were views of.
 
-Private torch API, used in this file only, tried on torch 2.13: ``FakeTensor`` and its mode, of which torch has no
+Private torch API, used in this file only, tried on torch 2.11 and 2.13: ``FakeTensor`` and its mode, of which torch has no
 public names, and ``torch._C._DisableTorchDispatch``, under which a meta tensor is made without asking the modes.
 """
 
@@ -266,7 +266,7 @@ class QuickFake:
 def blank(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor on the CPU that looks like a tensor, on a storage of its own; a parameter for one."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
-    twin = FakeTensor(mode, empty, _CPU, requires_grad=tensor.requires_grad)
+    twin = FakeTensor(mode, empty.requires_grad_(tensor.requires_grad), _CPU)
     if isinstance(tensor, torch.nn.Parameter):
         twin._is_param = True  # what makes isinstance(twin, Parameter) true, as torch's own conversion does
     return twin
