@@ -35,6 +35,11 @@ DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 MODEL_FORM = "package.module:factory, file.py:factory or hf:config.json"
 MODEL_HELP = f"{MODEL_FORM}: a callable that makes the model, an nn.Module, or a transformers config."
 
+INPUT_HELP = (
+    "One per input. PLACE is a name or a position; batch.mask is inside of a dict, pair[0] of a list, pair.0 of a "
+    "tuple. A constant stands as a value: flag=false."
+)
+
 
 def complete(*valid: str) -> Callable[[str], list[str]]:
     """Return what a shell asks for the values of an option that begin with what was typed."""
@@ -56,9 +61,7 @@ def complete_device(incomplete: str) -> list[str]:
 
 
 Target = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-Inputs = Annotated[
-    list[str] | None, typer.Option("--input", metavar="NAME=DTYPE[SHAPE]", help="One per input; NAME or position.")
-]
+Inputs = Annotated[list[str] | None, typer.Option("--input", metavar="PLACE=DTYPE[SHAPE]", help=INPUT_HELP)]
 Kwargs = Annotated[
     str | None, typer.Option(metavar="JSON", help="Arguments of the factory as a JSON object; entries of a config.")
 ]

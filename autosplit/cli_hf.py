@@ -97,7 +97,7 @@ def default_inputs(
     tokens = _tokens(text) if sequence is None else sequence
     specs = []
     if main == "input_ids" and vocabulary:
-        specs.append(InputSpec("input_ids", "int64", (batch, tokens), vocabulary))
+        specs.append(InputSpec.tensor("input_ids", "int64", (batch, tokens), vocabulary))
         taken = inspect.signature(model.forward).parameters
         seen = hasattr(getattr(config, "vision_config", None), "image_size")
         if "return_loss" in taken and "pixel_values" in taken and seen:
@@ -105,7 +105,7 @@ def default_inputs(
     elif main == "pixel_values":
         specs.append(_images(config, dtype=dtype, batch=batch))
     elif main == "input_features" and hasattr(config, "max_source_positions"):
-        specs.append(InputSpec(main, dtype, (batch, config.num_mel_bins, 2 * config.max_source_positions)))
+        specs.append(InputSpec.tensor(main, dtype, (batch, config.num_mel_bins, 2 * config.max_source_positions)))
         tokens = config.max_target_positions if sequence is None else sequence
     else:
         heard = f", such as {main}={dtype}[{batch},160000] for ten seconds at 16 kHz"
@@ -114,7 +114,7 @@ def default_inputs(
             f"the config of {type(model).__name__} does not say what its {main} look like; give --input{example}"
         )
     if config.is_encoder_decoder:
-        specs.append(InputSpec("decoder_input_ids", "int64", (batch, tokens), vocabulary))
+        specs.append(InputSpec.tensor("decoder_input_ids", "int64", (batch, tokens), vocabulary))
     if labels is not False:
         specs += _labels(model, batch=batch, tokens=tokens, vocabulary=vocabulary, needed=labels is True)
     return specs
@@ -128,10 +128,10 @@ def _labels(model: nn.Module, *, batch: int, tokens: int, vocabulary: int | None
     classes = getattr(config, "num_labels", None)
     if "labels" in inspect.signature(model.forward).parameters:
         if kind == _IMAGE_HEAD and classes:
-            yield InputSpec("labels", "int64", (batch,), classes)
+            yield InputSpec.tensor("labels", "int64", (batch,), classes)
             return
         if kind in _LANGUAGE_HEADS and vocabulary:
-            yield InputSpec("labels", "int64", (batch, tokens), vocabulary)
+            yield InputSpec.tensor("labels", "int64", (batch, tokens), vocabulary)
             return
     if needed:
         raise InputError(f"it is not known which labels {type(model).__name__} makes a loss from; give --input")
@@ -157,7 +157,7 @@ def _tokens(config: Any) -> int:
 def _images(config: Any, *, dtype: str, batch: int) -> InputSpec:
     frames = [config.num_frames] if hasattr(config, "num_frames") else []
     shape = (batch, *frames, getattr(config, "num_channels", None) or 3, *_image_size(config))
-    return InputSpec("pixel_values", dtype, shape)
+    return InputSpec.tensor("pixel_values", dtype, shape)
 
 
 def _image_size(config: Any) -> tuple[int, int]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autosplit.cli_caret import pointed
 from autosplit.cli_common import MODEL_FORM
+from autosplit.cli_places import MOST_STEPS, POSITION, WORD, Place, Step, in_quotes, nested
 from autosplit.errors import InputError
 
 DTYPES = "float32 float64 float16 bfloat16 complex64 complex128 bool int64 int32 int16 int8 uint8".split()
 INPUT_FORM = "NAME=dtype[shape], for example x=float32[8,3,32,32] or input_ids=int64[4,128]<50257"
+INPUT_FORMS = (
+    f"{INPUT_FORM}; batch.mask=bool[8] inside of a dict, pair[0]=float32[8] of a list, pair.0=float32[8] of a tuple; "
+    "flag=false for a value that is no tensor"
+)
 KWARGS_FORM = """a JSON object, for example --kwargs '{"width": 64, "layers": 12}'"""
 CONFIG_PREFIX = "hf:"
 """What stands before the path of a transformers config in MODEL."""
@@ -23,29 +29,10 @@ _LIMITS = {"int64": 2**63 - 1, "int32": 2**31, "int16": 2**15, "int8": 2**7, "ui
 ROWS_PER_DEVICE = 4
 """The batch of a config's inputs where none is given: enough microbatches of a row to keep a pipeline busy."""
 _MOST_SIZE = 2**63 - 1
-_SHOWN = 60
-"""How many characters stand on either side of a caret."""
-
-
-def pointed(text: str, at: int, reason: str) -> str:
-    """Return a reason, and below it the line of ``text`` with a caret under the character ``at``."""
-    start = text.rfind("\n", 0, at) + 1
-    end = text.find("\n", at)
-    line = text[start : len(text) if end < 0 else end]
-    first = max(0, at - start - _SHOWN)
-    before, after = line[first : at - start], line[at - start : at - start + _SHOWN]
-    lead = "..." if first else ""
-    return f"{reason}\n  {lead}{_shown(before)}{_shown(after)}\n  {' ' * (len(lead) + _width(before))}^"
-
-
-def _shown(text: str) -> str:
-    """Return text in which a terminal obeys nothing, as wide as `_width` says."""
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
-def _width(text: str) -> int:
-    """Return the columns that text takes: wide characters take two, combining ones none."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+QUOTES = ('"', "'")
+WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+VALUES = "true, false, null, 0.5, 'text'"
+"""What a constant may be, as examples."""
 
 
 def parse_kwargs(text: str | None) -> dict[str, Any]:
@@ -64,21 +51,51 @@ def parse_kwargs(text: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class InputSpec:
-    """One ``--input``: a name or a position, a dtype, a shape, and for integers the limit below which values lie."""
+class TensorForm:
+    """What a random tensor is like: a dtype, a shape, and for integers the limit below which values lie."""
 
-    name: str
     dtype: str
     shape: tuple[int, ...]
     limit: int | None = None
 
     def __str__(self) -> str:
         below = "" if self.limit is None else f"<{self.limit}"
-        return f"{self.name}={self.dtype}[{','.join(map(str, self.shape))}]{below}"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]{below}"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An input that is no tensor: a bool, a number, a text, or None."""
+
+    value: bool | int | float | str | None
+
+    def __str__(self) -> str:
+        if isinstance(self.value, str):
+            return in_quotes(self.value)
+        return repr(self.value) if type(self.value) in (int, float) else json.dumps(self.value)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One ``--input``: its place, and the tensor or the constant that goes there."""
+
+    place: Place
+    value: TensorForm | Constant
+
+    def __str__(self) -> str:
+        return f"{self.place}={self.value}"
+
+    @classmethod
+    def tensor(cls, name: str, dtype: str, shape: tuple[int, ...], limit: int | None = None) -> InputSpec:
+        """Return the spec of an argument that is a tensor."""
+        return cls(Place(name), TensorForm(dtype, shape, limit))
 
     @classmethod
     def parse(cls, text: str) -> InputSpec:
-        """Read ``x=float32[8,3,32,32]``, ``0=int64[4,128]<50257``; raises InputError for anything else."""
+        """Read ``x=float32[8,3,32,32]``, ``0=int64[4,128]<50257``, ``batch.mask=bool[8]``, ``flag=false``.
+
+        Raises InputError for anything else.
+        """
         return _Reader(text).spec()
 
 
@@ -92,18 +109,64 @@ class _Reader:
     def spec(self) -> InputSpec:
         """Return what the text says."""
         self.skip()
-        name = self.take(r"[^\W\d]\w*|0(?![0-9])|[1-9][0-9]*", "a name or a position is missing, such as x or 0")
+        name = self.take(f"{WORD}|{POSITION}", "a name or a position is missing, such as x or 0")
+        steps: list[Step] = []
+        while self.peek() in (".", "["):
+            if len(steps) == MOST_STEPS:
+                self.fail(f"no place lies deeper than {MOST_STEPS} steps")
+            steps.append(self.step())
         self.take("=", "= is missing after the name")
-        start = self.at
-        dtype = self.take(r"\w+", "a dtype is missing, such as float32")
-        if dtype not in DTYPES:
-            self.fail(f"{dtype!r} is no dtype here; valid: {', '.join(DTYPES)}", at=start)
-        self.take(r"\[", "[ is missing before the sizes")
-        shape = self.sizes()
-        limit = self.limit(dtype)
+        value = self.value()
+        self.skip()
         if self.at < len(self.text):
             self.fail("nothing more may follow")
-        return InputSpec(name, dtype, shape, limit)
+        return InputSpec(Place(name, tuple(steps)), value)
+
+    def step(self) -> Step:
+        """Read ``.mask``, ``.0``, ``[0]`` or ``["a key"]``."""
+        if self.take(r"[.\[]", "") == ".":
+            key = self.take(f"{WORD}|{POSITION}", "a key or a position is missing behind the dot, such as .mask or .0")
+            return Step("tuple", int(key)) if key.isdecimal() else Step("dict", key)
+        if self.peek() in QUOTES:
+            found = Step("dict", self.quoted())
+        else:
+            missing = "a position or a key in quotes is missing, such as [0] or ['mask']"
+            found = Step("list", int(self.take(POSITION, missing)))
+        self.take(r"\]", "] is missing behind a position or a key")
+        return found
+
+    def value(self) -> TensorForm | Constant:
+        """Read what stands behind the equals sign."""
+        if self.peek() in QUOTES:
+            return Constant(self.quoted())
+        if re.compile(r"[-+.0-9]").match(self.text, self.at):
+            return Constant(self.number())
+        start = self.at
+        word = self.take(r"\w+", f"a dtype is missing, such as float32, or a value: {VALUES}")
+        if word in WORDS:
+            return Constant(WORDS[word])
+        if word not in DTYPES:
+            self.fail(f"{word!r} is no dtype here; valid: {', '.join(DTYPES)}; or a value: {VALUES}", at=start)
+        self.take(r"\[", "[ is missing before the sizes")
+        return TensorForm(word, self.sizes(), self.limit(word))
+
+    def quoted(self) -> str:
+        """Read a text and the quotes around it."""
+        quote = self.take("[\"']", "")
+        text = self.take(f"[^{quote}]*", "")
+        self.take(quote, "the closing quote is missing")
+        return text
+
+    def number(self) -> int | float:
+        """Read a number, an int where it is written as one."""
+        start, whole = self.at, r"[-+]?[0-9]{1,30}(?![\w.])"
+        if re.compile(whole).match(self.text, start):
+            return int(self.take(whole, ""))
+        form = r"[-+]?(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:[eE][-+]?[0-9]{1,4})?(?![\w.])"
+        found = float(self.take(form, "this is no number, such as 2, -0.5 or 1e-5"))
+        if math.isinf(found):
+            self.fail("no number is as large", at=start)
+        return found
 
     def sizes(self) -> tuple[int, ...]:
         """Read the sizes up to and with the closing bracket."""
@@ -155,7 +218,7 @@ class _Reader:
     def fail(self, reason: str, *, at: int | None = None) -> NoReturn:
         """Raise the error that points at a place, the present one where none is given."""
         place = self.at if at is None else at
-        raise InputError(f"--input cannot be read: {pointed(self.text, place, reason)}\nwrite {INPUT_FORM}")
+        raise InputError(f"--input cannot be read: {pointed(self.text, place, reason)}\nwrite {INPUT_FORMS}")
 
 
 def check_target(target: str) -> None:
@@ -233,6 +296,11 @@ class ModelSpec:
         """Tell whether the model comes from a config file, which describes its inputs too."""
         return self.target.startswith(CONFIG_PREFIX)
 
+    @property
+    def gives_tensors(self) -> bool:
+        """Tell whether the inputs that were given are more than constants beside others."""
+        return any(isinstance(spec.value, TensorForm) for spec in self.inputs)
+
     @classmethod
     def parse(
         cls,
@@ -247,8 +315,9 @@ class ModelSpec:
         """Read the texts of the options; raises InputError for what cannot be read or does not go together."""
         specs = tuple(InputSpec.parse(text) for text in inputs or ())
         found, given = cls(target, specs, parse_kwargs(kwargs), sizes, seed, train), sizes.given()
-        if given is not None and (found.inputs or not found.is_config):
-            reason = "--input gives the sizes" if found.inputs else f"{target} is none; give --input"
+        nested([(each.place, each.value) for each in specs])
+        if given is not None and (found.gives_tensors or not found.is_config):
+            reason = "--input gives the sizes" if found.gives_tensors else f"{target} is none; give --input"
             raise InputError(f"{given} is for the inputs that an {CONFIG_PREFIX} config describes; {reason}")
         check_target(target)
         return found

@@ -22,8 +22,19 @@ from torch import nn
 
 from autosplit import cli_hf
 from autosplit.api import own_sample
+from autosplit.cli_caret import pointed
 from autosplit.cli_common import MODEL_FORM
-from autosplit.cli_inputs import CONFIG_PREFIX, INPUT_FORM, InputSpec, ModelSpec, check_target, pointed
+from autosplit.cli_inputs import (
+    CONFIG_PREFIX,
+    INPUT_FORM,
+    INPUT_FORMS,
+    Constant,
+    InputSpec,
+    ModelSpec,
+    TensorForm,
+    check_target,
+)
+from autosplit.cli_places import nested
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.progress import phase
@@ -47,35 +58,58 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
     none are known.
     """
     specs = spec.inputs
-    if not specs and spec.is_config:
-        sizes = spec.sizes
-        specs = tuple(
-            cli_hf.default_inputs(model, batch=sizes.batch or rows, sequence=sizes.sequence, labels=sizes.labels)
+    if spec.is_config and not spec.gives_tensors:
+        sizes, named = spec.sizes, {each.place.name for each in specs}
+        described = cli_hf.default_inputs(
+            model, batch=sizes.batch or rows, sequence=sizes.sequence, labels=sizes.labels
         )
-        said, has_labels = " ".join(map(str, specs)), any(each.name == "labels" for each in specs)
+        described = [each for each in described if each.place.name not in named]
+        said, has_labels = " ".join(map(str, described)), any(each.place.name == "labels" for each in described)
+        specs = (*described, *specs)
         others = "--batch, --sequence, --no-labels" if has_labels else "--batch, --sequence"
         if say:
             typer.echo(f"inputs, from the config: {said} ({others} or --input make others)", err=True)
     sample = build_sample(specs, model=model, seed=spec.seed)
     if sample is None:
-        sample = own_sample(model)
+        sample = _brought(model)
     if sample is None:
         raise no_inputs(model)
     return sample
 
 
-def random_tensor(spec: InputSpec, *, generator: torch.Generator) -> torch.Tensor:
+def _brought(model: nn.Module) -> Sample | None:
+    """Return the inputs that the model brings, if it does; InputError where its forward cannot be called with them."""
+    own = own_sample(model)
+    if own is None:
+        return None
+    try:
+        sample = Sample.of(own)
+        inspect.signature(model.forward).bind(*sample.args, **sample.kwargs)
+    except (InputError, TypeError) as error:
+        raise InputError(
+            f"{type(model).__name__} brings inputs (example_input_array or dummy_inputs) with which its forward cannot "
+            f"be called: {error}; mend them, or give --input {INPUT_FORM}"
+        ) from error
+    return sample
+
+
+def random_tensor(form: TensorForm, *, generator: torch.Generator) -> torch.Tensor:
     """Return random values: normal for floats, ``[0, limit)`` for integers (limit 2 when none is given), bools."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    dtype: torch.dtype = getattr(torch, form.dtype)
     if dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=generator).to(dtype)
+        return torch.randn(form.shape, generator=generator).to(dtype)
     if dtype.is_complex:
-        return torch.randn(spec.shape, generator=generator, dtype=torch.complex64).to(dtype)
-    return torch.randint(2 if spec.limit is None else spec.limit, spec.shape, generator=generator).to(dtype)
+        return torch.randn(form.shape, generator=generator, dtype=torch.complex64).to(dtype)
+    return torch.randint(2 if form.limit is None else form.limit, form.shape, generator=generator).to(dtype)
 
 
-def _blank(spec: InputSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+def _value(given: TensorForm | Constant, *, generator: torch.Generator, blank: bool) -> Any:
+    """Return a constant as it is, or a tensor; a ``blank`` one has no values."""
+    if isinstance(given, Constant):
+        return given.value
+    if blank:
+        return torch.empty(given.shape, dtype=getattr(torch, given.dtype), device="meta")
+    return random_tensor(given, generator=generator)
 
 
 def build_sample(specs: Sequence[InputSpec], *, model: nn.Module, seed: int) -> Sample | None:
@@ -85,17 +119,10 @@ def build_sample(specs: Sequence[InputSpec], *, model: nn.Module, seed: int) -> 
     """
     if not specs:
         return None
-    names = [spec.name for spec in specs]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise InputError(f"--input {repeated[0]} is given {names.count(repeated[0])} times; give every input once")
     generator = torch.Generator().manual_seed(seed)
     blank = any(parameter.is_meta for parameter in model.parameters())
-    values = {spec.name: _blank(spec) if blank else random_tensor(spec, generator=generator) for spec in specs}
-    positions = sorted(int(name) for name in names if name.isdecimal())
-    if positions != list(range(len(positions))):
-        raise InputError(f"--input positions are {positions}; number them from 0 without gaps")
-    args = [values.pop(str(position)) for position in positions]
+    values = nested([(spec.place, _value(spec.value, generator=generator, blank=blank)) for spec in specs])
+    args = [values.pop(name) for name in sorted(filter(str.isdecimal, values), key=int)]
     _check_call(model, args=args, kwargs=values)
     return Sample(*args, **values)
 
@@ -106,16 +133,17 @@ def _check_call(model: nn.Module, *, args: Sequence[Any], kwargs: dict[str, Any]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     unknown = [name for name in kwargs if name not in named]
     if unknown and not takes_any:
+        inside = f", or inside of one that is a dict, {named[0]}.{unknown[0]}=..." if named else ""
         raise InputError(
             f"--input {unknown[0]}: {type(model).__name__}.forward has no input of that name; "
-            f"it has {', '.join(named) or 'none'} (or give a position, 0=...)"
+            f"it has {', '.join(named) or 'none'} (or give a position, 0=...{inside})"
         )
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise InputError(
             f"{type(model).__name__}.forward{signature} cannot be called with these inputs: {error}; "
-            f"give one --input for each, {INPUT_FORM}"
+            f"give one --input for each, {INPUT_FORMS}"
         ) from error
 
 
@@ -178,6 +206,11 @@ def _check_factory(factory: Callable[..., Any], given: Mapping[str, Any], *, tar
             and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
         way_out = f"give them as --kwargs '{json.dumps(needed)}'" if set(needed) - set(given) else "mend --kwargs"
+        unnamed = [
+            p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
+        ]
+        if unnamed:
+            way_out = f"--kwargs gives arguments by name, and {unnamed[0]} takes none; name a factory that does"
         raise InputError(f"{target}{signature} cannot be called: {error}; {way_out}") from error
 
 

@@ -69,6 +69,7 @@ EXAMPLES = """Examples:
   autosplit plan my.gpt:GPT --schedule 1f1b --export torch-csv:schedule.csv --export torchtitan:modules.json \\
                             --input "input_ids=int64[256,1024]<50257"
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
+  autosplit plan nets.py:Detector --input "batch.x=float32[64,3,32,32]" --input "pair[0]=bool[64]" --input "act='relu'"
 
 Nothing is allocated: the model is made on the meta device and the inputs have no values, only where the forward
 decides something by values are both made. The inputs have the batch of a step. Devices are those of "autosplit

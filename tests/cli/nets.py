@@ -40,6 +40,33 @@ class WithExample(Mlp):
         self.example_input_array = torch.ones(8, 16)
 
 
+class Detector(Mlp):
+    """Takes a dict, a list of dicts and a pair, as detectors and recurrent models do, and a text and a flag."""
+
+    def forward(
+        self,
+        batch: dict[str, torch.Tensor],
+        targets: list[dict[str, torch.Tensor]],
+        pair: tuple[torch.Tensor, torch.Tensor],
+        *,
+        act: str = "relu",
+        flag: bool = True,
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        if type(targets) is not list or type(pair) is not tuple:
+            raise TypeError(f"a list and a tuple are wanted: {type(targets)}, {type(pair)}")
+        y = self.layers(getattr(torch, act)(batch["x"])) * batch["mask"].unsqueeze(-1)
+        y = y + targets[0]["boxes"] + targets[1]["boxes"] + pair[0] * pair[1]
+        return {"out": y} if flag else y
+
+
+class WrongExample(Mlp):
+    """Brings inputs that its forward does not take."""
+
+    def __init__(self, *, as_list: bool = False) -> None:
+        super().__init__()
+        self.example_input_array = [torch.ones(8, 16)] if as_list else {"other": torch.ones(8, 16)}
+
+
 class AnyKeyword(nn.Module):
     """Takes whatever keyword it is given."""
 
@@ -66,6 +93,10 @@ def make_number() -> int:
 
 
 def make_wide(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def make_unnamed(width: int, /) -> nn.Module:
     return nn.Linear(width, width)
 
 

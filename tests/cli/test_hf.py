@@ -291,7 +291,7 @@ def test_a_model_that_compares_text_and_images_gets_both(written: Callable[..., 
 
 
 def test_inputs_are_where_the_model_is_and_said(
-    written: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    written: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = ModelSpec(written(), sizes=ConfigInputs(batch=4))
     sample = make_sample(spec, model=make_model(spec, blank=True), rows=99)
@@ -299,6 +299,10 @@ def test_inputs_are_where_the_model_is_and_said(
     assert "inputs, from the config: input_ids=int64[4,16]<50 (--batch" in capsys.readouterr().err
     make_sample(spec, model=make_model(spec, blank=True), rows=99, say=False)
     assert capsys.readouterr().err == ""
-    own = ModelSpec(spec.target, inputs=(InputSpec("0", "int64", (2, 3), 9),))
+    beside = ModelSpec(spec.target, inputs=(InputSpec.parse("labels=null"), InputSpec.parse("flag=false")))
+    monkeypatch.setattr(PreTrainedModel, "forward", lambda self, input_ids, labels=None, flag=True: None)
+    assert list(make_sample(beside, model=make_model(beside, blank=True), rows=2).kwargs.values())[1:] == [None, False]
+    assert "inputs, from the config: input_ids=int64[2,16]<50 (--batch" in capsys.readouterr().err
+    own = ModelSpec(spec.target, inputs=(InputSpec.tensor("0", "int64", (2, 3), 9),))
     assert make_sample(own, model=make_model(own), rows=99).args[0].shape == (2, 3)
     assert capsys.readouterr().err == ""

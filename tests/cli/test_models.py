@@ -38,6 +38,11 @@ def test_a_factory_gets_its_arguments() -> None:
         ),
         ("make_wide", {}, r"""give them as --kwargs '\{"width": "\.\.\."\}'$"""),
         ("make_wide", {"width": 3, "depth": 2}, r"got an unexpected keyword argument 'depth'; mend --kwargs$"),
+        (
+            "make_unnamed",
+            {"width": 3},
+            r"--kwargs gives arguments by name, and width takes none; name a factory that does$",
+        ),
         ("make_mlp", {"width": 3}, r"got an unexpected keyword argument 'width'; mend --kwargs$"),
         (
             "make_wide",

@@ -131,3 +131,31 @@ def test_a_model_whose_values_decide_is_planned_with_values_and_that_is_said(run
     assert result.exit_code == 0, result.output
     notes = Plan.model_validate_json(result.stdout).notes
     assert any(note.startswith("the forward decides by values, so the model and inputs were taken") for note in notes)
+
+
+def test_a_forward_of_dicts_lists_and_constants(run: Run) -> None:
+    places = ("batch.x=float32[8,16]", "batch.mask=bool[8]", "targets[0].boxes=float32[8,16]", "pair.0=float32[8,16]")
+    places += ("targets[1]['boxes']=float32[8,16]", "pair.1=float32[8,16]", "act='tanh'")
+    for more in ((), ("flag=false",)):
+        inputs = [part for place in (*places, *more) for part in ("--input", place)]
+        result = run(f"{NETS}:Detector", *TWO, *inputs, "--json")
+        assert result.exit_code == 0, result.output
+        plan = Plan.model_validate_json(result.stdout)
+        assert {"input/batch_x", "input/pair_0"} <= {boundary.value for boundary in plan.boundaries}
+        assert any("tanh" in node for stage in plan.stages for node in stage.nodes)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ("{}", "missing a required argument: 'x'; mend them, or give --input NAME=dtype[shape]"),
+        ('{"as_list": true}', "sample is a list; give a tuple"),
+    ],
+)
+def test_inputs_of_the_models_own_that_do_not_fit_it(run: Run, kwargs: str, message: str) -> None:
+    result = run(f"{NETS}:WrongExample", *TWO, "--kwargs", kwargs)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        "error: WrongExample brings inputs (example_input_array or dummy_inputs) with which "
+    )
+    assert message in result.stderr
