@@ -31,6 +31,7 @@ from autosplit.runtime.proof import Proofs
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.formula import lengths_in
+from autosplit.trace.settled import settle
 from autosplit.trace.signature import key_of, rows_of
 from autosplit.trace.state import random_state
 
@@ -197,7 +198,7 @@ class PipelinedModule(Measured, fx.GraphModule):
                 if clock is None
                 else Whole(clock, "the pipe has forward hooks, which want its whole output"),
             )
-        step = self._prepare(args, kwargs)
+        step = self._called(args, kwargs)
         if isinstance(step, PreparedTree):
             return engine.whole_step(
                 lambda: self._run(step),
@@ -220,7 +221,7 @@ class PipelinedModule(Measured, fx.GraphModule):
         )
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._prepare(args, kwargs))
+        return self._run(self._called(args, kwargs))
 
     def _run(self, step: PreparedStep | PreparedTree) -> Any:
         if isinstance(step, PreparedTree):
@@ -292,6 +293,13 @@ class PipelinedModule(Measured, fx.GraphModule):
         for name, part in recorded.parts.items():
             self.__dict__[self._core.names[name]] = part
         self.__dict__[STATE] = recorded.traced.root
+
+    def _called(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
+        """Prepare a call, and leave the model's attributes as its own call would."""
+        step, core = self._prepare(args, kwargs), self._core
+        if isinstance(step, PreparedStep) and settle(core.model, step.recorded.traced.settled):
+            core.recordings.keep_settled(step.recorded, key_of(core.model, *pytree.tree_flatten((args, kwargs))))
+        return step
 
     def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
         core = self._core

@@ -171,6 +171,11 @@ class Recordings:
             self.kept.popitem(last=False)
         return recorded
 
+    def keep_settled(self, recorded: Recorded, key: Key) -> None:
+        """Keep a recording for the model as a first call leaves it too: it was recorded from there, and is equal."""
+        recorded.kind = replace(recorded.kind, rest=key.rest)
+        self.kept.setdefault(key, (recorded,))
+
     def _covering(self, key: Key) -> Iterator[Recorded]:
         """Yield the recordings for many lengths that are known to be what the model does at those of a call."""
         for recorded in self._alike(key):

@@ -33,6 +33,7 @@ from autosplit.trace.rehearse import observe
 from autosplit.trace.repeats import Repeats, equals
 from autosplit.trace.run import FlatInputs, record
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
+from autosplit.trace.settled import pending
 from autosplit.trace.ties import all_used, tied_layers
 from autosplit.trace.twins import Twins
 
@@ -68,6 +69,7 @@ class Gathered:
         except Mixed:
             again = record_at(model, flat, rows, self.scope, hooks=False)
             holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
+        _check_settled(model, self.recording.recording, again)
         if not holds:
             raise Refusal(
                 f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
@@ -122,7 +124,8 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
         with contextlib.suppress(Exception):  # whatever it is, it is met again where all blocks run
             return _merged_of(model, flat, *_foreseen(model, flat, scope))
     first, entered = _first(model, flat, scope)
-    return _merged_of(model, flat, first, entered, _alike(model, first))
+    alike = {} if first.settled else _alike(model, first)  # a block's equal says nothing of its attributes
+    return _merged_of(model, flat, first, entered, alike)
 
 
 def _merged_of(
@@ -164,10 +167,12 @@ def _foreseen(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recordi
 
     def check() -> None:
         own, own_scope = _first(model, flat, scope)
-        if own_scope != entered or not same(first, own) or _alike(model, own) != alike:
+        if own_scope != entered or own.settled or not same(first, own) or _alike(model, own) != alike:
             raise Unforeseen
 
     first, entered = _first(model, flat, scope, repeats=anew)
+    if first.settled:
+        raise Unforeseen
     alike = _alike(model, first, known=made[-1].found)
     if made[-1].found:
         made[-1].check(first, alike)
@@ -210,7 +215,9 @@ def _holds_for_one(
         if any(_one_row_misleads(model, call) for call in first.calls):
             return False
         try:
-            return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first)), rows=1)
+            single = record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first))
+            _check_settled(model, first, single)
+            return holds_at(merged, single, rows=1)
         except Mixed:
             return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike)), rows=1)
     except Exception:  # whatever one row does to the model, microbatches of one row are then not made
@@ -234,12 +241,27 @@ def _with_others(
     model: nn.Module, flat: FlatInputs, scope: Scope, first: Recording, alike: Mapping[str, str]
 ) -> MergedRecording:
     def others(start: Recording | None) -> list[Recording]:
-        return [record_at(model, flat, rows, scope, repeats=Repeats(alike, first=start)) for rows in BATCH_SIZES[1:]]
+        made = [record_at(model, flat, rows, scope, repeats=Repeats(alike, first=start)) for rows in BATCH_SIZES[1:]]
+        for again in made:
+            _check_settled(model, first, again)
+        return made
 
     try:
         return merge([first, *others(first)])
     except Mixed:
         return merge([first, *others(None)])
+
+
+def _check_settled(model: nn.Module, first: Recording, again: Recording) -> None:
+    """Raise Refusal where another number of rows leaves a module's attributes at other values for good."""
+    expected, found = pending(model, first.settled), again.settled
+    if found != expected:
+        path, name = next(place for place in {**expected, **found} if expected.get(place) != found.get(place))
+        raise Refusal(
+            f"forward sets the Python attribute {name!r} of module {path or 'root'!r} to a value that depends on the "
+            "number of rows; a graph would freeze it: compute it anew from the inputs in every call",
+            path,
+        )
 
 
 def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:

@@ -153,6 +153,7 @@ class TracedGraph:
         unflatten: rebuilds the model's output from the flat outputs.
         batch_outputs: for each flat output its batch dimension, or None (shared, full, or not a tensor).
         lengths: dimensions of the inputs for whose size the graph has a placeholder.
+        settled: attributes that the model's first call sets for good; see :mod:`autosplit.trace.settled`.
     """
 
     graph: fx.Graph
@@ -164,6 +165,7 @@ class TracedGraph:
     unflatten: Callable[[list[Any]], Any] = field(repr=False)
     batch_outputs: tuple[int | None, ...] = ()
     lengths: tuple[Length, ...] = ()
+    settled: Mapping[tuple[str, str], Any] = field(default_factory=dict)
 
     def compute_nodes(self) -> Iterator[tuple[fx.Node, TracedNode]]:
         """Yield the tensor-computing nodes in model order, inputs excluded."""

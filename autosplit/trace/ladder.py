@@ -176,8 +176,7 @@ def widen(
     if base.rung != "recorded":
         return None
     flat = replace(base.inputs, leaves=tuple(pytree.tree_leaves((sample.args, sample.kwargs))))
-    rows = batch_rows(flat)
-    merged, scope = base.gathered.recording, base.gathered.scope
+    rows, merged, scope = batch_rows(flat), base.gathered.recording, base.gathered.scope
     found = generalise(model, merged, scope, flat, rows=rows, lengths=lengths, before=before)
     if found is None:
         return None
@@ -344,6 +343,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, findings: Find
         unflatten=merged.recording.recording.unflatten,
         batch_outputs=dims,
         lengths=merged.recording.lengths,
+        settled=merged.recording.recording.settled,
     )
 
 

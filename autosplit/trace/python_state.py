@@ -43,12 +43,12 @@ def snapshot(model: nn.Module) -> dict[Place, Any]:
     }
 
 
-def first_change(before: dict[Place, Any], after: dict[Place, Any]) -> Place | None:
-    """Return the first place whose value is another one now.
+def changes(before: dict[Place, Any], after: dict[Place, Any]) -> list[Place]:
+    """Return the places whose value is another one now.
 
     What was None or absent may have been filled: a cache that is made at the first call. So may new keys of a dict.
     """
-    return next((key for key, value in before.items() if key in after and _differs(value, after[key])), None)
+    return [key for key, value in before.items() if key in after and _differs(value, after[key])]
 
 
 def signature(value: Any, seen: set[int]) -> Any:

@@ -99,6 +99,8 @@ class Recording:
     unflatten: Callable[[list[Any]], Any]
     segments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The runs of entered modules; see :mod:`autosplit.trace.repeats`."""
+    settled: Mapping[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
+    """Attributes that the run left at another value for good; see :mod:`autosplit.trace.settled`."""
 
 
 class Reader(Protocol):

@@ -12,7 +12,8 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -27,7 +28,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from autosplit.trace import python_state, state
+from autosplit.trace import python_state, settled, state
+from autosplit.trace.foreseen import same
 from autosplit.trace.kept import Place, kept_for_next_call
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.random_watch import RandomWatch
@@ -112,39 +114,86 @@ def record(
     sizes = sizes or _Numbers(rows)
     plain = isinstance(sizes, _Numbers)
     mode: Any = _AsItIs() if plain and _all_on_meta(model) else sizes.fake_mode()
-    seed = torch.initial_seed()
-    before, held = python_state.snapshot(model), state.held_tensors(model)
     held_contents = state.contents(state.attribute_tensors(model))
     with state.random_state(), held_contents, state.attributes(model), state.fake_tensors(model, mode):
-        random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
-        np.random.seed(rows)
-        leaves = list(inputs.leaves)
-        for position, index in enumerate(inputs.tensors()):
-            shape = sizes.shape(position, leaves[index], inputs.batch_dims[index])
-            leaves[index] = _fake(leaves[index], shape, mode)
-        recorder = Recorder(
-            model,
-            scope,
-            reader=reader or Recall(scope.answers),
-            observed=observed,
-            repeats=repeats,
-            hooks=hooks,
-        )
-        sizes.watch(recorder.random)
-        recorder.random.kernels = MetaKernels() if isinstance(mode, _AsItIs) else None
-        for index in inputs.tensors():
-            recorder.add_input(inputs.names[index], leaves[index])
-        args, kwargs = inputs.rebuild(leaves)
-        forward: Callable[..., Any] = model
-        if scope.capture is not None:
-            with quiet_log():
-                forward = scope.capture.forward(recorder, args, kwargs)
-        watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
-        output = _forward(forward, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch))
-        _check_attributes(model, scope, recorder, before, held)
-        if torch.initial_seed() != seed:
-            raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
-        return recorder.finish(output, dict(model.named_buffers()))
+        run = partial(_run, model, inputs, rows=rows, scope=scope, observed=observed, hooks=hooks)
+        ran = run(sizes, mode, reader=reader, repeats=repeats)
+        if not ran.changed or reader is not None:  # what only answers reads is recorded once more
+            return ran.recording
+        values = settled.plain_values(model, ran.changed)
+        if values is None or not plain or scope.atoms or scope.capture is not None:
+            raise _changes(ran.changed[0], scope)
+        return replace(_settled(ran, run, sizes, mode, scope), settled=values)
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A run of the forward: what was recorded, which attributes are others now, and what all of them are."""
+
+    recording: Recording
+    changed: list[Place]
+    after: dict[Place, Any]
+
+
+def _run(
+    model: nn.Module,
+    inputs: FlatInputs,
+    sizes: Sizes,
+    mode: Any,
+    *,
+    rows: int,
+    scope: Scope,
+    reader: Reader | None = None,
+    observed: Observed | None,
+    repeats: Repeats | None = None,
+    hooks: bool,
+) -> _Ran:
+    """Record one run of a model whose tensors are fake; it is left as the run leaves it."""
+    seed = torch.initial_seed()
+    before, held = python_state.snapshot(model), state.held_tensors(model)
+    random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
+    np.random.seed(rows)
+    leaves = list(inputs.leaves)
+    for position, index in enumerate(inputs.tensors()):
+        shape = sizes.shape(position, leaves[index], inputs.batch_dims[index])
+        leaves[index] = _fake(leaves[index], shape, mode)
+    recorder = Recorder(
+        model,
+        scope,
+        reader=reader or Recall(scope.answers),
+        observed=observed,
+        repeats=repeats,
+        hooks=hooks,
+    )
+    sizes.watch(recorder.random)
+    recorder.random.kernels = MetaKernels() if isinstance(mode, _AsItIs) else None
+    for index in inputs.tensors():
+        recorder.add_input(inputs.names[index], leaves[index])
+    args, kwargs = inputs.rebuild(leaves)
+    forward: Callable[..., Any] = model
+    if scope.capture is not None:
+        with quiet_log():
+            forward = scope.capture.forward(recorder, args, kwargs)
+    watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
+    output = _forward(forward, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch))
+    after = python_state.snapshot(model)
+    _check_kept(model, scope, recorder, held)
+    if torch.initial_seed() != seed:
+        raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
+    recording = recorder.finish(output, dict(model.named_buffers()))
+    return _Ran(recording, python_state.changes(before, after), after)
+
+
+def _settled(first: _Ran, run: Callable[..., _Ran], sizes: Sizes, mode: Any, scope: Scope) -> Recording:
+    """Return the first run's recording where a second one, from what it left, does the same and changes nothing."""
+    try:
+        second = run(sizes, mode)
+    except (Refusal, Unanswered, Unexpected) as error:
+        raise _changes(first.changed[0], scope) from error
+    settles = not second.changed and second.after == first.after
+    if not settles or not same(first.recording, second.recording):
+        raise _changes((second.changed or first.changed)[0], scope)
+    return first.recording
 
 
 def _forward(forward: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, modes: tuple[Any, ...]) -> Any:
@@ -181,18 +230,17 @@ def _all_on_meta(model: nn.Module) -> bool:
     return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
-def _check_attributes(
-    model: nn.Module, scope: Scope, recorder: Recorder, before: dict[Place, Any], held: dict[Place, Any]
-) -> None:
-    """Raise Refusal when the run left something in the model's attributes that a graph would not."""
-    changed = python_state.first_change(before, python_state.snapshot(model))
-    if changed is not None:
-        path, name = changed
-        raise Refusal(
-            f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph "
-            "would freeze it: keep it in a registered buffer",
-            _around(path, scope),
-        )
+def _changes(place: Place, scope: Scope) -> Refusal:
+    path, name = place
+    return Refusal(
+        f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph "
+        "would freeze it: keep it in a registered buffer",
+        _around(path, scope),
+    )
+
+
+def _check_kept(model: nn.Module, scope: Scope, recorder: Recorder, held: dict[Place, Any]) -> None:
+    """Raise Refusal when the run left a tensor in the model's attributes that a graph would not."""
     kept = kept_for_next_call(recorder.calls, recorder.recorded(), held, state.held_tensors(model))
     if kept is not None:
         raise Refusal(

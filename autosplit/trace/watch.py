@@ -239,8 +239,8 @@ class _Surroundings:
 
     def changed(self, after: _Surroundings) -> str:
         """Return what changed, in words; "" for nothing."""
-        if (place := python_state.first_change(self.values, after.values)) is not None:
-            return f"it changes the Python attribute {place[1]!r}"
+        if places := python_state.changes(self.values, after.values):
+            return f"it changes the Python attribute {places[0][1]!r}"
         for key, tensor in after.tensors.items():
             if tensor is not self.tensors.get(key):
                 return f"it keeps a tensor in the attribute {key[1]!r}"

@@ -1,0 +1,153 @@
+"""Attributes that a model's first call sets for good: recorded where a second call does the same, else refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import Sample, TraceError, autosplit, plan
+from autosplit.pipelined import PipelinedModule
+from autosplit.trace.ladder import trace
+
+
+class Window(nn.Module):
+    """Rolls and mixes windows; one that is larger than the input is clamped, for good, as Swin's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.shift = 7, 3
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] <= self.size:
+            self.shift, self.size = 0, x.shape[1]
+        rolled = torch.roll(x, -self.shift, 1) if self.shift else x
+        return x + torch.tanh(self.mix(rolled)) / self.size
+
+
+class Windows(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Window() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Counts(nn.Module):
+    """Does with its attribute what the text says."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.seen, self.flag, self.sizes = what, 1, True, [0]
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.what == "counts":
+            self.seen += 1
+        elif self.what == "stops counting":
+            self.seen = min(self.seen + 1, 4)
+        elif self.what == "goes another way" and self.flag:
+            self.flag, x = False, torch.relu(x)
+        elif self.what == "other numbers":
+            x, self.seen = x * self.seen, 2
+        elif self.what == "rows":
+            self.seen = x.shape[0]
+        elif self.what == "a list":
+            self.sizes[0] = 5
+        return self.second(x)
+
+
+def windows(blocks: int = 3) -> Windows:
+    torch.manual_seed(0)
+    return Windows(blocks)
+
+
+def attributes(model: nn.Module) -> list[Any]:
+    return [(block.size, block.shift) for block in model.blocks]  # type: ignore[union-attr, operator]
+
+
+def batches(*widths: int) -> list[torch.Tensor]:
+    return [torch.randn(8, width, 6, generator=torch.Generator().manual_seed(width)) for width in widths]
+
+
+def split(model: nn.Module, **options: Any) -> PipelinedModule:
+    return autosplit(model, devices=["cpu"] * 2, chunks=4, **options)
+
+
+@pytest.mark.parametrize("widths", [(5, 5, 5), (5, 9, 5), (9, 5, 9), (9, 9, 4, 12)])
+def test_a_pipe_remembers_what_the_model_would(widths: tuple[int, ...]) -> None:
+    plain = windows()
+    model = copy.deepcopy(plain)
+    pipe = split(model)
+    for x in batches(*widths):
+        expected, got = plain(x), pipe(x)
+        assert torch.equal(expected, got)
+        assert attributes(model) == attributes(plain)
+        expected.square().mean().backward()
+        got.square().mean().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert pipe._core.recordings.tree is None, "a graph follows it"
+
+
+def test_planning_sets_nothing_and_steps_do() -> None:
+    model = windows()
+    before = attributes(model)
+    (x,) = batches(5)
+    pipe = split(model, sample=x)
+    assert attributes(model) == before
+    assert "the first call sets the Python attribute 'size' of module 'blocks.0' to 5, and 5 more" in pipe.report()
+    for _ in range(2):
+        pipe.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
+        assert attributes(model) == [(5, 0)] * 3
+    assert pipe._core.recordings.made == 1, "the second step runs what the first one did"
+    torch.testing.assert_close(pipe(x[:3]), copy.deepcopy(model)(x[:3]))
+    assert pipe._core.recordings.made == 1, "and so does a smaller batch"
+
+
+def test_a_model_that_is_set_back_starts_again() -> None:
+    plain = windows()
+    model = copy.deepcopy(plain)
+    pipe = split(model)
+    for x in batches(5, 9):
+        for each in (plain, model):
+            for block in each.blocks:
+                block.size, block.shift = 7, 3  # type: ignore[assignment]
+        assert torch.equal(plain(x), pipe(x))
+        assert attributes(model) == attributes(plain)
+
+
+@pytest.mark.parametrize("blocks", [3, 10])
+def test_a_plan_of_a_model_without_values_takes_it_too(blocks: int) -> None:
+    with torch.device("meta"):
+        model = Windows(blocks)
+        sample = torch.empty(8, 5, 6)
+    model.blocks[-1].size = 5  # the last one is another kind of block
+    before = attributes(model)
+    found = plan(model, "2xL4-24GB", sample=sample, loss_fn=lambda y: y.sum())
+    assert attributes(model) == before
+    assert any(note.startswith("the first call sets the Python attribute 'size' of") for note in found.notes)
+    assert {node.split("#")[0] for stage in found.stages for node in stage.nodes} >= {
+        f"blocks.{number}.mix" for number in range(blocks)
+    }
+
+
+@pytest.mark.parametrize("what", ["counts", "stops counting", "goes another way", "other numbers", "a list"])
+def test_what_a_second_call_would_do_otherwise_is_refused(what: str) -> None:
+    model = Counts(what)
+    with pytest.raises(TraceError, match=r"forward changes the Python attribute '(seen|flag|sizes)' of module 'root'"):
+        trace(model, Sample(torch.randn(8, 6)))
+    assert (model.seen, model.flag, model.sizes) == (1, True, [0])
+
+
+def test_a_value_that_depends_on_the_rows_is_refused() -> None:
+    with pytest.raises(TraceError, match="'seen' of module 'root' to a value that depends on the number of rows"):
+        trace(Counts("rows"), Sample(torch.randn(8, 6)))
