@@ -1,7 +1,7 @@
 """Between which bytes a peak may come out: what no trace of tensors tells, and by how much it can be wrong.
 
 ```
-    low     peak − lists − guessed        + one cuBLAS workspace             the allocator wastes nothing
+    low     peak − lists − guessed                               tensors alone: the allocator wastes nothing
     high    peak + guessed + estimated    + two cuBLAS workspaces + fragments
 ```
 
@@ -13,6 +13,8 @@ The rule, for devices with CUDA's allocator whose own memory is the limit:
 - *estimated*: where an operation did not run on fake tensors, what it saves was taken from what it is given; a tenth of
   all that is no state is added.
 - *cuBLAS* keeps a workspace per handle in the allocator's memory: one for the forward's thread, another for autograd's.
+  Where nothing calls it there is none, and the peak is that of tensors: so the least has none, and a peak lies in its
+  own range.
 - *fragments*: what the allocator reserves beyond what is asked for, as `memory.allocator` simulates it without
   expandable segments; states are made once and leave no gaps, so it is a share of all else.
 
@@ -61,6 +63,6 @@ def peak_range(
     moving = max(0, peak_bytes - states_bytes)
     more = fragments + (ESTIMATED_SHARE if estimated else 0.0)
     return PeakRange(
-        low_bytes=max(states_bytes, peak_bytes - lists_bytes - guessed_bytes) + workspace_bytes,
+        low_bytes=min(peak_bytes, max(states_bytes, peak_bytes - lists_bytes - guessed_bytes)),
         high_bytes=peak_bytes + guessed_bytes + round(more * moving) + 2 * workspace_bytes,
     )

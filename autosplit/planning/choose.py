@@ -2,8 +2,8 @@
 
 A plan that surely fits is better than a borderline one, that better than one that does not fit; among those that fit
 the fastest is best, among those that do not the one that comes closest. All configurations are weighed in units by the
-additive formula (`sweep`). Then the fastest is replayed; what its devices hold above the formula is taken off their
-room, its next cut waits its turn among the others:
+additive formula (`sweep`). Then the fastest, with what it sends once per step, is replayed; what its devices hold above
+the formula is taken off their room, its next cut waits its turn among the others:
 
     weighed, the fastest first ─► replay ─► fits: done
              ▲                       └────► less room ─► next cut of the same configuration ─┐
@@ -21,6 +21,8 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.partition.line_search import LineCut
+from autosplit.planning.apply import assign
+from autosplit.planning.crossing import boundaries_of, sent_s
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
@@ -70,7 +72,8 @@ def choose_plan(
     others = [each for each in search.alternatives() if _key(each) != _key(alternative(plan))]
     unit_of = finished.entry.sized.coarse.unit_of
     units = units_of(case.formulation, case.costs, unit_of, finished.writer.partition.assignment)
-    return plan.model_copy(update={"frontier": frontier(alternative(plan), others), "units": units})
+    near = [search.with_sent(each) for each in frontier(alternative(plan), others) if each in others]
+    return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
 
 
 def weigh(
@@ -89,6 +92,8 @@ class _Search:
         self.sweep, self.weighing = sweep, Weighing(sweep, progress)
         self.finished: list[Finished] = []
         self.above: dict[frozenset[str], float] = {}
+        self.cut_of: dict[Alternative, tuple[Entry, LineCut]] = {}
+        self.sent: dict[tuple[int, LineCut], float] = {}
 
     def weigh(self) -> None:
         """Find the best cuts of every configuration; raises InputError where none can be built."""
@@ -109,10 +114,11 @@ class _Search:
         turns = 0
         while heap and len(self.finished) < _REPLAYS:
             turns += 1
-            _, place, best = heapq.heappop(heap)
-            if not best.moved:
-                best = self.weighing.moved(best)
-                heapq.heappush(heap, (best.cut.step_s, place, best))
+            step_s, place, best = heapq.heappop(heap)
+            best = best if best.moved else self.weighing.moved(best)
+            whole_s = best.cut.step_s + self._sent_s(best.entry, best.cut)
+            if whole_s > step_s:
+                heapq.heappush(heap, (whole_s, place, best))
                 continue
             over = self._over(best)
             if over is None:
@@ -202,20 +208,34 @@ class _Search:
     def alternatives(self) -> list[Alternative]:
         """Return what was weighed, as the plan's file has it; what was replayed with its peak."""
         replayed = [
-            self._alternative(each.entry, each.cut.recompute, each.writer.partition.value_s, each.peaks, each.verdict)
+            self._alternative(each.entry, each.cut, each.writer.partition.value_s, each.peaks, each.verdict)
             for each in self.finished
         ]
         known = set(map(_key, replayed))
         weighed = (
-            self._alternative(each.entry, each.cut.recompute, each.cut.step_s, each.cut.device_bytes)
-            for each in self.weighed
+            self._alternative(each.entry, each.cut, each.cut.step_s, each.cut.device_bytes) for each in self.weighed
         )
         return [*replayed, *(each for each in weighed if _key(each) not in known)]
+
+    def with_sent(self, each: Alternative) -> Alternative:
+        """Return what was weighed with what its cut sends once per step, which a plan's step has in it too."""
+        return each.model_copy(update={"step_s": each.step_s + self._sent_s(*self.cut_of[each])})
+
+    def _sent_s(self, entry: Entry, cut: LineCut) -> float:
+        """Return how long a cut's values that all microbatches share travel; units know nothing of them."""
+        if (id(entry), cut) not in self.sent:
+            graph, sized = self.sweep.found.graph, entry.sized
+            pairs = zip(sized.formulation.names, sized.coarse.assignment(cut.bounds), strict=True)
+            solved = {name: stage for names, stage in pairs for name in names}
+            stage_of = assign(graph, solved, stages=entry.settled.stages)
+            crossing = tuple(boundaries_of(graph, sized.costs, stage_of))
+            self.sent[id(entry), cut] = sent_s(crossing, sized.costs, entry.options)
+        return self.sent[id(entry), cut]
 
     def _alternative(
         self,
         entry: Entry,
-        recompute: tuple[str, ...],
+        cut: LineCut,
         step_s: float,
         held: Sequence[int],
         replayed: Verdict | None = None,
@@ -224,16 +244,18 @@ class _Search:
         limits = self.sweep.room(entry.problem)
         fits = limits is not None and within(held, limits)
         near = limits is None or within(held, [limit * _NEAR for limit in limits])
-        return Alternative(
+        found = Alternative(
             chunks=entry.options.chunks,
             schedule=entry.settled.schedule,
             virtual_stages=entry.settled.virtual_stages,
-            recompute=recompute if len(set(recompute)) > 1 else recompute[:1],
+            recompute=cut.recompute if len(set(cut.recompute)) > 1 else cut.recompute[:1],
             step_s=step_s + entry.sized.once_s,
             peak_bytes=max(held),
             verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
             replayed=replayed is not None,
         )
+        self.cut_of[found] = entry, cut
+        return found
 
 
 def _key(each: Alternative) -> tuple[object, ...]:

@@ -152,8 +152,8 @@ def _tradeoffs(plan: Plan) -> Iterator[str]:
     if faster and plan.verdict != "no":
         one = max(faster, key=lambda other: other.step_s)
         gain = 1 - one.step_s / plan.step_s
-        but = {"no": "does not fit", "borderline": "may not fit", "fits": "fits too"}[one.verdict]
-        yield f"{setting(one)} would be {gain:.0%} faster, but {but}: {format_bytes(one.peak_bytes)}"
+        but = {"no": "does not fit", "borderline": "may not fit", "fits": "fits by the solver's formula alone"}
+        yield f"{setting(one)} would be {gain:.0%} faster, but {but[one.verdict]}: {format_bytes(one.peak_bytes)}"
 
 
 def _same(plan: Plan, one: Alternative) -> bool:

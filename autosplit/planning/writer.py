@@ -14,18 +14,19 @@ from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
 from autosplit.planning.advice import advice, note_on_rows
-from autosplit.planning.apply import assign, sources
+from autosplit.planning.apply import assign
 from autosplit.planning.case import Case
+from autosplit.planning.crossing import boundaries_of, sent_s
 from autosplit.planning.curves import lane_curves
 from autosplit.planning.fingerprint import fingerprint
-from autosplit.planning.formulate import link_seconds, state_bytes
+from autosplit.planning.formulate import state_bytes
 from autosplit.planning.issue import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
 from autosplit.planning.ranges import peak_ranges
 from autosplit.planning.reasons import GRAPHS
-from autosplit.planning.records import Boundary, StageMemory, StagePlan, Transfer
+from autosplit.planning.records import StageMemory, StagePlan, Transfer
 from autosplit.planning.verdicts import judged
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
@@ -33,7 +34,7 @@ from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.in_flight import in_flight_of
 from autosplit.schedule.simulate import TransferTime, simulate
 from autosplit.trace.draw_rules import with_plain_numbers
-from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.norms import norm_notes
 from autosplit.trace.own_loss import note_on_loss
 from autosplit.trace.settled import words as settled_words
@@ -99,7 +100,7 @@ class Writer:
     def plan(self) -> Plan:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
-        boundaries = tuple(self._boundaries())
+        boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of))
         transfers = self._transfers()
         timeline = simulate(
             self.schedule,
@@ -125,7 +126,9 @@ class Writer:
             machine=None if self.options.machine is None else self.options.machine.name,
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
-            step_s=self.partition.costs.step_s + shared_s(self.traced, self.costs) + self._sent_s(boundaries),
+            step_s=self.partition.costs.step_s
+            + shared_s(self.traced, self.costs)
+            + sent_s(boundaries, self.costs, self.options),
             bubble=timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
@@ -266,28 +269,6 @@ class Writer:
     def _home(self, uses: Iterable[str]) -> int:
         return min((self.stage_of[name] for name in uses), default=0)
 
-    def _boundaries(self) -> Iterable[Boundary]:
-        consumers: dict[str, set[int]] = {}
-        for node, info in self.traced.compute_nodes():
-            for source in sources(node):
-                consumers.setdefault(source.meta[INFO].name, set()).add(self.stage_of[info.name])
-        for node in self.traced.graph.nodes:
-            info = node.meta.get(INFO)
-            if info is None:
-                continue
-            producer = -1 if node.op == "placeholder" else self.stage_of[info.name]
-            others = tuple(sorted(consumers.get(info.name, set()) - {producer}))
-            once = info.node_class is not NodeClass.MICRO
-            if others and not (producer >= 0 and once and info.node_class is NodeClass.FULL):
-                size = self.costs.input_bytes[info.name] if producer < 0 else self.costs.nodes[info.name].output_bytes
-                yield Boundary(value=info.name, producer=producer, consumers=others, bytes=size, per_step=once)
-        for state in self.costs.state.values():
-            stages = sorted({self.stage_of[name] for name in state.uses})
-            if len(stages) > 1:
-                yield Boundary(
-                    value=state.name, producer=stages[0], consumers=tuple(stages[1:]), bytes=state.bytes, per_step=True
-                )
-
     def _transfers(self) -> tuple[TransferTime, ...]:
         seconds: dict[tuple[int, int], tuple[float, float]] = {}
         stages = self.partition.assignment
@@ -297,14 +278,6 @@ class Writer:
                 forward_s, backward_s = seconds.get((producer, consumer), (0.0, 0.0))
                 seconds[producer, consumer] = forward_s + net.forward_s, backward_s + net.backward_s
         return tuple(TransferTime(*pair, *both) for pair, both in seconds.items())
-
-    def _sent_s(self, boundaries: Sequence[Boundary]) -> float:
-        """Return how long shared values travel, there and back; copies of parameters are in the partition's step."""
-        return 2 * sum(
-            link_seconds(self.options, boundary.bytes) * len(boundary.consumers)
-            for boundary in boundaries
-            if boundary.per_step and boundary.producer >= 0 and boundary.value not in self.costs.state
-        )
 
     def _class_flops(self) -> dict[str, float]:
         """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""

@@ -21,14 +21,14 @@ WIDTH, ROWS = 512, 8
 def test_every_part_of_the_rule() -> None:
     known: dict[str, Any] = {"states_bytes": 600, "workspace_bytes": 8}
     plain = peak_range(1000, **known)
-    assert (plain.low_bytes, plain.high_bytes) == (1008, 1016)
+    assert (plain.low_bytes, plain.high_bytes) == (1000, 1016)
     guessed = peak_range(1000, guessed_bytes=30, **known)
-    assert (guessed.low_bytes, guessed.high_bytes) == (978, 1046)
+    assert (guessed.low_bytes, guessed.high_bytes) == (970, 1046)
     fused = peak_range(1000, lists_bytes=100, **known)
-    assert (fused.low_bytes, fused.high_bytes) == (908, 1016)
+    assert (fused.low_bytes, fused.high_bytes) == (900, 1016)
     assert peak_range(1000, fragments=0.05, **known).high_bytes == 1016 + 20
     assert peak_range(1000, estimated=True, **known).high_bytes == 1016 + round(400 * ESTIMATED_SHARE)
-    assert peak_range(1000, guessed_bytes=10**6, **known).low_bytes == 608, "what is there before the step is certain"
+    assert peak_range(1000, guessed_bytes=10**6, **known).low_bytes == 600, "what is there before the step is certain"
 
 
 @given(st.integers(0, 10**12), st.integers(0, 10**12), st.integers(0, 10**9), st.booleans(), st.floats(0, 1, width=32))
@@ -41,7 +41,7 @@ def test_a_range_is_one(peak: int, states: int, guessed: int, estimated: bool, f
         estimated=estimated,
         fragments=fragments,
     )
-    assert states + MIB <= found.low_bytes <= found.high_bytes
+    assert states <= found.low_bytes <= max(peak, states) < found.high_bytes, "the peak lies in its range"
 
 
 class Net(nn.Module):
@@ -71,9 +71,9 @@ def test_a_capacity_in_the_range_is_borderline() -> None:
     low, high = stage.memory.low_bytes, stage.memory.high_bytes
     *actions, update = zip(*found.curves[stage.lane].model_dump().values(), strict=True)
     assert sum(update) == stage.memory.peak_bytes, "AdamW's step is the fullest moment: it has a list of roots"
-    assert low == max(*map(sum, actions), sum(update) - stage.memory.parameter_bytes) + 32 * MIB
-    assert low < stage.memory.peak_bytes + 32 * MIB
-    assert high >= low + 32 * MIB
+    assert low == max(*map(sum, actions), sum(update) - stage.memory.parameter_bytes)
+    assert low < stage.memory.peak_bytes < high
+    assert high >= stage.memory.peak_bytes + 2 * 32 * MIB
     assert found.verdict == "fits"
     assert planned(devices=1, capacity_bytes=high).verdict == "fits"
     assert planned(devices=1, capacity_bytes=high - 1).verdict == "borderline"

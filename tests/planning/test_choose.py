@@ -221,3 +221,38 @@ def test_the_frontier_says_of_what_was_replayed_that_it_may_not_fit(
 )
 def test_configurations_are_shared_out_by_their_actions(weights: list[int], here: list[int], there: list[int]) -> None:
     assert halves(weights) == (here, there)
+
+
+class Shifted(nn.Module):
+    """Layers that all add one table, made anew in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+        self.register_buffer("table", torch.zeros(2048, 256))
+
+    def forward(self, value: Tensor) -> Tensor:
+        shift = torch.sin(self.get_buffer("table"))
+        for layer in self.layers:
+            value = torch.relu(layer(value) + shift)
+        return value
+
+
+def test_others_cost_what_a_plan_of_them_costs_with_what_is_sent_once_per_step() -> None:
+    with torch.device("meta"):
+        model, x = Shifted(), torch.empty(32, 2048, 256)
+    best = plan(model, "4xT4-16GB", 32, sample=x)
+    others = [each for each in best.frontier if not each.replayed]
+    assert {each.virtual_stages for each in others} == {1, 2}, "with two stages per device the table goes further"
+    for each in others:
+        own = plan(
+            model,
+            "4xT4-16GB",
+            32,
+            sample=x,
+            schedule=each.schedule,
+            virtual_stages=each.virtual_stages,
+            recompute="never",
+        )
+        assert each.step_s == pytest.approx(own.step_s, rel=0.01)
+    assert best.step_s == min(each.step_s for each in best.frontier)
