@@ -255,10 +255,16 @@ def _place(error: BaseException) -> str:
     """
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     packages = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch) if file)
-    library = os.path.dirname(os.__file__)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*packages, "<")) and os.path.dirname(frame.filename) != library
+        if not frame.filename.startswith((*packages, "<")) and not _of_python(frame.filename)
     ]
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+def _of_python(path: str) -> bool:
+    """Tell whether a file is of Python's library, below whose folder installed packages may lie too."""
+    library = os.path.dirname(os.__file__) + os.sep
+    below = path.removeprefix(library).split(os.sep)
+    return path.startswith(library) and not {"site-packages", "dist-packages"} & set(below)

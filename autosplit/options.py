@@ -108,7 +108,7 @@ class Options:
 
     def step_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return what the optimizer's step allocates for one parameter: the list of roots of torch's foreach Adam."""
-        if self.optimizer not in ("adam", "adamw") or self.devices[0].type == "cpu":
+        if self.optimizer not in ("adam", "adamw") or self.kernels == "cpu":
             return 0
         return _MASTER_BYTES * elements if self.precision == "bf16_fp32_master" else parameter_bytes
 

@@ -215,6 +215,17 @@ class Writer:
             found.append(cuda * (sums + max(0, one * sum(held[stage] for stage in stages) - most)))
         return found
 
+    def _graphs_note(self) -> str:
+        """Return what graphs hold; by this note it is known of a plan that it has them."""
+        more, holds = self._graphs_bytes(), f"{GRAPHS} holds memory per microbatch in flight for good, "
+        if not more:
+            return f"{holds}beyond the peaks: how much is not known, for nothing was replayed"
+        lane = more.index(max(more))
+        return (
+            f"{holds}about {format_bytes(max(more))} more on {self.options.device_name(lane)} than its peak says: sums "
+            "of gradients, and each one's transients"
+        )
+
     def _held(self, index: int) -> dict[str, int]:
         states = self._states(index)
         totals = [state_bytes(state, self.options) for state in states]
@@ -313,13 +324,8 @@ class Writer:
             if (loss := note_on_loss(self.traced)) is not None:
                 yield loss
         yield from advice(self.formulation.problem, self.partition, self.options, measured=self.costs.measured)
-        more = self._graphs_bytes() if self.options.graphs else []
-        if any(more):
-            lane = more.index(max(more))
-            yield (
-                f"{GRAPHS} holds memory per microbatch in flight for good, about {format_bytes(max(more))} more on "
-                f"{self.options.device_name(lane)} than its peak says: sums of gradients, and each one's transients"
-            )
+        if self.options.graphs and self.options.kernels == "cuda":
+            yield self._graphs_note()
         if self.unreplayed is not None:
             yield f"peaks are the solver's formula: the stages do not run on fake tensors ({self.unreplayed})"
         if self.costs.estimated:

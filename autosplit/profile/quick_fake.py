@@ -4,8 +4,8 @@
 few hundred calls ten thousand times. An equal call is the same operation on tensors of equal shapes, strides, offsets
 and types, with equal other arguments. Its results are new tensors, or views of the arguments that they were views of.
 
-Private torch API, used in this file only, tried on torch 2.11 and 2.13: ``FakeTensor`` and its mode, of which torch has no
-public names, and ``torch._C._DisableTorchDispatch``, under which a meta tensor is made without asking the modes.
+Private torch API, used in this file only, tried on torch 2.11 and 2.13: ``FakeTensor`` and its mode, of which torch has
+no public names, and ``torch._C._DisableTorchDispatch``, under which a meta tensor is made without asking the modes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from autosplit import cli
+from autosplit.cli_common import _of_python
 from autosplit.planning.plan import Plan
 
 TWO = ("--devices", "2xL4-24GB")
 NETS = """
+import json
+
 import torch
 from torch import nn
 
@@ -28,6 +32,11 @@ class Net(nn.Module):
 class Misspelt(Net):
     def forward(self, x):
         return self.last(self.frist(x))
+
+
+class Reads(Net):
+    def forward(self, x):
+        return self.last(self.first(x)) * json.loads("nothing")
 
 
 class Experts(Net):
@@ -66,7 +75,11 @@ def line_of(text: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "line", "kind", "shape"),
-    [("Misspelt", "self.frist", "AttributeError", "[4,8]"), ("OneRow", "len(x) > 1", "RuntimeError", "[4,7]")],
+    [
+        ("Misspelt", "self.frist", "AttributeError", "[4,8]"),
+        ("OneRow", "len(x) > 1", "RuntimeError", "[4,7]"),
+        ("Reads", "json.loads", "JSONDecodeError", "[4,8]"),
+    ],
 )
 def test_an_error_of_the_models_own_names_its_line(run: Run, name: str, line: str, kind: str, shape: str) -> None:
     result = run(name, "--input", f"x=float32{shape}")
@@ -74,6 +87,14 @@ def test_an_error_of_the_models_own_names_its_line(run: Run, name: str, line: st
     assert f"users_nets.py:{line_of(line)}, in forward; --debug shows the traceback)" in result.stderr
     assert f"({kind} at /" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_installed_packages_are_not_pythons_library() -> None:
+    library = Path(os.__file__).parent
+    assert all(_of_python(str(library / path)) for path in ("random.py", "json/decoder.py", "collections/__init__.py"))
+    beside = library.with_name(f"{library.name}x") / "nets.py"
+    for path in (library / "site-packages/nets.py", library / "dist-packages/nets/own.py", beside, Path("nets.py")):
+        assert not _of_python(str(path))
 
 
 def test_rows_that_values_choose_are_refused_with_line_and_way_out(run: Run) -> None:

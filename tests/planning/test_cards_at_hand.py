@@ -118,6 +118,31 @@ def test_what_a_card_lacks_is_converted_there() -> None:
     assert spec_of("NVIDIA Unheard-of 9000").name == "A100-PCIe-80GB"
 
 
+def test_the_optimizers_step_is_that_of_the_leading_device() -> None:
+    def step_bytes(*names: str, optimizer: str = "adamw") -> int:
+        return Options(tuple(map(torch.device, names)), CHUNKS, optimizer=optimizer).step_bytes(
+            elements=10, parameter_bytes=40
+        )
+
+    assert step_bytes("cpu", "cuda:0") == step_bytes("cuda:0", "cpu") == 40
+    assert step_bytes("cpu", "cpu") == step_bytes("cuda:0", optimizer="sgd") == 0
+
+
+def test_a_plan_of_graphs_whose_peaks_were_not_replayed_is_not_told_to_take_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> object:
+        raise RuntimeError("not on fake tensors")
+
+    monkeypatch.setattr("autosplit.planning.writer.fullest_moments", fails)
+    found = planned("cpu", "cuda:0", graphs=True, measure=False)
+    assert any(note.startswith("graphs=True") and "how much is not known" in note for note in found.notes)
+    slow = tuple(stage.model_copy(update={"forward_issue_s": 1.0, "backward_issue_s": 1.0}) for stage in found.stages)
+    [said] = [why for why in reasons(found.model_copy(update={"stages": slow})) if why.startswith("host-bound")]
+    assert "graphs=True" not in said
+    assert not any(note.startswith("graphs=True") for note in planned("cpu", measure=False, graphs=True).notes)
+
+
 def test_a_plan_of_graphs_says_what_they_hold_and_does_not_advise_them() -> None:
     plain, found = (planned("cuda:0", "cuda:1", graphs=graphs) for graphs in (False, True))
     [note] = [note for note in found.notes if note.startswith("graphs=True")]
