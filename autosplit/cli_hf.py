@@ -113,7 +113,7 @@ def default_inputs(
         raise InputError(
             f"the config of {type(model).__name__} does not say what its {main} look like; give --input{example}"
         )
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(model.forward).parameters:
         specs.append(InputSpec.tensor("decoder_input_ids", "int64", (batch, tokens), vocabulary))
     if labels is not False:
         specs += _labels(model, batch=batch, tokens=tokens, vocabulary=vocabulary, needed=labels is True)

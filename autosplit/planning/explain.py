@@ -40,6 +40,11 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
             "the forward decides by values, so the model and inputs were taken with theirs: other values may take "
             "another way through it"
         )
+    elif answers := paper.found.gathered.scope.answers:
+        found.append(
+            f"the forward asks {len(answers)} times whether values are finite (first: {answers[0].name}); planned "
+            "as it goes on when they are, and autosplit() runs the modules that ask whole"
+        )
     return plan.model_copy(update={"notes": (*plan.notes, *(note for note in found if note is not None))})
 
 

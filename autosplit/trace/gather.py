@@ -27,7 +27,7 @@ from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, merge
 from autosplit.trace.one_row import holds_at
-from autosplit.trace.reads import Scout, Unanswered
+from autosplit.trace.reads import Finite, Scout, Unanswered
 from autosplit.trace.recording import Call, Recording, Refusal, Unexpected
 from autosplit.trace.rehearse import observe
 from autosplit.trace.repeats import Repeats, equals
@@ -266,9 +266,8 @@ def _check_settled(model: nn.Module, first: Recording, again: Recording) -> None
 
 def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:
     """Record at the sample's own batch size, and compute what value reads give there."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise Refusal("forward reads a tensor's value, and a model on the meta device has none", "")
-    scout = Scout(model, {flat.names[i]: flat.leaves[i] for i in flat.tensors()})
+    blank = any(parameter.is_meta for parameter in model.parameters())
+    scout = Finite() if blank else Scout(model, {flat.names[i]: flat.leaves[i] for i in flat.tensors()})
     rows = batch_rows(flat)
     record(model, flat, rows=rows, scope=scope, reader=scout, observed=observe(model, flat, rows, scope))
     return tuple(scout.answers)

@@ -5,6 +5,7 @@ the sample's own values while the model is recorded, and computed again from eve
 used for it. Any other read is refused: the module in whose forward it stands becomes an atom.
 
     recording at the sample's own rows   Scout     computes the answers from real values
+    the same on the meta device          Finite    answers that values are finite, where that is what is asked
     recordings at 3, 4, 6, 1 rows        Recall    gives the same answers in the same order
     a call of the pipe                   Guard     computes them again, on the whole batch
 
@@ -31,6 +32,11 @@ from autosplit.trace.scope import Answer
 
 _ELEMENTS = 1 << 20
 _PARAMETER_ELEMENTS = 1 << 12
+_OF_FINITE = {
+    (*test, read): test == ("isfinite", "all")
+    for test in (("isfinite", "all"), ("isnan", "any"), ("isinf", "any"))
+    for read in ("__bool__", "item", "is_nonzero")
+}
 _WAY_OUT = "compute the choice with torch.where, or move it out of forward"
 
 
@@ -53,6 +59,31 @@ class Recall:
             raise Refusal(f"{call.name} reads a tensor's value at some batch sizes only; {_WAY_OUT}", call.module)
         self.position += 1
         return self.answers[self.position - 1].value
+
+
+class Finite:
+    """Answers of values that nobody has whether they are finite: that they are. Nothing else is answered."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+
+    def read(self, call: Call, recorder: Recorder) -> Any:
+        """Return what finite values give; raise Refusal for what is asked of other values."""
+        asked = _asked(call, recorder.calls)
+        if asked not in _OF_FINITE:
+            raise Refusal(f"{_place(call)} reads a tensor's value, and a model on the meta device has none", "")
+        self.answers.append(Answer(call.name, _OF_FINITE[asked]))
+        return _OF_FINITE[asked]
+
+
+def _asked(call: Call, calls: Sequence[Call]) -> tuple[str, str, str]:
+    """Return the names of the operations behind a read of one value: those of ``bool(isnan(x).any())``."""
+    names = [call.target.__name__]
+    while len(names) < 3 and len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Ref):
+        call = calls[call.args[0].index]
+        names.append(str(getattr(call.target, "__name__", "")))
+    first, second, third = (*reversed(names), "", "")[:3]
+    return first, second, third
 
 
 class Scout:

@@ -62,6 +62,11 @@ class TinyForCausalLM(PreTrainedModel):
     pass
 
 
+class TinyTranslator(PreTrainedModel):
+    def forward(self, input_ids: torch.Tensor, decoder_input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(input_ids) + self.embed(decoder_input_ids)
+
+
 class TinyWithLoss(PreTrainedModel):
     loss_type: str | None = None
 
@@ -101,6 +106,7 @@ def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         TinyForCausalLM=TinyForCausalLM,
         TinyVision=TinyVision,
         TinyWithLoss=TinyWithLoss,
+        TinyTranslator=TinyTranslator,
         TinyClassifier=TinyClassifier,
         TinyPairs=TinyPairs,
         pipeline=print,
@@ -207,7 +213,16 @@ def test_no_file_and_no_transformers(written: Callable[..., str], monkeypatch: p
         (TINY, None, ["input_ids=int64[6,16]<50"]),
         (TINY | {"max_position_embeddings": 131072}, None, ["input_ids=int64[6,4096]<50"]),
         (TINY | {"max_position_embeddings": 131072}, 9000, ["input_ids=int64[6,9000]<50"]),
-        (TINY | {"is_encoder_decoder": True}, 8, ["input_ids=int64[6,8]<50", "decoder_input_ids=int64[6,8]<50"]),
+        (
+            TINY | {"is_encoder_decoder": True, "architectures": ["TinyTranslator"]},
+            8,
+            ["input_ids=int64[6,8]<50", "decoder_input_ids=int64[6,8]<50"],
+        ),
+        (
+            TINY | {"is_encoder_decoder": True, "architectures": ["TinyVision"]},
+            None,
+            ["pixel_values=float32[6,3,224,224]"],
+        ),
         (TINY | {"max_position_embeddings": -1}, None, ["input_ids=int64[6,512]<50"]),
         (TINY | {"architectures": ["TinyVision"]}, None, ["pixel_values=float32[6,3,224,224]"]),
         (
