@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from autosplit.planning.plan import Plan
 from autosplit.runtime.ambient import without_saved_tensor_hooks
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.state import random_state
+from autosplit.units import format_bytes
 
 if TYPE_CHECKING:
     from autosplit.pipelined import PipelinedModule
@@ -215,6 +217,7 @@ def plan(
         pinned=pinned,
     )
     options = Options(devices=stand_ins(own), **asked.settings(), batch_dims=batch_dims, measure=False, machine=own)
+    _check_room(options)
 
     def planned() -> Plan:
         paper = prepare(model, _given(model, sample), options, loss_fn=loss_fn)
@@ -237,6 +240,17 @@ def _given(model: nn.Module, sample: Any) -> Sample:
             "tensors will do), or give the model an example_input_array or dummy_inputs"
         )
     return Sample.of(given)
+
+
+def _check_room(options: Options) -> None:
+    """Raise InputError where the reserve leaves nothing of a device."""
+    for lane in range(len(options.devices)):
+        whole = replace(options, reserve_bytes=0).capacity_bytes(lane)
+        if whole is not None and whole <= options.reserve_bytes:
+            raise InputError(
+                f"reserve={options.reserve_bytes} ({format_bytes(options.reserve_bytes)}) leaves nothing of the "
+                f"{format_bytes(whole)} that {options.device_name(lane)} may use; reserve less"
+            )
 
 
 def _check_module(model: Any) -> None:

@@ -182,14 +182,21 @@ def importing() -> Iterator[None]:
 @contextlib.contextmanager
 def beside_stdout() -> Iterator[None]:
     """Send what models print to stderr, and warnings with it, each as one line; on a terminal show progress there."""
+    with contextlib.redirect_stdout(sys.stderr), plain_warnings(), bars():
+        yield
+        go_on()
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Write warnings to stderr as one line each, without the place in the code that they come from."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
 
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), bars():
+    with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-        go_on()
 
 
 class _Interrupts:

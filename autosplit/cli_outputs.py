@@ -14,7 +14,7 @@ import typer
 
 from autosplit.checks import not_available
 from autosplit.choices import EXPORTS
-from autosplit.cli_common import ANSWER_IS_NO, DONE, complete, page_width
+from autosplit.cli_common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings
 from autosplit.errors import AutosplitError, InputError
 
 if TYPE_CHECKING:
@@ -78,11 +78,12 @@ class Outputs:
         The others are written all the same: making the plan may have taken minutes.
         """
         refusal = None
-        for option, path in self.files:
-            try:
-                write_text(option, path, text=_text(plan, option, measured))
-            except AutosplitError as error:
-                refusal = refusal or error
+        with plain_warnings():
+            for option, path in self.files:
+                try:
+                    write_text(option, path, text=_text(plan, option, measured))
+                except AutosplitError as error:
+                    refusal = refusal or error
         return refusal
 
 

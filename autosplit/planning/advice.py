@@ -10,6 +10,7 @@ from autosplit.options import Options
 from autosplit.partition.costs import check
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition
+from autosplit.profile.types import Profile
 from autosplit.trace.graph import InputInfo
 
 PLAIN_ON_TWO = (1.74, 1.83)
@@ -35,6 +36,20 @@ def note_on_rows(inputs: Sequence[InputInfo], *, told: bool) -> Iterator[str]:
             f"the batch was found in {places}: along the first dimension no recording does for every number of rows; "
             "if that is wrong, give a batch of two rows or more, or batch_dims="
         )
+
+
+def note_on_training(costs: Profile, schedule: str) -> str | None:
+    """Return that nothing trains, and why; None where something does, and under a schedule without a backward."""
+    parameters = [state for state in costs.state.values() if state.is_parameter and state.uses]
+    if schedule == "forward" or any(state.trainable for state in parameters):
+        return None
+    why = f"all {len(parameters)} parameters that it uses are frozen" if parameters else "the model uses no parameters"
+    backward = any(node.backward_s for node in costs.nodes.values())
+    has = "a backward for the gradients of inputs alone" if backward else "no backward"
+    return (
+        f"nothing trains: {why}, and the plan has {has} and no gradients of parameters; "
+        "requires_grad_() on what is to be trained changes that, schedule='forward' plans an evaluation"
+    )
 
 
 def _zero_bubble(problem: Problem, partition: Partition) -> Iterator[str]:

@@ -97,10 +97,11 @@ def _placed(plan: Plan) -> dict[str, int]:
             owners.setdefault(prefix, Counter())[stage] += 1
     seconds = _unit_seconds(plan)
     holders = {prefix for path in owners if _is_block(path) for prefix in _prefixes(path)[:-1]}
+    around = {prefix for path in owners for prefix in _prefixes(path)[:-1]}
     found: dict[str, int] = {}
     cut: list[str] = []
     for name in nodes:
-        path = _whole(name.partition("#")[0], owners, holders)
+        path = _whole(name.partition("#")[0], owners, holders, around)
         if path is None or path in found:
             continue
         weights = seconds.get(path) or owners[path]
@@ -119,17 +120,19 @@ def _placed(plan: Plan) -> dict[str, int]:
     return found
 
 
-def _whole(path: str, owners: dict[str, Counter[int]], holders: set[str]) -> str | None:
+def _whole(path: str, owners: dict[str, Counter[int]], holders: set[str], around: set[str]) -> str | None:
     """Return the module to name for a node's: the block that it is in, else the largest of one stage without blocks.
 
-    None for what runs in a module that holds blocks, or that several stages share.
+    One that several stages share is named itself where nothing runs in modules inside it, as a norm of several
+    operations: left out, its parameters would be nobody's. None for what runs ``around`` modules that have their own
+    names.
     """
     prefixes = _prefixes(path)
     block = next((prefix for prefix in prefixes if _is_block(prefix)), None)
     if block is not None:
         return block
     alone = (p for p in prefixes if p not in holders and len(owners[p]) == 1)
-    return next(alone, None)
+    return next(alone, path if path and path not in around else None)
 
 
 def _unit_seconds(plan: Plan) -> dict[str, Counter[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import get_args
 
@@ -26,6 +27,22 @@ def device_specs(options: Options) -> tuple[DeviceSpec, ...]:
 def driver_name(device: torch.device) -> str:
     """Return what a device's driver calls it; the CPU has none, and is ""."""
     return "" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def notes_on_unknown(options: Options) -> Iterator[str]:
+    """Yield, for each kind of GPU that is there and that no data sheet names, what it is taken for."""
+    places: dict[str, list[str]] = {}
+    if options.machine is None:
+        for device in dict.fromkeys(options.devices):
+            name = driver_name(device)
+            if name and registry.identify(name) is None:
+                places.setdefault(name, []).append(str(device))
+    for name, own in places.items():
+        yield (
+            f"{name} ({', '.join(own)}) is an unknown GPU: where nothing is measured its times, and in any case its "
+            f"links, are taken to be those of {_UNKNOWN}; a device file with its own figures, given to plan() or to "
+            "autosplit plan --devices, tells better"
+        )
 
 
 @lru_cache

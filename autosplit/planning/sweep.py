@@ -192,9 +192,15 @@ class Sweep:
         )
         try:
             settled = settle(options, parts=self._parts, microbatches=len(sized.sizes))
+            if settled.warning is not None and self._wide():
+                return None
             return Entry(sized, options, settled, scheduled(sized.coarse.problem, settled))
         except ScheduleError:
             return None
+
+    def _wide(self) -> bool:
+        """Tell whether some schedule has work for every device; one with more stages on fewer is then no choice."""
+        return any(len(self.options.devices) * each <= self._parts for _, each in self.space.schedules)
 
     def room(self, problem: Problem) -> list[float] | None:
         """Return the bytes of each device, None where none has a limit."""

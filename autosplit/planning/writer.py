@@ -13,7 +13,7 @@ from autosplit.memory.pieces import Recompute
 from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
-from autosplit.planning.advice import advice, note_on_rows
+from autosplit.planning.advice import advice, note_on_rows, note_on_training
 from autosplit.planning.apply import assign
 from autosplit.planning.case import Case
 from autosplit.planning.crossing import boundaries_of, sent_s
@@ -27,6 +27,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.ranges import peak_ranges
 from autosplit.planning.reasons import GRAPHS
 from autosplit.planning.records import StageMemory, StagePlan, Transfer
+from autosplit.planning.specs import notes_on_unknown
 from autosplit.planning.verdicts import judged
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
@@ -302,6 +303,8 @@ class Writer:
     def _notes(self) -> Iterable[str]:
         infos = [info for _, info in self.traced.compute_nodes()]
         yield from note_on_rows(self.traced.inputs, told=self.options.batch_dims is not None)
+        if (nothing := note_on_training(self.costs, self.schedule.name)) is not None:
+            yield nothing
         if self.traced.min_rows > 1:
             yield "one row alone behaves differently in this model: microbatches have at least two rows"
         yield from norm_notes(self.traced)
@@ -340,6 +343,7 @@ class Writer:
                 f"times are those of {self.costs.device} by its data sheet: nothing was measured on {place}; where the "
                 "model lies there while it is planned, it is"
             )
+        yield from notes_on_unknown(self.options)
 
 
 def shared_s(traced: TracedGraph, costs: Profile) -> float:

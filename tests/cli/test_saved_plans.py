@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,6 +62,24 @@ def test_a_saved_plan_is_shown_and_exported_without_torch(saved: Path, tmp_path:
     assert csv.read_bytes().decode() == plan.export("torch-csv")
     assert parts.read_bytes().decode() == plan.export("torchtitan")
     assert without_torch("report", str(saved), "--json").stdout == plan.to_json() + "\n"
+
+
+BLOCKS = """from torch import nn
+def make():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)))
+"""
+
+
+def test_a_warning_of_an_export_is_one_line_without_its_place_in_the_code(tmp_path: Path) -> None:
+    (tmp_path / "blocks.py").write_text(BLOCKS, encoding="utf-8")
+    asked = ("plan", "blocks.py:make", "--devices", "4xL4-24GB", "--chunks", "4", "--input", "0=float32[8,16]")
+    command = [sys.executable, "-m", "autosplit", *asked, "--export", "torchtitan:modules.json"]
+    own = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [said] = [line for line in done.stderr.splitlines() if "cuts inside" in line]
+    assert said.startswith("warning: the plan cuts inside 2 modules, which other tools keep whole: 0 (stages 0, 1")
+    assert ".py:" not in done.stderr
 
 
 def test_several_exports_of_a_new_plan(run: Run, tmp_path: Path) -> None:

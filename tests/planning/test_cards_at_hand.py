@@ -72,6 +72,13 @@ def test_cards_that_are_there_cost_what_they_cost_on_paper() -> None:
     assert (found.step_s, found.bottleneck_s) == (paper.step_s, paper.bottleneck_s)
 
 
+def test_a_card_that_no_data_sheet_names_is_called_unknown() -> None:
+    [note] = [note for note in planned("cuda:2", "cuda:3").notes if "unknown" in note]
+    assert note.startswith("NVIDIA Unheard-of 9000 (cuda:3) is an unknown GPU")
+    assert "those of A100-PCIe-80GB" in note
+    assert not any("unknown" in note for note in planned("cuda:0", "cuda:2").notes)
+
+
 def test_a_model_on_the_cpu_is_not_measured_for_cards() -> None:
     found = planned("cuda:0", "cuda:1")
     assert not found.measured

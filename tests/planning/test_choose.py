@@ -256,3 +256,12 @@ def test_others_cost_what_a_plan_of_them_costs_with_what_is_sent_once_per_step()
         )
         assert each.step_s == pytest.approx(own.step_s, rel=0.01)
     assert best.step_s == min(each.step_s for each in best.frontier)
+
+
+def test_every_device_has_a_stage_where_some_schedule_gives_it_one() -> None:
+    few = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+    found = plan(few, "2xL4-24GB", sample=torch.zeros(8, WIDTH))
+    assert {stage.lane for stage in found.stages} == {0, 1}
+    with pytest.warns(UserWarning, match="using 2 stages on 1 device"):
+        asked = plan(few, "2xL4-24GB", sample=torch.zeros(8, WIDTH), schedule="interleaved")
+    assert asked.step_s < found.step_s, "for so small a model one device is faster, and that is not what was asked for"
