@@ -15,10 +15,11 @@ from __future__ import annotations
 import heapq
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 from torch import nn
 
-from autosplit.errors import InputError
+from autosplit.errors import InputError, ScheduleError
 from autosplit.options import Options
 from autosplit.partition.line_search import LineCut
 from autosplit.planning.apply import assign
@@ -61,19 +62,51 @@ def choose_plan(
     ``progress`` is told how much of how much is done. Where nothing fits, the plan that comes closest comes back, its
     verdict "no". Raises InputError where no entry of the space can be built for the devices.
     """
-    sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs))
-    search = _Search(sweep, progress or update)
+    return Choice(Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs)), progress or update).plan
+
+
+class Choice:
+    """The best plan of a sweep's space, as far as it is asked for."""
+
+    def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = update) -> None:
+        self.sweep, self._search = sweep, _Search(sweep, progress)
+        with phase("searching"):
+            self._found = self._search.run()
+
+    @cached_property
+    def finished(self) -> Finished:
+        """The best cut, its boundaries moved node by node."""
+        with phase("searching"):
+            return refined(self.sweep, self._found)
+
+    @property
+    def sure(self) -> bool:
+        """Whether it surely fits."""
+        return self._found.sure or self.finished.sure
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, with the others that are worth a look; warns of what its schedule is not made for."""
+        return self.plan_of(self.finished)
+
+    def plan_of(self, finished: Finished) -> Plan:
+        """Return the plan of a cut of one of the configurations, with the others that are worth a look."""
+        case = finished.writer.case
+        if case.warning is not None:
+            warnings.warn(case.warning, UserWarning, stacklevel=2)
+        plan = finished.writer.plan()
+        others = [each for each in self._search.alternatives() if _key(each) != _key(alternative(plan))]
+        unit_of = finished.entry.sized.coarse.unit_of
+        units = units_of(case.formulation, case.costs, unit_of, finished.writer.partition.assignment)
+        shown = frontier(alternative(plan), others)
+        near = [self._search.with_sent(each) for each in shown if each in others]
+        return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
+
+
+def leanest(sweep: Sweep) -> Finished | None:
+    """Return a cut of a sweep's configurations that needs about the least of its devices; None without any."""
     with phase("searching"):
-        finished = refined(sweep, search.run())
-    case = finished.writer.case
-    if case.warning is not None:
-        warnings.warn(case.warning, UserWarning, stacklevel=2)
-    plan = finished.writer.plan()
-    others = [each for each in search.alternatives() if _key(each) != _key(alternative(plan))]
-    unit_of = finished.entry.sized.coarse.unit_of
-    units = units_of(case.formulation, case.costs, unit_of, finished.writer.partition.assignment)
-    near = [search.with_sent(each) for each in frontier(alternative(plan), others) if each in others]
-    return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
+        return _Search(sweep, update).leanest()
 
 
 def weigh(
@@ -131,9 +164,15 @@ class _Search:
                 over = [high - held for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
             for place, following in enumerate(self._less_room(best, over)):
                 heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + 10 * turns + place, following))
-        if not any(each.worst <= 1.0 for each in self.finished):
+        if not any(each.sure for each in self.finished):
             self._leanest()
         return min(self.finished, key=lambda each: each.rank)
+
+    def leanest(self) -> Finished | None:
+        """Return of a few of the leanest cuts that which needs the least when it is replayed; None without any."""
+        self.weighed, self.entries = [], [entry for entry in self.sweep.entries() if _has_schedule(entry)]
+        self._leanest()
+        return min(self.finished, key=lambda each: each.fullest, default=None)
 
     def _finish(self, entry: Entry, cut: LineCut) -> Finished:
         """Replay a cut, and keep by how much at least cuts of its kind come out above the formula."""
@@ -256,6 +295,13 @@ class _Search:
         )
         self.cut_of[found] = entry, cut
         return found
+
+
+def _has_schedule(entry: Entry) -> bool:
+    try:
+        return bool(entry.search)
+    except ScheduleError:
+        return False
 
 
 def _key(each: Alternative) -> tuple[object, ...]:

@@ -13,11 +13,13 @@ from typing import Any, cast, get_args
 from autosplit.checks import resolve_machine
 from autosplit.errors import DeviceError, InputError
 from autosplit.memory.pieces import Recompute
-from autosplit.planning.choose import Space, choose_plan
+from autosplit.planning.batches import Batches
+from autosplit.planning.choose import Choice, Space
 from autosplit.planning.hardware import device_counts
 from autosplit.planning.paper import OnPaper, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.sketch import Setting, Sketch
+from autosplit.planning.sweep import Shared, Sweep
 from autosplit.planning.verdicts import binding
 from autosplit.trace.inputs import batch_rows
 from autosplit.units import format_bytes
@@ -45,7 +47,7 @@ def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
     machine. Where no number will do, it is the plan for the most. Raises DeviceError where the machine has devices of
     several kinds, and InputError where something was asked for that is made for one number of them.
     """
-    counts = _counts(paper)
+    counts, shared = _counts(paper), Shared(paper.found)
     made: dict[int, Plan] = {}
 
     def there(index: int) -> OnPaper:
@@ -55,7 +57,8 @@ def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
     def plan(index: int) -> Plan:
         if index not in made:
             own = there(index)
-            made[index] = choose_plan(own.model, own.found, own.options, space_of(own))
+            rows = batch_rows(own.found.inputs)
+            made[index] = Choice(Sweep(own.model, own.found, own.options, space_of(own), rows=rows, shared=shared)).plan
         return made[index]
 
     given = next((place for place, own in enumerate(counts) if own.devices >= len(paper.options.devices)), 0)
@@ -79,32 +82,23 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
     The number is the one that was asked for, else the one that is best for the sample's batch. Where not even the
     smallest batch fits, it is the plan for that. Raises InputError for a sample without a batch.
     """
-    rows = batch_rows(paper.found.inputs)
-    first = choose_plan(paper.model, paper.found, paper.options, space, rows=rows)
+    rows, shared = batch_rows(paper.found.inputs), Shared(paper.found)
+    first = Choice(Sweep(paper.model, paper.found, paper.options, space, rows=rows, shared=shared)).plan
     chunks, fewest = len(first.microbatch_rows), paper.found.graph.min_rows
-    own = replace(space, chunks=(chunks,))
-    made: dict[int, Plan] = {}
-
-    def plan(each: int) -> Plan:
-        if each not in made:
-            made[each] = choose_plan(paper.model, paper.found, paper.options, own, rows=each * chunks)
-        return made[each]
-
     if all(stage.memory.capacity_bytes is None for stage in first.stages):
         raise InputError("no capacity is known, so any batch fits; give memory_limit=, or devices with a known memory")
-    guess = _guessed_rows(first, fewest)
-    beyond = least(lambda each: plan(each).verdict != "fits", guess=guess, low=fewest, high=MOST_ROWS)
-    if beyond is None:
-        return Extreme(plan(MOST_ROWS), paper, f"{MOST_ROWS * chunks} rows still fit")
-    if beyond == fewest:
-        words = f"not even {fewest * chunks} rows in {_microbatches(chunks)} fit: {_binds(plan(fewest))}"
-        return Extreme(plan(fewest), paper, words)
-    rows = (beyond - 1) * chunks
+    batches = Batches(paper, space, chunks, fewest, MOST_ROWS, shared)
+    most = batches.largest(guess=min(_guessed_rows(first, fewest), MOST_ROWS))
+    if most == MOST_ROWS:
+        return Extreme(batches.plan(most), paper, f"{MOST_ROWS * chunks} rows still fit")
+    if most < fewest:
+        plan = batches.plan(fewest)
+        return Extreme(plan, paper, f"not even {fewest * chunks} rows in {_microbatches(chunks)} fit: {_binds(plan)}")
     words = (
-        f"the largest batch that fits in {_microbatches(chunks)} is {rows} rows, {beyond - 1} in each: with {beyond}, "
-        f"{_binds(plan(beyond))}; more microbatches of as many rows need hardly more memory"
+        f"the largest batch that fits in {_microbatches(chunks)} is {most * chunks} rows, {most} in each: with "
+        f"{most + 1}, {_binds(batches.plan(most + 1))}; more microbatches of as many rows need hardly more memory"
     )
-    return Extreme(plan(beyond - 1), paper, words)
+    return Extreme(batches.plan(most), paper, words)
 
 
 def least(holds: Callable[[int], bool], *, guess: int, low: int, high: int) -> int | None:

@@ -49,6 +49,11 @@ class Finished:
         return self.writer.highs()
 
     @property
+    def fullest(self) -> float:
+        """The most that the fullest device may need, relative to its limit."""
+        return max((high / max(limit, 1.0) for high, limit in zip(self.highs, self.limits, strict=False)), default=0.0)
+
+    @property
     def sure(self) -> bool:
         """Whether every device has room for the most that it may need."""
         return all(high <= limit for high, limit in zip(self.highs, self.limits, strict=False))
@@ -86,6 +91,12 @@ def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:
     return _replayed(sweep, entry, cut, case, entry.sized.coarse.assignment(cut.bounds))
 
 
+def elsewhere(sweep: Sweep, entry: Entry, finished: Finished) -> Finished:
+    """Return a cut that was replayed, replayed for another batch: ``entry`` is its configuration there."""
+    assignment = finished.writer.partition.assignment
+    return _replayed(sweep, entry, finished.cut, entry.case(sweep.model, sweep.found, sweep.memo), assignment)
+
+
 def refined(sweep: Sweep, finished: Finished) -> Finished:
     """Return the cut with its boundaries moved node by node, where that is faster and fits when it is replayed.
 
@@ -94,7 +105,7 @@ def refined(sweep: Sweep, finished: Finished) -> Finished:
     entry, cut, case = finished.entry, finished.cut, finished.writer.case
     apart = taken_apart(sweep.group_of, entry.sized.coarse, cut.bounds)
     if max(apart) >= _MOST:
-        return _bounded(finished)
+        return bounded(finished)
     fine = coarsened(case.problem, apart)
     search = LineSearch(Line(fine.problem), fine.problem, stages=entry.settled.stages)
     limits, held = finished.limits, search.device_bytes(_bounds(fine, finished.writer.partition), cut.recompute)
@@ -102,9 +113,9 @@ def refined(sweep: Sweep, finished: Finished) -> Finished:
     room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, above, held, strict=False)]
     better = search.listed(cut.recompute, [*room, *limits[len(room) :]])
     if better is None or better.step_s >= cut.step_s * (1 - _GAIN):
-        return _bounded(finished)
+        return bounded(finished)
     moved = _replayed(sweep, entry, replace(better, bounds=cut.bounds), case, fine.assignment(better.bounds))
-    return _bounded(min(finished, moved, key=lambda each: each.rank))
+    return bounded(min(finished, moved, key=lambda each: each.rank))
 
 
 def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
@@ -122,7 +133,7 @@ def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: Case, assignment: 
     return Finished(entry, cut, Writer(case, partition), tuple(limits))
 
 
-def _bounded(finished: Finished) -> Finished:
+def bounded(finished: Finished) -> Finished:
     """Return the same with a lower bound: of all cuts whose stages do as much again as the one that does least."""
     writer, problem = finished.writer, finished.writer.case.problem
     stages, costs = finished.entry.settled.stages, finished.writer.partition.costs

@@ -64,6 +64,15 @@ class Sized:
     """What runs once per step beside the stages."""
 
 
+class Shared:
+    """What is known of a recording whatever is searched: searches over it at other batches or devices may share it."""
+
+    def __init__(self, found: Trace) -> None:
+        self.memo = TraceMemo()
+        self.costs = CostMemo(self.memo.quick)
+        self.outline = Outline(found.graph)
+
+
 @dataclass(frozen=True)
 class _Priced:
     """What nodes cost for microbatches of one size, and the problem that comes of it."""
@@ -122,11 +131,19 @@ class Entry:
 class Sweep:
     """The configurations of a space."""
 
-    def __init__(self, model: nn.Module, found: Trace, options: Options, space: Space, *, rows: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Trace,
+        options: Options,
+        space: Space,
+        *,
+        rows: int,
+        shared: Shared | None = None,
+    ) -> None:
         self.model, self.found, self.options, self.space, self.rows = model, found, options, space, rows
-        self.memo = TraceMemo()
-        self._costs = CostMemo(self.memo.quick)
-        self._outline = Outline(found.graph)
+        shared = shared or Shared(found)
+        self.memo, self._costs, self._outline = shared.memo, shared.costs, shared.outline
         self._units: tuple[int, ...] | None = None
         self._parts = 0
         self.group_of: tuple[int, ...] = ()
