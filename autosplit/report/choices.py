@@ -23,8 +23,8 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
     fullest = sorted(every, key=lambda row: (row.verdict == "fits", -row.share))[:VERDICT_ROWS]
     rows = every if width is None else tuple(row for row in every if row in fullest)
     ranged = any(row.low_bytes != row.high_bytes for row in rows)
+    stages = [column("stages", rows, lambda row: numbers(row.stages), align="left")] if _several(rows) else []
     columns = (
-        *([column("stages", rows, lambda row: numbers(row.stages), align="left")] if _several(rows) else []),
         column("needs", rows, lambda row: format_bytes(row.peak_bytes)),
         *([column("range", rows, _range, align="left")] if ranged else []),
         column("has", rows, lambda row: _size(row.capacity_bytes)),
@@ -32,10 +32,12 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
         column("most of it", rows, _most, align="left"),
     )
     device = column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")
-    if width is not None and table_width([device, *columns]) > width:
+    if width is not None and table_width([device, *stages, *columns]) > width:
         device = column("device", rows, lambda row: str(row.lane))
+    if width is not None and table_width([device, *stages, *columns]) > width:
+        stages = []  # the table of stages has their devices
     left = [row for row in every if row not in rows]
-    yield Section("Verdict per device", columns=(device, *columns), below=tuple(_emptier(left)))
+    yield Section("Verdict per device", columns=(device, *stages, *columns), below=tuple(_emptier(left)))
 
 
 def _emptier(rows: Sequence[DeviceVerdict]) -> Iterator[str]:

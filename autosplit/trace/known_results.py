@@ -21,6 +21,7 @@ import torch
 _aten = torch.ops.aten
 _FLOATS = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 _WIDE = frozenset((torch.float32, torch.float64))
+_COUNTED = _WIDE | {torch.int32, torch.int64}
 _Shape = tuple[int, ...]
 
 
@@ -313,6 +314,14 @@ def _cat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     return Results((New(tuple(whole), tensors[0].dtype),))
 
 
+def _histogram(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
+    """Counts in the values' own dtype. Of integers a CPU has no kernel, which fakes would ask; CUDA has."""
+    bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
+    if not is_plain(args[0], floating=False) or args[0].dtype not in _COUNTED or bins < 1:
+        return None
+    return Results((New((bins,), args[0].dtype),))
+
+
 def _embedding(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     table, places = args[:2]
     if kwargs or not is_plain(table) or table.dim() != 2 or not is_plain(places, floating=False):
@@ -351,6 +360,7 @@ _RULES: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Results | None]] 
     _aten._to_copy.default: _cast,
     _aten.cat.default: _cat,
     _aten.embedding.default: _embedding,
+    _aten.histc.default: _histogram,
     _aten.nll_loss_forward.default: _loss,
     _aten.nll_loss_backward.default: _loss_gradient,
     _aten.mm.default: _mm,

@@ -192,3 +192,21 @@ def test_chunks_that_are_weighed(rows: int, lanes: int, chunks: set[int]) -> Non
     options = Options(stand_ins(machine), 8, schedule="auto", machine=machine)
     assert set(search_space(options, rows=rows, free_chunks=True).chunks) == chunks
     assert search_space(options, rows=rows, free_chunks=False).chunks == (8,)
+
+
+def test_counts_of_integers_are_no_estimates() -> None:
+    """As experts' tokens are counted; a CPU, whose fakes tell of kernels, has none for integers."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = blocks(2)
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            value = self.layers(value)
+            return value * torch.histc(value.argmax(-1).int(), bins=4, min=0, max=3).cumsum(0)[-1]
+
+    with torch.device("meta"):
+        model, x = Counted(), torch.empty(8, 64)
+    found = plan(model, "2xL4-24GB", 2, sample=x)
+    assert not any("estimates" in note for note in found.notes)

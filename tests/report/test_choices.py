@@ -104,6 +104,18 @@ def test_markdown_of_a_plan_that_does_not_fit(golden: Callable[[str, str], None]
     golden("refused.md", render_markdown(refused_plan()) + "\n")
 
 
+def test_no_line_of_a_verdict_on_many_stages_per_device_is_wider_than_the_page() -> None:
+    own = memory(0.9, 8, 0.1, low_bytes=int(8.6 * GIB), high_bytes=int(10.4 * GIB), capacity_bytes=int(9.9 * GIB))
+    stages = tuple(
+        make_stage(index).model_copy(update={"lane": index % 4, "device": H100, "memory": own}) for index in range(16)
+    )
+    plan = refused_plan(devices=(H100,) * 4, stages=stages, virtual_stages=4, schedule="interleaved")
+    wide, narrow = (render(plan, width=width) for width in (120, 80))
+    assert "0, 4, 8, 12  " in wide
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "borderline" in narrow
+
+
 def test_no_line_of_a_refusal_is_wider_than_the_page() -> None:
     for width in range(80, 161, 8):
         assert max(map(len, render(refused_plan(), width=width).splitlines())) <= width

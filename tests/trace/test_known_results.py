@@ -151,6 +151,12 @@ def tokens(device: str) -> Iterator[Call]:
         for own in (table, table.bfloat16(), table.t(), table[0], table.int()):
             yield aten.embedding.default, (own, places), {}
             yield aten.embedding.default, (own, places, 1), {}
+    counted = [torch.float32, torch.float64, *([torch.int32, torch.int64] if device == "meta" else [])]
+    for own in (torch.empty(6, 2, device=device, dtype=dtype) for dtype in counted):
+        yield aten.histc.default, (own, 8, 0, 7), {}
+        yield aten.histc.default, (own,), {"bins": 4}
+        yield aten.histc.default, (own,), {}
+        yield aten.histc.default, (own.t(), 8), {}
     scores, classes = torch.empty(5, 7, device=device), torch.empty(5, device=device, dtype=torch.int64)
     for given in (scores, scores.bfloat16(), scores.t(), scores[0], torch.empty(7, 5, device=device).t(), scores[:4]):
         for weight, kind in itertools.product((None, torch.empty(7, device=device, dtype=given.dtype)), (0, 1, 2)):
