@@ -11,6 +11,7 @@ comes back is the same, and an error is the work's own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import io
 import os
@@ -38,6 +39,8 @@ _CHECKS: ContextVar[_Checks | None] = ContextVar("autosplit_checks", default=Non
 _PATIENCE_S = 60.0
 """A child that is not done so long after the caller is, or four times as long as the caller took, is given up."""
 _PIECE_BYTES = 2**20
+_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
@@ -223,7 +226,7 @@ class _Answer:
     def shown(self) -> None:
         """Print and warn as the work would have in place."""
         for stream, text in zip((sys.stdout, sys.stderr), self.printed, strict=True):
-            if text:
+            if text and stream is not None:
                 stream.write(text)
         for message, category, path, line in self.warned:
             module = next((m for m in list(sys.modules.values()) if vars(m).get("__file__") == path), None)
@@ -276,16 +279,16 @@ class _Child:
 def _begun(work: Callable[[], Any], known: Sequence[Any]) -> _Child | None:
     """Fork a child that does the work; None where the system has no room for one.
 
-    Ctrl-C waits until the child has no handlers of ours any more.
+    A signal to end waits until the child has no handlers of ours any more.
     """
     ours, its = os.pipe()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    caller, blocked = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, such as that of a bar
             process = os.fork()
         if process == 0:
-            _work(work, known, its, blocked)
+            _work(work, known, its, caller=caller, blocked=blocked)
     except OSError:
         os.close(ours)
         return None
@@ -295,13 +298,14 @@ def _begun(work: Callable[[], Any], known: Sequence[Any]) -> _Child | None:
     return _Child(process, ours)
 
 
-def _work(work: Callable[[], Any], known: Sequence[Any], pipe: int, blocked: set[Any]) -> None:
+def _work(work: Callable[[], Any], known: Sequence[Any], pipe: int, *, caller: int, blocked: set[Any]) -> None:
     """Do the work in the child and end it; nothing of the caller's is unwound, flushed or ended here."""
     status = 1
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _ENDING:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        _end_with(caller)
         gc.freeze()  # what the caller has is not looked through, so that its pages stay shared
         import torch
 
@@ -314,6 +318,13 @@ def _work(work: Callable[[], Any], known: Sequence[Any], pipe: int, blocked: set
         status = 0
     finally:
         os._exit(status)
+
+
+def _end_with(caller: int) -> None:
+    """Let the system kill this process as soon as the caller is gone, also where that was killed (Linux's prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != caller:  # it was gone before
+        os._exit(1)
 
 
 def _answered(work: Callable[[], Any]) -> _Answer:

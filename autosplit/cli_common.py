@@ -1,6 +1,7 @@
 """What the commands share: options, a clean stdout, and exit codes. Nothing here imports torch.
 
-0: done; 1: done, and the answer is no (does not fit, not equal); 2: bad usage or input; 130: interrupted.
+0: done; 1: done, and the answer is no (does not fit, not equal); 2: bad usage or input; 130: interrupted;
+143: terminated.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
+from autosplit.cli_interrupts import Interrupts, go_on
 from autosplit.cli_progress import bars
+from autosplit.cli_streams import answers_a_terminal, nobody_reads, tell
 from autosplit.errors import AutosplitError, DeviceError, InfeasibleError, InputError
 from autosplit.garbage import rare_collections
 from autosplit.progress import phase
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 Given = TypeVar("Given")
 _MOST_DEVICES = 4096
-DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
+DONE, ANSWER_IS_NO, BAD_INPUT, NO_READER = 0, 1, 2, 141
 MODEL_FORM = "package.module:factory, file.py:factory or hf:config.json"
 MODEL_HELP = f"{MODEL_FORM}: a callable that makes the model, an nn.Module, or a transformers config."
 
@@ -168,7 +169,7 @@ def pinned_plan(path: Path | None, moves: list[str] | None) -> Plan | None:
 
 def page_width() -> int | None:
     """Return the terminal's width, or None when stdout is a file or a pipe: what lands there is always the same."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if answers_a_terminal() else None
 
 
 @contextlib.contextmanager
@@ -192,58 +193,26 @@ def plain_warnings() -> Iterator[None]:
     """Write warnings to stderr as one line each, without the place in the code that they come from."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+        tell(f"warning: {' '.join(str(message).split())}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
 
 
-class _Interrupts:
-    """What Ctrl-C does: as Python's own handler, and it is remembered, as modules being imported may swallow it."""
-
-    def __init__(self) -> None:
-        self.seen = False
-
-    def __call__(self, *_: object) -> None:
-        self.seen = True
-        raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _remembered() -> Iterator[None]:
-    """Remember a Ctrl-C inside the block, where it means what Python makes of it."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _Interrupts())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def go_on() -> None:
-    """Raise KeyboardInterrupt where a Ctrl-C came and something swallowed it."""
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Interrupts) and handler.seen:
-        raise KeyboardInterrupt
-
-
 def exit_code(answer: Callable[[], int], *, debug: bool) -> int:
     """Return what ``answer`` returns; an error becomes one message on stderr and its exit code."""
+    interrupts = Interrupts()
     try:
-        with _remembered():
+        with interrupts.heeded():
             return answer()
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Who reads has what it wanted, as head does; Python would complain once more when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        tell(interrupts.word)
+        return interrupts.exit_code
+    except BrokenPipeError:  # who reads has what it wanted, as head does
+        nobody_reads()
         return NO_READER
     except Exception as error:
         if debug:
@@ -251,7 +220,7 @@ def exit_code(answer: Callable[[], int], *, debug: bool) -> int:
         known = isinstance(error, AutosplitError)
         place = "" if known else _place(error)
         hint = "" if known else f" ({type(error).__name__}{place}; --debug shows the traceback)"
-        typer.echo(f"error: {error}{hint}", err=True)
+        tell(f"error: {error}{hint}")
         return ANSWER_IS_NO if isinstance(error, InfeasibleError) else BAD_INPUT
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import typer
 from torch import nn
 
 import cost_models
 from autosplit.cli_common import beside_stdout
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli_models import make_model, make_sample
+from autosplit.cli_streams import give
 from autosplit.errors import DeviceError, InputError, TraceError
 from autosplit.options import Sample, resolve_devices
 from autosplit.planning.sizes import sizes_of
@@ -194,4 +194,4 @@ def calibrate_here(model: str | None, *, device: str | None, quick: bool, save: 
         raise DeviceError(str(error)) from error
     except OSError as error:
         raise InputError(f"--save {str(path)!r}: {error.strerror}") from error
-    typer.echo(f"wrote {path}; use it by --device {path}")
+    give(f"wrote {path}; use it by --device {path}")

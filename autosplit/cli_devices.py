@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from autosplit.cli_common import DONE, AsJson, Debug, complete_device, exit_code
+from autosplit.cli_streams import give
 
 EXAMPLES = """Examples:
 
@@ -40,7 +41,7 @@ def devices_command(
         from autosplit.report.devices import describe
 
         try:
-            typer.echo(describe(name, as_json=as_json))
+            give(describe(name, as_json=as_json))
         except ValueError as error:
             raise DeviceError(str(error)) from error
         return DONE

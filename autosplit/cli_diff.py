@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from autosplit.cli_common import ANSWER_IS_NO, DONE, AsJson, Debug, beside_stdout, exit_code
+from autosplit.cli_streams import give
 
 EXAMPLES = """Examples:
 
@@ -35,7 +36,7 @@ def diff_command(
             from autosplit.planning.plan import Plan
 
             found = Plan.load(before).diff(Plan.load(after))
-        typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+        give(json.dumps(found.to_dict()) if as_json else str(found))
         return ANSWER_IS_NO if found else DONE
 
     raise typer.Exit(exit_code(answer, debug=debug))

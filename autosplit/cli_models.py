@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import typer
 from torch import nn
 
 from autosplit import cli_hf
@@ -35,6 +34,7 @@ from autosplit.cli_inputs import (
     check_target,
 )
 from autosplit.cli_places import nested
+from autosplit.cli_streams import tell
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.progress import phase
@@ -68,7 +68,7 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
         specs = (*described, *specs)
         others = "--batch, --sequence, --no-labels" if has_labels else "--batch, --sequence"
         if say:
-            typer.echo(f"inputs, from the config: {said} ({others} or --input make others)", err=True)
+            tell(f"inputs, from the config: {said} ({others} or --input make others)")
     sample = build_sample(specs, model=model, seed=spec.seed)
     if sample is None:
         sample = _brought(model)

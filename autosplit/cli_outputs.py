@@ -15,6 +15,7 @@ import typer
 from autosplit.checks import not_available
 from autosplit.choices import EXPORTS
 from autosplit.cli_common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings
+from autosplit.cli_streams import give, tell
 from autosplit.errors import AutosplitError, InputError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def write_text(option: str, path: Path, *, text: str) -> None:
         _replace(path, text)
     except OSError as error:
         raise InputError(f"--{option} {str(path)!r}: {error.strerror}") from error
-    typer.echo(f"wrote {path}", err=True)
+    tell(f"wrote {path}")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -180,7 +181,7 @@ def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False, measured
     from autosplit.report.table import render
 
     if as_json or as_markdown:
-        typer.echo(render_json(plan, measured=measured) if as_json else render_markdown(plan, measured=measured))
+        give(render_json(plan, measured=measured) if as_json else render_markdown(plan, measured=measured))
     else:
-        typer.echo(render(plan, width=page_width(), measured=measured))
+        give(render(plan, width=page_width(), measured=measured))
     return ANSWER_IS_NO if plan.fits is False else DONE

@@ -24,6 +24,7 @@ from autosplit.cli_common import (
 )
 from autosplit.cli_inputs import ConfigInputs, ModelSpec
 from autosplit.cli_outputs import Outputs
+from autosplit.cli_streams import give
 from autosplit.errors import InputError
 
 EXAMPLES = """Examples:
@@ -98,7 +99,7 @@ def profile_command(
             choices = Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
             found = costs_of(spec, choices)
         text = render_costs(found, width=page_width(), depth=depth, nodes=nodes, top=top)
-        typer.echo(found.model_dump_json(indent=2) if as_json else text)
+        give(found.model_dump_json(indent=2) if as_json else text)
         return DONE
 
     raise typer.Exit(exit_code(answer, debug=debug))

@@ -46,6 +46,7 @@ from autosplit.cli_outputs import (
     answered,
     check_form,
 )
+from autosplit.cli_streams import tell
 from autosplit.errors import InputError
 
 if TYPE_CHECKING:
@@ -154,10 +155,9 @@ def _saved(path: str) -> Plan:
 
     found = Plan.load(path)
     if found.edited:
-        typer.echo(
+        tell(
             "warning: the plan was edited; times and memory are those of before: autosplit plan MODEL --plan "
-            f"{path} costs it anew",
-            err=True,
+            f"{path} costs it anew"
         )
     return found
 

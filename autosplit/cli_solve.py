@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autosplit.cli_common import DONE, Debug, beside_stdout, exit_code
+from autosplit.cli_streams import answers_a_terminal, give
 from autosplit.errors import InfeasibleError, InputError
 from autosplit.units import parse_bytes
 
@@ -79,7 +79,7 @@ def solve_command(
         problem = found.problem(
             stages=used, capacity_bytes=_capacity(memory_cap), microbatches=microbatches, schedule=schedule
         )
-        prints_json = as_json if as_json is not None else not sys.stdout.isatty()
+        prints_json = as_json if as_json is not None else not answers_a_terminal()
         started = time.perf_counter()
         try:
             require_separable(problem, stages=stages)
@@ -89,13 +89,13 @@ def solve_command(
                 )
         except InfeasibleError as error:
             if prints_json:
-                typer.echo(json.dumps(refusal_json(error, objective=objective, seconds=time.perf_counter() - started)))
+                give(json.dumps(refusal_json(error, objective=objective, seconds=time.perf_counter() - started)))
             raise
         seconds = time.perf_counter() - started
         if prints_json:
-            typer.echo(json.dumps(answer_json(partition, stages=used, seconds=seconds)))
+            give(json.dumps(answer_json(partition, stages=used, seconds=seconds)))
         else:
-            typer.echo(answer_table(found, partition, stages=stages, seconds=seconds))
+            give(answer_table(found, partition, stages=stages, seconds=seconds))
         return DONE
 
     raise typer.Exit(exit_code(answer, debug=debug))

@@ -32,6 +32,7 @@ from autosplit.cli_common import (
     torch_devices,
 )
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec
+from autosplit.cli_streams import give
 
 if TYPE_CHECKING:
     from autosplit.verification import Verification
@@ -77,7 +78,7 @@ def verify_command(
         check_choices(own, pinned, {**choices, "optimizer": "adamw", "memory_limit": None})
         with beside_stdout():
             found = _verified(spec, devices=own, plan=pinned, **choices)
-        typer.echo(found.to_json() if as_json else str(found))
+        give(found.to_json() if as_json else str(found))
         return DONE if found else ANSWER_IS_NO
 
     raise typer.Exit(exit_code(answer, debug=debug))

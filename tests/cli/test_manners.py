@@ -22,7 +22,8 @@ NETS = Path(__file__).parent / "nets.py"
 COMMANDS = ("devices", "diff", "plan", "profile", "solve", "report", "verify")
 WORKLOAD = ROOT / "benchmarks" / "data" / "workloads" / "pd_gnmt_bw1e10.json"
 SOLVE = ("solve", str(WORKLOAD), "--stages", "4", "--json")
-WAITS = "import os, signal, time\ndef make():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+WAITS = "import os, signal, time\ndef make():\n    os.kill(os.getpid(), signal.{})\n    time.sleep(60)\n"
+PLAN = ("--devices", "2xL4-24GB", "--chunks", "4", "--input", "x=float32[8,16]")
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_the_phases_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_heeded")
 def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text(WAITS, encoding="utf-8")
+    (tmp_path / "waits.py").write_text(WAITS.format("SIGINT"), encoding="utf-8")
     terminal = Terminal("plan", f"{tmp_path / 'waits.py'}:make", "--input", "x=float32[4]")
     shown = terminal.read()
     assert terminal.end() == (130, "")
@@ -170,6 +171,93 @@ def test_ctrl_c_that_an_import_swallows_is_still_heeded(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.endswith("interrupted\n")
     assert not page.exists()
+
+
+@pytest.mark.usefixtures("_heeded")
+def test_ctrl_c_in_code_that_was_a_text_has_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS.format("SIGINT"), encoding="utf-8")
+    (tmp_path / "text.py").write_text("from waits import make\ndef made():\n    exec('make()')\n", encoding="utf-8")
+    done = autosplit("plan", f"{tmp_path / 'text.py'}:made", *PLAN)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.usefixtures("_heeded")
+def test_ctrl_c_between_the_lines_of_typer_says_so_too() -> None:
+    code = "import os, signal, time\nfrom autosplit import __main__, cli_devices\nimport typer.core\n"
+    code += "def parse(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+    code += "typer.core.TyperCommand.parse_args = parse\n__main__.main()\n"
+    done = subprocess.run([sys.executable, "-c", code, "devices"], capture_output=True, text=True, env=environment())
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(("name", "code", "word"), [("SIGTERM", 143, "terminated"), ("SIGHUP", 129, "hung up")])
+def test_the_systems_signals_unwind_the_work(name: str, code: int, word: str, tmp_path: Path) -> None:
+    cleans = WAITS.format(name).replace("    os.kill", "  try:\n    os.kill")
+    cleans += "  finally:\n    print('cleaned')\n"
+    (tmp_path / "waits.py").write_text(cleans, encoding="utf-8")
+    done = autosplit("plan", f"{tmp_path / 'waits.py'}:make", *PLAN)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"cleaned\n{word}\n")
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
+    waits = WAITS.format("SIGHUP").replace("time.sleep(60)", "return __import__('torch').nn.Linear(16, 16)")
+    (tmp_path / "waits.py").write_text(waits, encoding="utf-8")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        done = autosplit("plan", f"{tmp_path / 'waits.py'}:make", *PLAN[:4], "--input", "0=float32[8,16]", "--json")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (done.returncode, done.stdout[:1]) == (0, "{")
+
+
+@pytest.mark.parametrize("folder", ["is there", "went away"])
+def test_a_plan_that_is_not_written_leaves_nothing_half(folder: str, tmp_path: Path) -> None:
+    """The disk is full, as far as a process can tell that may write 1 KiB; or the folder is gone when it is written."""
+    (tmp_path / "out").mkdir()
+    old = tmp_path / "out" / "plan.json"
+    old.write_text("old", encoding="utf-8")
+    makes = "import resource, shutil\nfrom torch import nn\ndef make():\n"
+    if folder == "is there":
+        makes += "    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+    else:
+        makes += f"    shutil.rmtree({str(old.parent)!r})\n"
+    (tmp_path / "nets.py").write_text(f"{makes}    return nn.Linear(16, 16)\n", encoding="utf-8")
+    options = ("--devices", "2xL4-24GB", "--input", "0=float32[8,16]", "--chunks", "4", "--json")
+    done = autosplit("plan", f"{tmp_path / 'nets.py'}:make", *options, "--save", str(old), PYTHONDONTWRITEBYTECODE="1")
+    reason = "File too large" if folder == "is there" else "No such file or directory"
+    assert (done.returncode, done.stdout[:1]) == (2, "{")
+    assert done.stderr.endswith(f"error: --save {str(old)!r}: {reason}\n")
+    if folder == "is there":
+        assert [path.name for path in old.parent.iterdir()] == ["plan.json"]
+        assert old.read_text(encoding="utf-8") == "old"
+
+
+def test_a_full_disk_behind_stdout_is_said() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "autosplit", "devices"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    said = "error: the answer could not be written to stdout: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_who_does_not_hear_stderr_gets_the_answer(tmp_path: Path) -> None:
+    def run(redirected: str) -> tuple[int, str]:
+        command = f'"$0" -m autosplit "$@" {redirected}'
+        (tmp_path / "plan.json").unlink(missing_ok=True)
+        arguments = ["plan", f"{NETS}:Mlp", *PLAN, "--json", "--save", str(tmp_path / "plan.json")]
+        done = subprocess.run(
+            ["sh", "-c", command, sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            check=False,
+        )
+        assert (tmp_path / "plan.json").is_file()
+        return done.returncode, done.stdout[:1]
+
+    assert run("2>/dev/full") == (0, "{")
+    assert run("2>&-") == (0, "{")
+    assert run(">&-") == (0, "")
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
