@@ -9,39 +9,57 @@ from torch import fx
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 
-def assign(traced: TracedGraph, stage_of: Mapping[str, int], *, stages: int) -> dict[str, int]:
+class Wires:
+    """What feeds the nodes of a recording, found once for all the cuts that are made of it."""
+
+    def __init__(self, traced: TracedGraph) -> None:
+        self.traced = traced
+        self.sources = {node: sources(node) for node, _ in traced.compute_nodes()}
+        self.micro = [(node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.MICRO]
+        by_name = {node.name: node for node, _ in self.micro}
+        self.before = {node: [d for d in self.sources[node] if d.name in by_name] for node, _ in self.micro}
+        for first, second in traced.order:
+            if first in by_name and second in by_name:
+                self.before[by_name[second]].append(by_name[first])
+
+
+def assign(
+    traced: TracedGraph, stage_of: Mapping[str, int], *, stages: int, wires: Wires | None = None
+) -> dict[str, int]:
     """Return a legal stage for every tensor-computing node of a recording.
 
     A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
     node before). Then stages are raised until data flows forward and colours are together. Shared nodes run where they
-    are used first, full nodes on the last stage.
+    are used first, full nodes on the last stage. ``wires`` are the recording's, where they are known.
     """
+    wires = wires or Wires(traced)
     wanted = _wanted(traced, stage_of)
-    micro = [(node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.MICRO]
-    names = {node.name for node, _ in micro}
-    by_name = {node.name: node for node, _ in micro}
-    before = {node: [d for d in sources(node) if d.name in names] for node, _ in micro}
-    for first, second in traced.order:
-        if first in names and second in names:
-            before[by_name[second]].append(by_name[first])
-    placed = {node: wanted[info.name] for node, info in micro}
-    colours: dict[int, list[fx.Node]] = {}
-    for node, info in micro:
+    placed = {node: wanted[info.name] for node, info in wires.micro}
+    _raise_stages(wires, placed)
+    result = {node.meta[INFO].name: stage for node, stage in placed.items()}
+    result.update({info.name: stages - 1 for _, info in traced.compute_nodes() if info.node_class is NodeClass.FULL})
+    _place_shared(wires, result)
+    return result
+
+
+def _raise_stages(wires: Wires, placed: dict[fx.Node, int]) -> None:
+    """Raise stages until no node is before what feeds it, and nodes of one colour are on one stage."""
+    together: dict[int, int] = {}
+    for node, info in wires.micro:
         if info.colour is not None:
-            colours.setdefault(info.colour, []).append(node)
+            together[info.colour] = max(placed[node], together.get(info.colour, 0))
     changed = True
     while changed:
         changed = False
-        for node, info in micro:
-            group = colours[info.colour] if info.colour is not None else [node]
-            lowest = max([placed[node], *(placed[d] for d in before[node]), *(placed[g] for g in group)])
+        for node, info in wires.micro:
+            lowest = placed[node]
+            for source in wires.before[node]:
+                lowest = max(lowest, placed[source])
+            if info.colour is not None:
+                lowest = together[info.colour] = max(lowest, together[info.colour])
             if lowest != placed[node]:
                 placed[node] = lowest
                 changed = True
-    result = {node.meta[INFO].name: stage for node, stage in placed.items()}
-    result.update({info.name: stages - 1 for _, info in traced.compute_nodes() if info.node_class is NodeClass.FULL})
-    _place_shared(traced, result)
-    return result
 
 
 def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
@@ -70,11 +88,12 @@ def sources(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _place_shared(traced: TracedGraph, placed: dict[str, int]) -> None:
+def _place_shared(wires: Wires, placed: dict[str, int]) -> None:
+    traced = wires.traced
     shared = [(node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.SHARED]
     consumers: dict[fx.Node, list[fx.Node]] = {}
-    for node, _ in traced.compute_nodes():
-        for source in sources(node):
+    for node, feeding in wires.sources.items():
+        for source in feeding:
             consumers.setdefault(source, []).append(node)
     together: dict[str, list[fx.Node]] = {}
     by_name = {node.name: node for node, _ in shared}

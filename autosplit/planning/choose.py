@@ -22,7 +22,7 @@ from torch import nn
 from autosplit.errors import InputError, ScheduleError
 from autosplit.options import Options
 from autosplit.partition.line_search import LineCut
-from autosplit.planning.apply import assign
+from autosplit.planning.apply import Wires, assign
 from autosplit.planning.crossing import boundaries_of, sent_s
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
@@ -127,6 +127,7 @@ class _Search:
         self.above: dict[frozenset[str], float] = {}
         self.cut_of: dict[Alternative, tuple[Entry, LineCut]] = {}
         self.sent: dict[tuple[int, LineCut], float] = {}
+        self.wires = Wires(sweep.found.graph)
 
     def weigh(self) -> None:
         """Find the best cuts of every configuration; raises InputError where none can be built."""
@@ -266,8 +267,8 @@ class _Search:
             graph, sized = self.sweep.found.graph, entry.sized
             pairs = zip(sized.formulation.names, sized.coarse.assignment(cut.bounds), strict=True)
             solved = {name: stage for names, stage in pairs for name in names}
-            stage_of = assign(graph, solved, stages=entry.settled.stages)
-            crossing = tuple(boundaries_of(graph, sized.costs, stage_of))
+            stage_of = assign(graph, solved, stages=entry.settled.stages, wires=self.wires)
+            crossing = tuple(boundaries_of(graph, sized.costs, stage_of, wires=self.wires))
             self.sent[id(entry), cut] = sent_s(crossing, sized.costs, entry.options)
         return self.sent[id(entry), cut]
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autosplit.options import Options
-from autosplit.planning.apply import sources
+from autosplit.planning.apply import Wires
 from autosplit.planning.formulate import link_seconds
 from autosplit.planning.records import Boundary
 from autosplit.profile.types import Profile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 
-def boundaries_of(traced: TracedGraph, costs: Profile, stage_of: Mapping[str, int]) -> Iterator[Boundary]:
+def boundaries_of(
+    traced: TracedGraph, costs: Profile, stage_of: Mapping[str, int], *, wires: Wires | None = None
+) -> Iterator[Boundary]:
     """Yield the values that cross a cut, in model order: of inputs, of operations, then parameters with copies."""
+    wires = wires or Wires(traced)
     consumers: dict[str, set[int]] = {}
-    for node, info in traced.compute_nodes():
-        for source in sources(node):
-            consumers.setdefault(source.meta[INFO].name, set()).add(stage_of[info.name])
+    for node, feeding in wires.sources.items():
+        stage = stage_of[node.meta[INFO].name]
+        for source in feeding:
+            consumers.setdefault(source.meta[INFO].name, set()).add(stage)
     for node in traced.graph.nodes:
         info = node.meta.get(INFO)
         if info is None:

@@ -275,10 +275,13 @@ class _Blocks:
 def _paths(nodes: Sequence[fx.Node], depth: int) -> dict[fx.Node, str]:
     """Map nodes to the path of their block; a number or parameter goes with the first node that takes it."""
     found: dict[fx.Node, str] = {}
+    path_of: dict[str, str] = {}
     for node in reversed(nodes):
         info: TracedNode | None = node.meta.get(INFO)
         if info is not None:
-            found[node] = _block_path(info.module, depth)
+            if info.module not in path_of:
+                path_of[info.module] = _block_path(info.module, depth)
+            found[node] = path_of[info.module]
         else:
             found[node] = next((found[user] for user in node.users if user in found), "")
     return found

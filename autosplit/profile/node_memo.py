@@ -33,6 +33,8 @@ class Operands:
     """The tensors that a node takes, each once and in order, and what tells the node from others."""
 
     key: Hashable
+    offsets: tuple[int, ...]
+    """Where in their storages the tensors begin, as they are taken: only views of them depend on it."""
     tensors: tuple[torch.Tensor, ...]
 
 
@@ -67,6 +69,7 @@ class _Teller:
 
     def __init__(self, ledger: Ledger, env: Mapping[fx.Node, Any], state: Collection[int]) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
+        self.offsets: list[int] = []
         self._ledger, self._env, self._state = ledger, env, state
         self._places: dict[int, int] = {}
 
@@ -92,8 +95,8 @@ class _Teller:
         self.tensors.setdefault(id(value), value)
         number = list(self.tensors).index(id(value))
         place = _STATE if storage.id in self._state else self._places.setdefault(storage.id, len(self._places))
-        look = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype
-        return (number, place, storage.bytes, value.requires_grad, *look)
+        self.offsets.append(int(value.storage_offset()))
+        return number, place, storage.bytes, value.requires_grad, tuple(value.shape), value.stride(), value.dtype
 
 
 class NodeMemo:
@@ -104,6 +107,7 @@ class NodeMemo:
         self._root, self._ledger, self._make = root, ledger, make
         self._kinds: dict[str, Hashable] = {}
         self._known: dict[Hashable, _Known] = {}
+        """By what tells nodes apart, with their operands' offsets; without these where nothing is a view of one."""
 
     def operands(self, node: fx.Node, env: Mapping[fx.Node, Any], state: Collection[int]) -> Operands | None:
         """Return what a node takes; None where it has to run. ``state``: ids of the model's storages."""
@@ -115,7 +119,7 @@ class NodeMemo:
             key = self._kind(node), teller.told(tuple(node.args)), named, torch.is_grad_enabled()
         except _Unknown:
             return None
-        return Operands(key, tuple(teller.tensors.values())) if teller.tensors else None
+        return Operands(key, tuple(teller.offsets), tuple(teller.tensors.values())) if teller.tensors else None
 
     def _kind(self, node: fx.Node) -> Hashable:
         target = node.target
@@ -132,7 +136,7 @@ class NodeMemo:
 
     def again(self, operands: Operands, name: str) -> tuple[Any, Any] | None:
         """Return the costs of a node and its result as the next nodes take it; None where it is the first."""
-        known = self._known.get(operands.key)
+        known = self._known.get(operands.key) or self._known.get((operands.key, operands.offsets))
         if known is None:
             return None
         ledger, first = self._ledger, self._ledger.entered
@@ -179,7 +183,9 @@ class NodeMemo:
         except _Unknown:
             return
         changed = tuple(tensor.requires_grad for tensor in operands.tensors)
-        self._known[operands.key] = _Known(costs, saved, outputs, kind, results, changed, count)
+        views = any(result.place >= 0 for result in results)
+        key = (operands.key, operands.offsets) if views else operands.key
+        self._known[key] = _Known(costs, saved, outputs, kind, results, changed, count)
 
     def _given(self, tensor: torch.Tensor, placed: Callable[[int], int]) -> _Given:
         storage = self._ledger.storage(tensor)

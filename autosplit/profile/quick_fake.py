@@ -1,8 +1,9 @@
 """Operations on fake tensors whose results are known from an equal call: their shapes are told again, not worked out.
 
 ``FakeTensorMode`` keeps such a memory of its own, whose keys cost as much as the operation; a trace asks for the same
-few hundred calls ten thousand times. An equal call is the same operation on tensors of equal shapes, strides, offsets
-and types, with equal other arguments. Its results are new tensors, or views of the arguments that they were views of.
+few hundred calls ten thousand times. An equal call is the same operation on tensors of equal shapes, strides and types,
+for views of equal offsets, with equal other arguments. Its results are new tensors, or views of the arguments that they
+were views of.
 
 Private torch API, used in this file only, tried on torch 2.11 and 2.13: ``FakeTensor`` and its mode, of which torch has
 no public names, and ``torch._C._DisableTorchDispatch``, under which a meta tensor is made without asking the modes.
@@ -49,6 +50,8 @@ class _Look:
     strides: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    anywhere: object
+    """The same for all that look alike but for the offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,11 @@ class QuickFake:
         self._mode: FakeTensorMode | None = None
         self._attributes: dict[str, Any] = {}
         self._known: dict[Hashable, _Known | None] = {}
-        self._suited: dict[int, tuple[Any, bool]] = {}
-        """By the address of an operation, with the operation: its own hash takes its time."""
+        self._suited: dict[int, tuple[Any, bool, bool]] = {}
+        """By the address of an operation, with the operation, whose own hash takes its time: whether it is suited, and
+        whether its results may begin where its operands do."""
         self._looks: dict[Hashable, _Look] = {}
+        self._anywhere: dict[Hashable, object] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what the operation returns."""
@@ -86,10 +91,11 @@ class QuickFake:
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args, **kwargs)
         place = id(func)
         if place not in self._suited:
-            self._suited[place] = func, _is_suited(func)
+            self._suited[place] = func, _is_suited(func), func is _UNSAFE_VIEW or getattr(func, "is_view", True)
+        _, suited, views = self._suited[place]
         tensors: list[FakeTensor] = []
         parts: list[Any] = [place]
-        if not self._suited[place][1] or not self._tell_all(args, kwargs, parts, tensors):
+        if not suited or not self._tell_all(args, kwargs, parts, tensors, views=views):
             return self._worked_out(func, args, kwargs)
         mode = tensors[0].fake_mode if tensors else self.mode
         if mode is None or not (tensors or func is _EMPTY):
@@ -100,7 +106,7 @@ class QuickFake:
         if key not in self._known:
             out = self._worked_out(func, args, kwargs)
             again: list[Any] = [place]
-            untouched = self._tell_all(args, kwargs, again, []) and key == tuple(again)
+            untouched = self._tell_all(args, kwargs, again, [], views=views) and key == tuple(again)
             self._known[key] = self._results(func, out, tensors) if untouched else None
             return out
         known = self._known[key]
@@ -153,18 +159,24 @@ class QuickFake:
         return made
 
     def _tell_all(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], parts: list[Any], tensors: list[FakeTensor]
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        parts: list[Any],
+        tensors: list[FakeTensor],
+        *,
+        views: bool,
     ) -> bool:
         """Add what tells equal calls of an operation, and fill ``tensors``; False where an argument is unknown."""
-        if not self._tell(args, parts, tensors):
+        if not self._tell(args, parts, tensors, views):
             return False
         for name, value in kwargs.items():
             parts.append(name)
-            if not self._tell((value,), parts, tensors):
+            if not self._tell((value,), parts, tensors, views):
                 return False
         return True
 
-    def _tell(self, values: Sequence[Any], parts: list[Any], tensors: list[FakeTensor]) -> bool:
+    def _tell(self, values: Sequence[Any], parts: list[Any], tensors: list[FakeTensor], views: bool) -> bool:
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -174,10 +186,10 @@ class QuickFake:
                         return False
                     look = self._look(value)
                 tensors.append(value)
-                parts.append(look)
+                parts.append(look if views else look.anywhere)
             elif kind in (list, tuple):
                 parts.extend((kind, len(value)))
-                if not self._tell(value, parts, tensors):
+                if not self._tell(value, parts, tensors, views):
                     return False
             elif kind in _PLAIN:
                 parts.extend((kind, value))
@@ -226,9 +238,10 @@ class QuickFake:
             del guard
         return None, (_Result(False, 0, self._look(view)),)
 
-    def _looking(self, *look: Any) -> _Look:
+    def _looking(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> _Look:
+        look = shape, strides, offset, dtype
         if look not in self._looks:
-            self._looks[look] = _Look(*look)
+            self._looks[look] = _Look(*look, self._anywhere.setdefault((shape, strides, dtype), object()))
         return self._looks[look]
 
     def _results(self, func: Any, out: Any, tensors: Sequence[FakeTensor]) -> _Known | None:

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from autosplit.trace.calls import Ambient
-from autosplit.trace.recording import Call, Recording
+from autosplit.trace.recording import Attribute, Call, Recording, Ref
 from autosplit.trace.repeats import Repeats, Segment, form_of
 from autosplit.trace.scope import Scope
 from autosplit.trace.twins import Twins
 
 _BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_COMPARED = frozenset((int, str, bool, Ref, Attribute))
 _WORTH = 8
 """Modules of one class in one list below which a child is not worth it."""
 
@@ -120,6 +121,8 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other) or isinstance(one, torch.Tensor):
         return False
+    if type(one) in _COMPARED:
+        return bool(one == other)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):

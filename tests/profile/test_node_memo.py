@@ -61,16 +61,31 @@ class Whole(nn.Module):
         return self.two(torch.relu(self.one(x))) * scale
 
 
+class Steps(nn.Module):
+    """Goes through positions one by one, as recurrent models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, state, found = self.mix(x), x.new_zeros(x.shape[0], 6), []
+        for position in range(x.shape[1]):
+            state = torch.tanh(state * x[:, position] + x[:, position].cumsum(1))
+            found.append(state.view(-1, 2, 3)[:, 1])
+        return torch.stack(found, 1)
+
+
 def costs(traced: TracedGraph, kernels: Any) -> dict[str, Any]:
     return dict(fake_costs(traced, rows=2, batch_rows=8, input_grads=[True], kernels=kernels).nodes)
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "cuda"])
-@pytest.mark.parametrize("model", [Blocks, Whole])
+@pytest.mark.parametrize("model", [Blocks, Whole, Steps])
 def test_costs_are_those_of_running_every_node(
     model: type[nn.Module], kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample = torch.zeros(8, 4, 6, 6) if model is Blocks else torch.zeros(8, 6)
+    sample = torch.zeros({Blocks: (8, 4, 6, 6), Whole: (8, 6), Steps: (8, 5, 6)}[model])
     traced = trace(model(), Sample(sample)).graph
     hits, again = [], NodeMemo.again
 
@@ -83,6 +98,8 @@ def test_costs_are_those_of_running_every_node(
     found = costs(traced, kernels)
     monkeypatch.setattr(NodeMemo, "operands", lambda *_: None)
     assert found == costs(traced, kernels)
+    if model is Steps:  # what is no view of a position costs what it costs at the first
+        assert {f"#0/{name}_{step}" for name in ("mul", "cumsum", "tanh", "view") for step in (2, 4)} <= set(hits)
     if model is Blocks:
         assert not any(name.startswith("other") for name in hits)  # a layer with a hook
         assert "norms.1#0" not in hits

@@ -104,6 +104,31 @@ def test_other_numbers_are_other_calls() -> None:
         ]
 
 
+class Counting(QuickFake):
+    """Counts the operations that are worked out."""
+
+    worked = 0
+
+    def _worked_out(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.worked += 1
+        return super()._worked_out(func, args, kwargs)
+
+
+def test_only_views_depend_on_where_an_operand_begins() -> None:
+    def steps(x: Tensor) -> list[Tensor]:
+        return [part for i in range(5) for part in (torch.cumsum(x[i], 0), x[i].t(), x[i].as_strided((2,), (1,), i))]
+
+    quick = Counting()
+    with FakeTensorMode():
+        x = torch.empty(5, 3, 4)
+        plain = steps(x)
+        with Twice(quick):
+            again = steps(x)
+    assert looks(again) == looks(plain)
+    assert [shares(each, x) for each in again] == [shares(each, x) for each in plain]
+    assert quick.worked == 1 + 5, "one sum, and a strided view of every place"
+
+
 class Slow(QuickFake):
     """Works everything out."""
 

@@ -1,0 +1,66 @@
+"""Assignments applied to a recording: data flows forward, and nodes of one colour are together."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.options import Sample
+from autosplit.planning.apply import Wires, assign, sources
+from autosplit.trace.graph import NodeClass, TracedGraph
+from autosplit.trace.ladder import trace
+
+
+class Written(nn.Module):
+    """Writes into parts of one value, so that its nodes have a colour, between others that have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held, also = torch.zeros_like(x), torch.zeros_like(x)
+        for number, layer in enumerate(self.layers):
+            x = torch.relu(layer(x)) * self.scale.exp()
+            held[:, number] = x[:, 0]
+            if number % 2:
+                also[:, number] = x[:, 1]
+        return x + held + also
+
+
+@pytest.fixture(scope="module")
+def traced() -> TracedGraph:
+    return trace(Written(), Sample(torch.randn(8, 6))).graph
+
+
+def lowest(traced: TracedGraph, wanted: dict[str, int]) -> dict[str, int]:
+    """Raise stages one by one until nothing is wrong."""
+    nodes = {info.name: (node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.MICRO}
+    name_of = {node.name: name for name, (node, _) in nodes.items()}
+    pairs = [(name_of[source.name], name) for name, (node, _) in nodes.items() for source in sources(node)
+             if source.name in name_of]  # fmt: skip
+    pairs += [(name_of[one], name_of[two]) for one, two in traced.order if one in name_of and two in name_of]
+    pairs += [(one, two) for one, (_, a) in nodes.items() for two, (_, b) in nodes.items()
+              if a.colour is not None and a.colour == b.colour]  # fmt: skip
+    placed = {name: wanted[name] for name in nodes}
+    while wrong := [(one, two) for one, two in pairs if placed[one] > placed[two]]:
+        for one, two in wrong:
+            placed[two] = max(placed[one], placed[two])
+    return placed
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_are_the_lowest_that_are_legal(traced: TracedGraph, seed: int) -> None:
+    draw = random.Random(seed)
+    names = [info.name for _, info in traced.compute_nodes()]
+    wanted = {name: draw.randrange(4) if draw.random() < 0.3 else 0 for name in names}
+    placed = assign(traced, wanted, stages=4, wires=Wires(traced))
+    expected = lowest(traced, wanted)
+    assert {name: placed[name] for name in expected} == expected
+    assert placed.keys() == set(names)
+    assert assign(traced, wanted, stages=4) == placed
+    assert len({info.colour for _, info in traced.compute_nodes()} - {None}) == 2
