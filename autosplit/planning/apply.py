@@ -15,6 +15,10 @@ class Wires:
     def __init__(self, traced: TracedGraph) -> None:
         self.traced = traced
         self.sources = {node: sources(node) for node, _ in traced.compute_nodes()}
+        self.consumers: dict[fx.Node, list[fx.Node]] = {}
+        for node, feeding in self.sources.items():
+            for source in feeding:
+                self.consumers.setdefault(source, []).append(node)
         self.micro = [(node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.MICRO]
         by_name = {node.name: node for node, _ in self.micro}
         self.before = {node: [d for d in self.sources[node] if d.name in by_name] for node, _ in self.micro}
@@ -63,21 +67,28 @@ def _raise_stages(wires: Wires, placed: dict[fx.Node, int]) -> None:
 
 
 def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
+    last: dict[str, int] | None = None
+    wanted: dict[str, int] = {}
+    previous = 0
+    for _, info in traced.compute_nodes():
+        known = stage_of.get(info.name)
+        if known is None:
+            last = _last_stages(stage_of) if last is None else last
+            path = info.name.split("#")[0]
+            while known is None and path:
+                known = last.get(path)
+                path = path.rpartition(".")[0]
+        previous = previous if known is None else known
+        wanted[info.name] = previous
+    return wanted
+
+
+def _last_stages(stage_of: Mapping[str, int]) -> dict[str, int]:
     last: dict[str, int] = {}
     for name, stage in stage_of.items():
         path = name.split("#")[0]
         last[path] = max(stage, last.get(path, 0))
-    wanted: dict[str, int] = {}
-    previous = 0
-    for _, info in traced.compute_nodes():
-        path = info.name.split("#")[0]
-        known = stage_of.get(info.name)
-        while known is None and path:
-            known = last.get(path)
-            path = path.rpartition(".")[0]
-        previous = previous if known is None else known
-        wanted[info.name] = previous
-    return wanted
+    return last
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
@@ -91,17 +102,13 @@ def sources(node: fx.Node) -> list[fx.Node]:
 def _place_shared(wires: Wires, placed: dict[str, int]) -> None:
     traced = wires.traced
     shared = [(node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.SHARED]
-    consumers: dict[fx.Node, list[fx.Node]] = {}
-    for node, feeding in wires.sources.items():
-        for source in feeding:
-            consumers.setdefault(source, []).append(node)
     together: dict[str, list[fx.Node]] = {}
     by_name = {node.name: node for node, _ in shared}
     for first, second in traced.order:
         if first in by_name and second in by_name:
             together.setdefault(first, []).append(by_name[second])
     for node, info in reversed(shared):
-        users = [*consumers.get(node, ()), *together.get(node.name, ())]
+        users = [*wires.consumers.get(node, ()), *together.get(node.name, ())]
         placed[info.name] = min((placed[u.meta[INFO].name] for u in users), default=0)
     for node, info in shared:
         for first, second in traced.order:

@@ -23,7 +23,7 @@ from autosplit.errors import InputError, ScheduleError
 from autosplit.options import Options
 from autosplit.partition.line_search import LineCut
 from autosplit.planning.apply import Wires, assign
-from autosplit.planning.crossing import boundaries_of, sent_s
+from autosplit.planning.crossing import cut_sent_s
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
@@ -268,8 +268,7 @@ class _Search:
             pairs = zip(sized.formulation.names, sized.coarse.assignment(cut.bounds), strict=True)
             solved = {name: stage for names, stage in pairs for name in names}
             stage_of = assign(graph, solved, stages=entry.settled.stages, wires=self.wires)
-            crossing = tuple(boundaries_of(graph, sized.costs, stage_of, wires=self.wires))
-            self.sent[id(entry), cut] = sent_s(crossing, sized.costs, entry.options)
+            self.sent[id(entry), cut] = cut_sent_s(self.wires, sized.costs, stage_of, entry.options)
         return self.sent[id(entry), cut]
 
     def _alternative(

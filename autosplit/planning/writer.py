@@ -14,7 +14,7 @@ from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
 from autosplit.planning.advice import advice, note_on_rows, note_on_training
-from autosplit.planning.apply import assign
+from autosplit.planning.apply import Wires, assign
 from autosplit.planning.case import Case
 from autosplit.planning.crossing import boundaries_of, sent_s
 from autosplit.planning.curves import lane_curves
@@ -54,7 +54,8 @@ class Writer:
         self.lane = self.schedule.stage_lane
         pairs = zip(formulation.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
-        self.stage_of = assign(self.traced, solved, stages=partition.stages)
+        self._wires = Wires(self.traced)
+        self.stage_of = assign(self.traced, solved, stages=partition.stages, wires=self._wires)
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
         self.fullest, self.unreplayed = self._replayed()
 
@@ -101,7 +102,7 @@ class Writer:
     def plan(self) -> Plan:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
-        boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of))
+        boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of, wires=self._wires))
         transfers = self._transfers()
         timeline = simulate(
             self.schedule,
