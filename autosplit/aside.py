@@ -15,7 +15,6 @@ import ctypes
 import gc
 import io
 import os
-import pickle
 import select
 import signal
 import sys
@@ -29,6 +28,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from autosplit.progress import silent
+from autosplit.sent import pickled, unpickled
 
 Result = TypeVar("Result")
 
@@ -139,6 +139,12 @@ def later(check: Callable[[], Result]) -> Callable[[], Result]:
     return lambda: result
 
 
+def withdrawn_where_it_raises() -> contextlib.AbstractContextManager[None]:
+    """Give up the checks that are begun inside where the block raises: what they check is of no use then."""
+    checks = _CHECKS.get()
+    return contextlib.nullcontext() if checks is None else checks.attempt()
+
+
 class _Checks:
     """Checks that are made aside; ``children`` ends them."""
 
@@ -153,6 +159,18 @@ class _Checks:
             begun.result()
         self._begun.append(begun)
         return partial(self._result, begun)
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Give up what is begun inside where the block raises."""
+        before = len(self._begun)
+        try:
+            yield
+        except Exception:
+            for begun in self._begun[before:]:
+                begun.give_up()
+            del self._begun[before:]
+            raise
 
     def look(self) -> None:
         """Raise `_Wrong` where it is known already that something is."""
@@ -195,6 +213,11 @@ class Aside(Generic[Result]):
         """Whether nobody has to wait for the result but to do the work."""
         return self._child is None or bool(self._made) or not self._child.busy
 
+    def give_up(self) -> None:
+        """End the child: nobody will ask for its answer."""
+        if self._child is not None:
+            self._child.kill()
+
     def result(self) -> Result:
         """Return what the work returns; raises what it raises."""
         if not self._made:
@@ -210,7 +233,7 @@ class Aside(Generic[Result]):
         """Return what the child sent; None where it ended without, or nobody can read it."""
         data = child.read()
         try:
-            return None if data is None else _Unpickler(data, self._known).load()
+            return None if data is None else unpickled(data, self._known)
         except Exception:  # a stranger's class may raise anything when it is read; the work is done in place then
             return None
 
@@ -264,9 +287,14 @@ class _Child:
         """End the child, should it still work."""
         os.close(self.pipe)
         if not self.over:
+            self.kill()
+            self._waited()
+
+    def kill(self) -> None:
+        """Let the child work no more, if it still does; its process is not waited for."""
+        if not self.over:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process, signal.SIGKILL)
-            self._waited()
 
     def _waited(self) -> int | None:
         """Wait for the child to end and return how it did; None where somebody else has asked already."""
@@ -312,7 +340,7 @@ def _work(work: Callable[[], Any], known: Sequence[Any], pipe: int, *, caller: i
         torch.set_num_threads(1)
         _ALLOWED.set(False)
         _CHECKS.set(None)
-        data = memoryview(_pickled(_answered(work), known))
+        data = memoryview(pickled(_answered(work), known))
         while data:
             data = data[os.write(pipe, data) :]
         status = 0
@@ -339,40 +367,3 @@ def _answered(work: Callable[[], Any]) -> _Answer:
     with contextlib.redirect_stdout(printed[0]), contextlib.redirect_stderr(printed[1]), silent():
         result = work()
     return _Answer(result, (printed[0].getvalue(), printed[1].getvalue()), tuple(warned))
-
-
-def _pickled(answer: _Answer, known: Sequence[Any]) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, known).dump(answer)
-    return buffer.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Writes objects that both sides have as their number."""
-
-    def __init__(self, buffer: io.BytesIO, known: Sequence[Any]) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._places = {id(own): place for place, own in enumerate(known)}
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return how to write an object."""
-        place = self._places.get(id(value))
-        return NotImplemented if place is None else (_known, (place,))
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads what `_Pickler` wrote."""
-
-    def __init__(self, data: bytes, known: Sequence[Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._objects = known
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what makes an object."""
-        if module == __name__ and name == _known.__name__:
-            return self._objects.__getitem__
-        return super().find_class(module, name)
-
-
-def _known(place: int) -> Any:
-    raise AssertionError(f"object {place} is the caller's own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import torch
 
 from autosplit import aside as module
 from autosplit import progress
-from autosplit.aside import aside, can_fork, checked, later, second_core
+from autosplit.aside import aside, can_fork, checked, later, second_core, withdrawn_where_it_raises
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="children are forked on Linux only")
 
@@ -373,6 +374,24 @@ def test_an_error_behind_a_check_that_holds_is_raised_at_once() -> None:
     with pytest.raises(KeyError, match="mine"):
         checked(work)
     assert steps == ["begun"]
+
+
+@pytest.mark.usefixtures("_two_cores")
+def test_checks_of_what_raised_are_neither_waited_for_nor_held_against_the_rest() -> None:
+    began, steps = time.monotonic(), list[str]()
+
+    def work() -> str:
+        steps.append("begun")
+        waited = later(os.getpid)
+        with contextlib.suppress(KeyError), withdrawn_where_it_raises():
+            later(_idle)
+            raise KeyError("not this way")
+        return str(waited())
+
+    assert checked(work) != str(os.getpid())
+    assert steps == ["begun"]
+    assert time.monotonic() - began < 30
+    assert _no_children()
 
 
 def _nothing() -> None:

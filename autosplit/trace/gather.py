@@ -8,6 +8,8 @@ record ──► a value read ──► ask the sample's own values, record agai
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autosplit.aside import believes, later
+from autosplit.aside import believes, later, withdrawn_where_it_raises
 from autosplit.errors import TraceError
 from autosplit.progress import phase
 from autosplit.trace.again import Mixed
@@ -40,6 +42,14 @@ from autosplit.trace.twins import Twins
 _HIDES = 0.4
 """Share of the parameters above which an atom that has parts is not accepted."""
 _ROUNDS = 64
+
+
+class _Plain(Exception):
+    """What a recording raised in which nothing was foreseen, so that another would raise it too."""
+
+    def __init__(self, raised: Refusal | Unexpected | Unanswered) -> None:
+        super().__init__()
+        self.raised = raised
 
 
 @dataclass(frozen=True)
@@ -121,8 +131,13 @@ def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | No
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     if believes() and may_foresee(model):
-        with contextlib.suppress(Exception):  # whatever it is, it is met again where all blocks run
-            return _merged_of(model, flat, *_foreseen(model, flat, scope))
+        try:
+            with withdrawn_where_it_raises():
+                return _merged_of(model, flat, *_foreseen(model, flat, scope))
+        except _Plain as error:
+            raise error.raised from None
+        except Exception:  # whatever it is, it is met again where all blocks run
+            pass
     first, entered = _first(model, flat, scope)
     alike = {} if first.settled else _alike(model, first)  # a block's equal says nothing of its attributes
     return _merged_of(model, flat, first, entered, alike)
@@ -157,7 +172,8 @@ def _alike(model: nn.Module, first: Recording, *, known: Mapping[str, str] = Map
 def _foreseen(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope, dict[str, str]]:
     """Record at the first size what blocks do, but for those of which it is foreseen: that is checked aside.
 
-    Raises whatever the recording does, and Unforeseen for one that would not be made so again.
+    Raises whatever the recording does, as _Plain where all blocks ran until then, and Unforeseen for one that would not
+    be made so again. What a forward prints is said by the recording in which all blocks run.
     """
     made: list[Foreseen] = []
 
@@ -167,17 +183,30 @@ def _foreseen(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recordi
 
     def check() -> None:
         own, own_scope = _first(model, flat, scope)
-        if own_scope != entered or own.settled or not same(first, own) or _alike(model, own) != alike:
+        if own_scope != entered or not same(first, own) or _alike(model, own) != alike:
             raise Unforeseen
 
-    first, entered = _first(model, flat, scope, repeats=anew)
-    if first.settled:
-        raise Unforeseen
+    said = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said[0]), contextlib.redirect_stderr(said[1]):
+            first, entered = _first(model, flat, scope, repeats=anew)
+    except (Refusal, Unexpected, Unanswered) as error:
+        if not any(foreseen.found for foreseen in made):
+            _say(said)
+            raise _Plain(error) from error
+        raise
     alike = _alike(model, first, known=made[-1].found)
     if made[-1].found:
         made[-1].check(first, alike)
         later(check)
+    else:
+        _say(said)
     return first, entered, alike
+
+
+def _say(printed: tuple[io.StringIO, io.StringIO]) -> None:
+    for stream, text in zip((sys.stdout, sys.stderr), printed, strict=True):
+        stream.write(text.getvalue())
 
 
 def _first(

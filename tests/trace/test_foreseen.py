@@ -157,6 +157,38 @@ def test_a_block_that_no_graph_follows_is_refused_in_the_same_words() -> None:
     assert str(helped.value) == str(alone.value)
 
 
+def test_what_is_refused_before_anything_is_foreseen_is_recorded_once() -> None:
+    model = on_meta(*[refusing] * BLOCKS)
+    ODD.add(id(model.blocks[0]))
+    with pytest.raises(TraceError) as alone:
+        gathered(model)
+    before = dict(RUNS)
+    with pytest.raises(TraceError) as helped:
+        foreseen(model)
+    assert dict(RUNS) == before
+    assert BEGUN["gather"] == 1
+    assert str(helped.value) == str(alone.value)
+
+
+def speaking(block: Any, x: Tensor) -> Tensor:
+    print("block", PLACES[id(block)])
+    return refusing(block, x)
+
+
+@pytest.mark.parametrize("odd", [None, 0], ids=["foreseen", "refused"])
+def test_what_a_forward_prints_is_said_as_often_as_on_one_core(
+    odd: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = on_meta(*[speaking] * BLOCKS)
+    if odd is not None:
+        ODD.add(id(model.blocks[odd]))
+    _tried(model, gathered)
+    alone = Counter(capsys.readouterr().out.splitlines())
+    helped = _tried(model, foreseen)
+    assert isinstance(helped, Gathered) is (odd is None)
+    assert Counter(capsys.readouterr().out.splitlines()) == alone
+
+
 def acting(block: Any, x: Tensor) -> Tensor:
     return plain(block, block.act(x))
 
