@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -41,6 +42,8 @@ from autosplit.progress import phase
 
 _MOST_LINES, _MOST_CHARACTERS = 4, 600
 """How much of the message of somebody else's error is shown."""
+_NEAR = 0.8
+"""How alike two names are of which one is taken to be misspelt, as `difflib` counts."""
 
 
 def make_model(spec: ModelSpec, *, blank: bool = False) -> nn.Module:
@@ -138,6 +141,10 @@ def _check_call(model: nn.Module, *, args: Sequence[Any], kwargs: dict[str, Any]
             f"--input {unknown[0]}: {type(model).__name__}.forward has no input of that name; "
             f"it has {', '.join(named) or 'none'} (or give a position, 0=...{inside})"
         )
+    for name in unknown:  # what is misspelt would go where nobody looks at it
+        for near in difflib.get_close_matches(name, [own for own in named if own not in kwargs], n=1, cutoff=_NEAR):
+            place = f"{type(model).__name__}.forward"
+            tell(f"warning: --input {name}: {place} names no such input and takes it as any other; it names {near}")
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -29,6 +29,11 @@ class AnyKeyword(nn.Module):
         return values["anything"]
 
 
+class Options(nn.Module):
+    def forward(self, x: torch.Tensor, return_dict: bool = True, **kwargs: Any) -> Any:
+        return x
+
+
 class Nested(nn.Module):
     def forward(self, batch: Any, pair: Any = None, *, flag: bool = True) -> Any:
         return batch
@@ -199,10 +204,19 @@ def test_building_inputs_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_any_name_goes_where_the_forward_takes_any_keyword() -> None:
+def test_any_name_goes_where_the_forward_takes_any_keyword(capsys: pytest.CaptureFixture[str]) -> None:
     sample = build_sample(parse("anything=float32[4]"), model=AnyKeyword(), seed=0)
     assert sample is not None
     assert list(sample.kwargs) == ["anything"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_name_that_is_nearly_one_of_the_forwards_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    build_sample(parse("x=float32[4]", "retrun_dict=false", "other=1"), model=Options(), seed=0)
+    said = "--input retrun_dict: Options.forward names no such input and takes it as any other; it names return_dict"
+    assert capsys.readouterr().err == f"warning: {said}\n"
+    build_sample(parse("x=float32[4]", "retrun_dict=1", "return_dict=1"), model=Options(), seed=0)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
