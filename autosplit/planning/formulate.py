@@ -20,7 +20,7 @@ from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_o
 from autosplit.planning.outline import Outline
 from autosplit.planning.schedules import Settled
 from autosplit.planning.specs import driver_name, spec_of
-from autosplit.profile.types import Profile, StateProfile
+from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.trace.graph import TracedGraph, TracedNode
 from cost_models import registry
 from cost_models.specs import LinkSpec
@@ -145,6 +145,8 @@ class _Formulator:
         self.traced, self.profile, self.options = traced, profile, options
         self.microbatches, self.outline = microbatches, outline
         self.micro, self.full, self.count = outline.micro, outline.full, outline.count
+        self.evaluated = options.schedule == "forward"
+        """No action is a backward, and no optimizer makes a step."""
         self.links_s: dict[int, float] = {}
         self.tied = tied_states(traced, profile)
         self.trained = {name for s in profile.state.values() if s.is_parameter and s.trainable for name in s.uses}
@@ -179,18 +181,24 @@ class _Formulator:
 
     def _work(self, info: TracedNode, static_bytes: int, step_bytes: int) -> Work:
         node = self.profile.nodes[info.name]
-        transient = max(node.forward_transient_bytes, node.backward_transient_bytes)
+        backward_s, transient = self._back(node)
         return Work(
             info.name,
             node.forward_s,
-            node.backward_s,
+            backward_s,
             static_bytes,
             transient,
             info.colour,
-            weight_s=self._weight_share(info.name) * node.backward_s,
+            weight_s=self._weight_share(info.name) * backward_s,
             block=self.outline.blocks.get(info.name),
             step_bytes=step_bytes,
         )
+
+    def _back(self, node: NodeProfile) -> tuple[float, int]:
+        """Return the seconds of a node's backward, and the larger transient of both passes."""
+        if self.evaluated:
+            return 0.0, node.forward_transient_bytes
+        return node.backward_s, max(node.forward_transient_bytes, node.backward_transient_bytes)
 
     def _weight_share(self, name: str) -> float:
         """Return which part of a node's backward only its parameters' gradients need: an estimate by FLOPs.
@@ -212,13 +220,13 @@ class _Formulator:
         for node in nodes:
             saved.update(node.saved)
             saved.update(node.outputs)
-        transient = max(max(n.forward_transient_bytes, n.backward_transient_bytes) for n in nodes)
+        backs = [self._back(node) for node in nodes]
         return Work(
             EPILOGUE,
             sum(n.forward_s for n in nodes) / self.microbatches,
-            sum(n.backward_s for n in nodes) / self.microbatches,
+            sum(backward_s for backward_s, _ in backs) / self.microbatches,
             static_bytes,
-            sum(saved.values()) + transient,
+            sum(saved.values()) + max(transient for _, transient in backs),
         )
 
     def _static(self) -> list[int]:
@@ -227,13 +235,14 @@ class _Formulator:
         for state in self.profile.state.values():
             users = self._users(state)
             if users and state.name not in tied:
-                static[users[0]] += state_bytes(state, self.options).total
+                own = state_bytes(state, self.options)
+                static[users[0]] += own.total - self.evaluated * own.gradient
         return static
 
     def _steps(self) -> list[int]:
         """Return what the optimizer's step holds of the parameters that lie with each work."""
         steps = [0] * self.count
-        for state in self.profile.state.values():
+        for state in () if self.evaluated else self.profile.state.values():
             users = self._users(state)
             if users and state.is_parameter and state.trainable:
                 steps[users[0]] += self.options.step_bytes(elements=state.elements, parameter_bytes=state.bytes)
@@ -264,7 +273,8 @@ class _Formulator:
             others = tuple(dict.fromkeys(c for c in consumers if c != index))
             if others:
                 seconds = self._link_s(self.profile.nodes[info.name].output_bytes)
-                back = seconds if info.tensors and info.tensors[0].dtype.is_floating_point else 0.0
+                floats = bool(info.tensors) and info.tensors[0].dtype.is_floating_point
+                back = seconds if floats and not self.evaluated else 0.0
                 nets.append(Net(index, others, seconds, back))
         return nets
 

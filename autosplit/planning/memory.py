@@ -248,7 +248,9 @@ def _drawn(cut: Cut, stage: int) -> tuple[int, ...]:
 
 
 def finish_of(cut: Cut, lane: int) -> tuple[Step, ...]:
-    """Return what the optimizer allocates in its step on a device, as torch does by default there."""
+    """Return what the optimizer allocates in its step on a device, as torch does by default; where there is a step."""
+    if not cut.schedule.has_backward:
+        return ()
     on_cpu = cut.options.devices[lane].type == "cpu"
     optimizer = Optimizer(cut.options.optimizer, "forloop" if on_cpu else "foreach")
     masters: Precision | None = "bf16_fp32_master" if cut.options.precision == "bf16_fp32_master" else None

@@ -180,7 +180,7 @@ class Writer:
         own = [(self.costs.nodes[name], each_s * share[self._classes[name]]) for name in names] if each_s else []
         return NodeTimes(
             graphs * each_s + sum(node.forward_kernels * part for node, part in own),
-            graphs * each_s + sum(node.backward_kernels * part for node, part in own),
+            self.schedule.has_backward * (graphs * each_s + sum(node.backward_kernels * part for node, part in own)),
         )
 
     def _memory(self, index: int) -> StageMemory:

@@ -210,3 +210,17 @@ def test_counts_of_integers_are_no_estimates() -> None:
         model, x = Counted(), torch.empty(8, 64)
     found = plan(model, "2xL4-24GB", 2, sample=x)
     assert not any("estimates" in note for note in found.notes)
+
+
+def test_a_plan_of_an_evaluation_has_no_backward_and_no_step_of_an_optimizer() -> None:
+    asked = {"sample": torch.randn(64, 64), "devices": "2xL4-24GB", "chunks": 4}
+    trained, evaluated = (plan(blocks(), **asked, schedule=schedule) for schedule in ("1f1b", "forward"))
+    assert {(s.backward_s, s.weight_s, s.backward_issue_s) for s in evaluated.stages} == {(0.0, 0.0, 0.0)}
+    longest = max(stage.forward_s for stage in evaluated.stages)
+    assert evaluated.bottleneck_s == pytest.approx(longest + sum(own.forward_s for own in evaluated.transfers))
+    for stage in evaluated.stages:
+        assert (stage.memory.gradient_bytes, stage.memory.activation_bytes) == (0, 0)
+        assert 0 < stage.memory.transient_bytes < stage.memory.parameter_bytes, "AdamW's step has a list as large"
+    assert sum(s.memory.optimizer_bytes for s in evaluated.stages) == sum(
+        s.memory.optimizer_bytes for s in trained.stages
+    )
