@@ -169,7 +169,8 @@ def setting(one: Alternative) -> str:
     """Return what another plan chose, in words: ``8 chunks under 1f1b, recompute block``."""
     each = f" with {one.virtual_stages} stages per device" if one.virtual_stages > 1 else ""
     kinds = list(dict.fromkeys(one.recompute))
-    again = "" if kinds == ["never"] else f", recompute {' and '.join(kinds)}"
+    listed = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+    again = "" if kinds == ["never"] else f", recompute {listed}"
     return f"{one.chunks} chunks under {one.schedule}{each}{again}"
 
 

@@ -199,4 +199,5 @@ def _boundaries(plan: Plan, *, width: int | None) -> Section:
 def _hidden(boundaries: Sequence[Boundary], *, shown: Sequence[Boundary]) -> Iterable[str]:
     rest = [item for item in boundaries if item not in shown]
     if rest:
-        yield f"and {len(rest)} smaller ones, {format_bytes(sum(item.bytes for item in rest))} in all"
+        ones = "1 smaller one" if len(rest) == 1 else f"{len(rest)} smaller ones"
+        yield f"and {ones}, {format_bytes(sum(item.bytes for item in rest))} in all"

@@ -173,3 +173,8 @@ def test_the_nearest_other_plans_are_compared() -> None:
         "8 chunks under 1f1b, recompute block would need 2.00 GiB less on the fullest device and take 25% longer",
         "4 chunks under interleaved with 2 stages per device would be 10% faster, but may not fit: 8.00 GiB",
     )
+    several = other(0.9, 8, recompute=("except_last", "never", "block"), replayed=False)
+    assert reasons(plan.model_copy(update={"frontier": (several, other(1.0, 5))})) == (
+        "4 chunks under 1f1b, recompute except_last, never and block would be 10% faster, but fits by the solver's formula "
+        "alone: 8.00 GiB",
+    )

@@ -203,6 +203,7 @@ def test_many_boundaries_are_cut_to_the_largest_and_counted() -> None:
     assert "and 2 smaller ones, 3.00 MiB in all" in report
     assert "h.1#0 " not in report
     assert "h.2#0 " in report
+    assert "and 1 smaller one, 2.00 MiB in all" in render(make_plan(boundaries=many[1:]))
 
 
 def test_one_stage_has_no_boundaries() -> None:
