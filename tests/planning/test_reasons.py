@@ -175,6 +175,6 @@ def test_the_nearest_other_plans_are_compared() -> None:
     )
     several = other(0.9, 8, recompute=("except_last", "never", "block"), replayed=False)
     assert reasons(plan.model_copy(update={"frontier": (several, other(1.0, 5))})) == (
-        "4 chunks under 1f1b, recompute except_last, never and block would be 10% faster, but fits by the solver's formula "
-        "alone: 8.00 GiB",
+        "4 chunks under 1f1b, recompute except_last, never and block would be 10% faster, but fits by the solver's "
+        "formula alone: 8.00 GiB",
     )
