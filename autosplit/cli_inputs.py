@@ -250,7 +250,7 @@ def read_config(target: str) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), object_hook=_tagged_float)
     except OSError as error:
         raise InputError(
             f"{target}: {error.strerror}: {str(path)!r}; {CONFIG_PREFIX} takes the config.json of a model, from disk"
@@ -263,6 +263,12 @@ def read_config(target: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(f"{target} holds a JSON {type(data).__name__}, no config: a config is an object with entries")
     return data
+
+
+def _tagged_float(entries: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as ``{"__float__": "Infinity"}``; any other object as it is."""
+    text = entries.get("__float__")
+    return float(text) if len(entries) == 1 and text in ("Infinity", "-Infinity", "NaN") else entries
 
 
 @dataclass(frozen=True)

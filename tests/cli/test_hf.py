@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +168,14 @@ def test_the_class_is_the_named_one_else_what_the_family_has(
 def test_another_class_than_the_named_one_is_said(written: Callable[..., str]) -> None:
     with pytest.warns(UserWarning, match="transformers has no Mine for this config; TinyForCausalLM is taken"):
         build(written(TINY | {"architectures": ["Mine"]}), kwargs={}, blank=True)
+
+
+def test_numbers_that_json_has_not_are_read_as_transformers_writes_them(written: Callable[..., str]) -> None:
+    limits = [0.0, {"__float__": "Infinity"}, {"__float__": "-Infinity"}, {"__float__": "one"}]
+    build(written(TINY | {"limits": limits, "scale": {"__float__": "NaN"}}), kwargs={}, blank=True)
+    (seen,) = TinyConfig.seen
+    assert seen["limits"] == [0.0, math.inf, -math.inf, {"__float__": "one"}]
+    assert math.isnan(seen["scale"])
 
 
 def test_nothing_that_would_be_fetched_reaches_transformers(written: Callable[..., str]) -> None:
