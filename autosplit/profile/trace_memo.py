@@ -86,7 +86,7 @@ class Wanted:
 class _Found:
     """What was traced of some kinds of stages, and of shorter ones on the way; and how many kinds of nodes are known.
 
-    Kinds of shorter stages are those of this memo as long as no node was told in the making.
+    Kinds of shorter stages are those of another memo as long as no node was told in the making.
     """
 
     whole: list[_Traced]
@@ -135,10 +135,11 @@ class TraceMemo:
         new = {kind: own for each in every for kind, own in each.runs() if kind not in self._whole}
         kinds = list(new)
         here, there = kinds[::2], kinds[1::2]
+        told = self._kinds.count
         with aside(lambda: self._made(new, there), worth=sum(map(_size, new.values())) >= _WORTH) as other:
             self._made(new, here)
             found = other.result()
-        if found.numbers == self._kinds.count:
+        if found.numbers == told:
             self._short |= {kind: traced for kind, traced in found.short.items() if kind not in self._short}
         self._whole |= zip(there, found.whole, strict=True)
         return [self._traced(own) for own in every]

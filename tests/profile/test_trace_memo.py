@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.aside import second_core
 from autosplit.memory.events import StageTrace
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.options import Options, Sample
@@ -22,7 +25,10 @@ from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.profile.trace_memo import Known, TraceMemo, Wanted
 from autosplit.schedule.catalog import build
+from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace, trace
+from cost_models.calibration import Stamp
+from cost_models.workspaces import Workspaces
 
 WIDTH, LAYERS, CHUNKS = 8, 5, 3
 
@@ -134,3 +140,93 @@ def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert fullest_moments(alone, memo=memo) == first
     assert len(runs) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rows": 2},
+        {"input_grads": {}},
+        {"roots": ()},
+        {"averaged": "LAST"},
+        {"units": ("blocks.1", "blocks.2")},
+        {"whole": True},
+        {"apart": True},
+        {"autocast_ends": True},
+        {"kernels": "cuda"},
+        {"observed": Workspaces(Stamp(device="L4-24GB", date="2026-01-01"))},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_ways_to_run_a_stage_are_told_apart(other: dict[str, Any]) -> None:
+    memo, traced = TraceMemo(), found(False)[0].graph
+    infos = [info for _, info in traced.compute_nodes()]
+    stage = memo.graphs(traced).nodes([info.name for info in infos if info.module.startswith(("blocks.1", "blocks.2"))])
+    given = next(node.meta[INFO].name for node in stage.inputs if node.meta[INFO].node_class is NodeClass.MICRO)
+    last = stage.outputs[-1].meta[INFO].name
+    own = How(1, input_grads={given: True}, roots=(last,))
+    changed = replace(own, **{name: last if value == "LAST" else value for name, value in other.items()})
+
+    def kind(how: How) -> Hashable:
+        return memo.wanted(stage, "never", never=how).kind
+
+    assert kind(own) == kind(replace(own))
+    assert kind(own) != kind(changed)
+
+
+def test_microbatches_of_other_sizes_are_traced_anew() -> None:
+    memo = TraceMemo()
+    for rows in (1, 2):
+        own = replace(cut(False, 3, "never", 0), sizes=(rows,) * CHUNKS)
+        assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain())
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="children are forked on Linux only")
+@pytest.mark.parametrize("telling", [False, True])
+def test_short_stages_of_a_child_that_told_a_kind_of_its_own_are_not_taken(
+    telling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(trace_memo, "_WORTH", 0)
+    run, here, made = TraceMemo._run, os.getpid(), list[StageGraph]()
+
+    def counted(memo: TraceMemo, stage: StageGraph, how: How) -> StageTrace:
+        """Trace a stage; each process may meet a node that the other one does not know."""
+        made.append(stage)
+        if telling:
+            memo._kinds._numbers.setdefault(("met by", os.getpid() == here), len(memo._kinds._numbers))
+        return run(memo, stage, how)
+
+    monkeypatch.setattr(TraceMemo, "_run", counted)
+    memo = TraceMemo()
+    never: tuple[Recompute, ...] = tuple("never" for _ in range(LAYERS + 1))
+    with second_core():
+        fullest_moments(by_block(*never), memo=memo)
+    assert len(memo._whole) == 3
+    assert len(made) == 2
+    assert len(memo._short) == (2 if telling else 3)
+
+
+class Crossed(nn.Module):
+    """Equal layers, of which one pair is registered in another order than it is used in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.d, self.c, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.d(self.c(self.b(self.a(self.first(x))))))
+
+
+def test_the_order_of_parameters_tells_stages_apart() -> None:
+    with torch.device("meta"):
+        traced = trace(Crossed(), Sample(torch.zeros(4, WIDTH))).graph
+    memo = TraceMemo()
+    names = {info.module: info.name for _, info in traced.compute_nodes()}
+
+    def kind(*layers: str) -> Hashable:
+        stage = memo.graphs(traced).nodes([names[layer] for layer in layers])
+        return memo.wanted(stage, "never", never=How(1)).kind
+
+    assert kind("a", "b") == kind("first", "a")
+    assert kind("a", "b") != kind("c", "d")
