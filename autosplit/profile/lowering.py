@@ -56,7 +56,7 @@ class CudaKernels(TorchFunctionMode):
         super().__init__()
         self._lowered: Mapping[Any, Call] = lowered_calls()
         self._opened: dict[Any, Callable[..., Any]] = {}
-        self._inside: set[Any] = set()
+        self._inside: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call, or the one that stands for it on CUDA."""
@@ -80,10 +80,15 @@ class CudaKernels(TorchFunctionMode):
             found = call.run(*args, **kwargs)
             if found is not NotImplemented:
                 return found
-        if type(func) is types.FunctionType and func.__globals__.get("__name__") in _MODULES:
+        opens = type(func) is types.FunctionType and func.__globals__.get("__name__") in _MODULES
+        if not opens or self._inside.count(func) == _DEEPEST:
+            return func(*args, **kwargs)
+        self._inside.append(func)
+        try:
             with self:
                 return self._open(func)(*args, **kwargs)
-        return func(*args, **kwargs)
+        finally:
+            self._inside.pop()
 
     def _open(self, func: types.FunctionType) -> Callable[..., Any]:
         """Return a twin of a Python function that does not hand itself to this mode again."""
@@ -96,6 +101,8 @@ class CudaKernels(TorchFunctionMode):
         return twin
 
 
+_DEEPEST = 2
+"""How often a function opens inside of itself: `einsum` takes a list apart so; a helper of `meshgrid` asks for ever."""
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
 
 

@@ -149,6 +149,14 @@ def test_attention_inside_a_python_function_of_torch_is_seen():
     assert low.out.dtype == torch.bfloat16
 
 
+def test_a_function_whose_helper_asks_for_it_again_ends():
+    with FakeTensorMode(), CudaKernels():
+        grids = torch.meshgrid(torch.linspace(0, 1, 3), torch.linspace(0, 1, 4), indexing="ij")
+        pairs = torch.einsum("ij,jk->ik", [torch.empty(2, 3), torch.empty(3, 4)])
+    assert [tuple(grid.shape) for grid in grids] == [(3, 4), (3, 4)]
+    assert tuple(pairs.shape) == (2, 4)
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_functions_that_hand_over_to_each_other_end(autocast):
     image, words = given(2, 4, 12, 12), given(5, 6)
