@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from autosplit.memory.events import StageTrace
 from autosplit.options import Sample
 from autosplit.profile import blocks
-from autosplit.profile.blocks import block_costs, block_trace, shorten
+from autosplit.profile.blocks import CostMemo, block_costs, block_trace, shorten
 from autosplit.profile.fake import FakeCosts, fake_costs
 from autosplit.profile.stage_graph import stage_graph
 from autosplit.profile.stage_trace import How, trace_stage
@@ -216,3 +216,18 @@ def test_gradients_that_are_there_and_casts_that_autocast_keeps(apart: bool, amp
     assert shape(expanded)[0][:2] == shape(whole)[0][:2]
     assert len(expanded.kept) == len(whole.kept)
     assert bool(whole.kept) == amp
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"rows": 3}, {"batch_rows": 2 * ROWS}, {"input_grads": (False,)}, {"kernels": "cuda"}],
+    ids=lambda other: next(iter(other)),
+)
+def test_costs_that_are_known_are_those_of_the_same_question(other: dict[str, Any]) -> None:
+    memo, graph = CostMemo(), made("plain", 6)
+    asked: dict[str, Any] = {"rows": 2, "batch_rows": ROWS, "input_grads": None, "kernels": "cpu"}
+    first = block_costs(graph, **asked, memo=memo)
+    assert block_costs(graph, **asked, memo=memo) is first
+    again = block_costs(graph, **asked | other, memo=memo)
+    assert again is not first
+    assert described(again) == described(block_costs(graph, **asked | other))
