@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -242,3 +243,26 @@ def test_on_one_core_all_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     foreseen(model)
     assert before == RUNS
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"constants": {"other": torch.relu}},
+        {"output": []},
+        {"unflatten": lambda leaves: list(leaves)},
+        {"calls": []},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_recordings_that_differ_in_one_thing_are_not_the_same(other: dict[str, Any]) -> None:
+    own = gathered(on_meta(*[plain] * 2)).recording.recording
+    assert same(own, replace(own))
+    assert not same(own, replace(own, **other))
+
+
+def test_equal_numbers_of_other_types_are_not_the_same() -> None:
+    own = gathered(on_meta(*[plain] * 2)).recording.recording
+    assert own.output
+    assert same(replace(own, output=[1]), replace(own, output=[1]))
+    assert not same(replace(own, output=[1]), replace(own, output=[True]))
