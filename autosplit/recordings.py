@@ -293,6 +293,11 @@ class Recordings:
                 proofs=() if self.plan is None else self.plan.proofs,
                 whole_norms=self.options.batch_norm == "full",
             )
+            if found.graph.asks_grad_mode and not key.rest[0][0].grad:
+                raise TraceError(
+                    f"forward asks whether gradients are on ({found.graph.asks_grad_mode}) and is called without them; "
+                    "a recording has them on"
+                )
             self.made += 1
             self._findings[values] = found.findings
             while len(self._findings) > _KEPT:

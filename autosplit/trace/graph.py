@@ -154,6 +154,7 @@ class TracedGraph:
         batch_outputs: for each flat output its batch dimension, or None (shared, full, or not a tensor).
         lengths: dimensions of the inputs for whose size the graph has a placeholder.
         settled: attributes that the model's first call sets for good; see :mod:`autosplit.trace.settled`.
+        asks_grad_mode: where the forward asks whether gradients are on, which they were while it was recorded; or "".
     """
 
     graph: fx.Graph
@@ -166,6 +167,7 @@ class TracedGraph:
     batch_outputs: tuple[int | None, ...] = ()
     lengths: tuple[Length, ...] = ()
     settled: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    asks_grad_mode: str = ""
 
     def compute_nodes(self) -> Iterator[tuple[fx.Node, TracedNode]]:
         """Yield the tensor-computing nodes in model order, inputs excluded."""

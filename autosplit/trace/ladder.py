@@ -344,6 +344,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, findings: Find
         batch_outputs=dims,
         lengths=merged.recording.lengths,
         settled=merged.recording.recording.settled,
+        asks_grad_mode=merged.recording.recording.asks_grad_mode,
     )
 
 

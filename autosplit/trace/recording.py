@@ -101,6 +101,8 @@ class Recording:
     """The runs of entered modules; see :mod:`autosplit.trace.repeats`."""
     settled: Mapping[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     """Attributes that the run left at another value for good; see :mod:`autosplit.trace.settled`."""
+    asks_grad_mode: str = ""
+    """Where the forward asked whether gradients are on: ``file:line``; "" where it did not."""
 
 
 class Reader(Protocol):
@@ -139,12 +141,17 @@ def attributes_in(value: Any) -> bool:
     return isinstance(value, Attribute) or (isinstance(value, (list, tuple)) and any(map(attributes_in, value)))
 
 
+def is_foreign(file: str) -> bool:
+    """Tell whether code is torch's, the recorder's or made at run time: neither the model's nor that of its package."""
+    return file.startswith((_OWN, _TORCH, _DECORATORS, "<"))
+
+
 def source_line() -> str:
     """Return ``file:line`` of the innermost caller that is neither torch's code nor the recorder's; "" when none is."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH, _DECORATORS, "<")):
+        if not is_foreign(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
@@ -155,6 +162,6 @@ def raised_line(error: BaseException) -> str:
     lines = (
         f"{frame.f_code.co_filename}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith((_OWN, _TORCH, _DECORATORS, "<"))
+        if not is_foreign(frame.f_code.co_filename)
     )
     return next(reversed([*lines]), "")

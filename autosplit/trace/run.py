@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 
 from autosplit.trace import python_state, settled, state
 from autosplit.trace.foreseen import same
+from autosplit.trace.grad_mode import GradModeWatch
 from autosplit.trace.kept import Place, kept_for_next_call
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.random_watch import RandomWatch
@@ -128,7 +129,7 @@ def record(
 
 @dataclass(frozen=True)
 class _Ran:
-    """A run of the forward: what was recorded, which attributes are others now, and what all of them are."""
+    """A run of the forward: what was recorded, which attributes are others now or gone, and what all of them are."""
 
     recording: Recording
     changed: list[Place]
@@ -175,13 +176,17 @@ def _run(
         with quiet_log():
             forward = scope.capture.forward(recorder, args, kwargs)
     watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
-    output = _forward(forward, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch))
+    asked = GradModeWatch()  # dynamo answers for itself, and would not follow another function
+    modes = (sizes, mode, recorder.random, recorder, watch, *([asked] if scope.capture is None else []))
+    output = _forward(forward, args, kwargs, recorder, modes)
     after = python_state.snapshot(model)
     _check_kept(model, scope, recorder, held)
     if torch.initial_seed() != seed:
         raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
     recording = recorder.finish(output, dict(model.named_buffers()))
-    return _Ran(recording, python_state.changes(before, after), after)
+    recording.asks_grad_mode = asked.line
+    changed = [*python_state.changes(before, after), *settled.filled(model, before), *settled.deleted(model, before)]
+    return _Ran(recording, changed, after)
 
 
 def _settled(first: _Ran, run: Callable[..., _Ran], sizes: Sizes, mode: Any, scope: Scope) -> Recording:

@@ -3,7 +3,8 @@
     first call    self.shift == 3, sets it to 0 ─► calls ...
     second call   self.shift == 0, changes nothing ─► the same calls, so that one graph is both
 
-The graph does not set them; the first call of a pipe does, since a call with other inputs may read them.
+The graph does not set them; the first call of a pipe does, since a call with other inputs may read them. What was None
+or absent and is a number or text now is such an attribute too; what was filled with anything else is a cache.
 """
 
 from __future__ import annotations
@@ -17,12 +18,28 @@ from autosplit.trace.python_state import Place
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MISSING = object()
+_OWN = frozenset(nn.Module().__dict__)
 
 
 def plain_values(model: nn.Module, places: Iterable[Place]) -> dict[Place, Any] | None:
     """Return what attributes are now; None where one is no number, text or None, or a tuple of these."""
     values = {place: _of(model, place) for place in places}
     return values if all(map(_is_plain, values.values())) else None
+
+
+def filled(model: nn.Module, before: Mapping[Place, Any]) -> list[Place]:
+    """Return the attributes that were None or absent and are numbers, text, or tuples of these now."""
+    return [
+        (path, name)
+        for path, module in model.named_modules()
+        for name, value in module.__dict__.items()
+        if value is not None and _is_plain(value) and name not in _OWN and before.get((path, name)) is None
+    ]
+
+
+def deleted(model: nn.Module, before: Iterable[Place]) -> list[Place]:
+    """Return the attributes that are gone."""
+    return [place for place in before if _of(model, place) is _MISSING]
 
 
 def pending(model: nn.Module, settled: Mapping[Place, Any]) -> dict[Place, Any]:

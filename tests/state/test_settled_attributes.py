@@ -62,7 +62,28 @@ class Counts(nn.Module):
             self.seen = x.shape[0]
         elif self.what == "a list":
             self.sizes[0] = 5
+        elif self.what == "deletes":
+            vars(self).pop("seen", None)
         return self.second(x)
+
+
+class Fills(nn.Module):
+    """Divides by what its first call filled in; maybe the flag changes at that call too."""
+
+    def __init__(self, *, absent: bool, changes: bool) -> None:
+        super().__init__()
+        self.changes, self.flag, self.cache = changes, True, None
+        if not absent:
+            self.width: int | None = None
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if getattr(self, "width", None) is None:
+            self.width = x.shape[1]
+        self.cache = [x.shape[0]]  # of which nothing is told
+        if self.changes:
+            self.flag = False
+        return self.second(self.first(x) / self.width)
 
 
 def windows(blocks: int = 3) -> Windows:
@@ -96,6 +117,29 @@ def test_a_pipe_remembers_what_the_model_would(widths: tuple[int, ...]) -> None:
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert pipe._core.recordings.tree is None, "a graph follows it"
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("absent", [False, True])
+def test_what_a_first_call_fills_is_remembered_too(absent: bool, changes: bool) -> None:
+    torch.manual_seed(0)
+    plain = Fills(absent=absent, changes=changes)
+    model = copy.deepcopy(plain)
+    pipe = split(model)
+    for x in batches(5, 9, 5):
+        torch.testing.assert_close(pipe(x), plain(x))
+        assert (model.width, model.flag) == (plain.width, plain.flag) == (5, not changes)
+    assert pipe._core.recordings.tree is None, "a graph follows it"
+
+
+def test_an_attribute_that_a_call_deletes_is_gone() -> None:
+    plain = Counts("deletes")
+    model = copy.deepcopy(plain)
+    pipe = split(model)
+    (x,) = batches(5)
+    torch.testing.assert_close(pipe(x), plain(x))
+    assert not hasattr(plain, "seen")
+    assert not hasattr(model, "seen")
 
 
 def test_planning_sets_nothing_and_steps_do() -> None:
