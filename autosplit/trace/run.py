@@ -151,7 +151,7 @@ def _run(
 ) -> _Ran:
     """Record one run of a model whose tensors are fake; it is left as the run leaves it."""
     seed = torch.initial_seed()
-    before, held = python_state.snapshot(model), state.held_tensors(model)
+    before, empty, held = python_state.snapshot(model), settled.empty_ones(model), state.held_tensors(model)
     random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
     np.random.seed(rows)
     leaves = list(inputs.leaves)
@@ -185,7 +185,7 @@ def _run(
         raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
     recording = recorder.finish(output, dict(model.named_buffers()))
     recording.asks_grad_mode = asked.line
-    changed = [*python_state.changes(before, after), *settled.filled(model, before), *settled.deleted(model, before)]
+    changed = [*python_state.changes(before, after), *settled.filled_or_gone(model, empty)]
     return _Ran(recording, changed, after)
 
 

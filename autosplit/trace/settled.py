@@ -27,19 +27,22 @@ def plain_values(model: nn.Module, places: Iterable[Place]) -> dict[Place, Any] 
     return values if all(map(_is_plain, values.values())) else None
 
 
-def filled(model: nn.Module, before: Mapping[Place, Any]) -> list[Place]:
-    """Return the attributes that were None or absent and are numbers, text, or tuples of these now."""
-    return [
-        (path, name)
+def empty_ones(model: nn.Module) -> dict[Place, bool]:
+    """Return for each attribute of the modules whether it is None."""
+    return {
+        (path, name): value is None
         for path, module in model.named_modules()
         for name, value in module.__dict__.items()
-        if value is not None and _is_plain(value) and name not in _OWN and before.get((path, name)) is None
-    ]
+        if name not in _OWN
+    }
 
 
-def deleted(model: nn.Module, before: Iterable[Place]) -> list[Place]:
-    """Return the attributes that are gone."""
-    return [place for place in before if _of(model, place) is _MISSING]
+def filled_or_gone(model: nn.Module, empty: Mapping[Place, bool]) -> list[Place]:
+    """Return the attributes that were None or absent and are plain values now, and those that are gone."""
+    now = empty_ones(model)
+    filled = [place for place, is_empty in now.items() if not is_empty and empty.get(place, True)]
+    gone = [place for place in empty if place not in now]
+    return [*(place for place in filled if _is_plain(_of(model, place))), *gone]
 
 
 def pending(model: nn.Module, settled: Mapping[Place, Any]) -> dict[Place, Any]:
