@@ -19,6 +19,7 @@ from autosplit.errors import InfeasibleError
 from autosplit.planning.plan import Plan
 
 NETS = str(Path(__file__).parent / "nets.py")
+BROKEN_LINE = next(n for n, line in enumerate(Path(NETS).read_text().splitlines(), 1) if "weights are gone" in line)
 X = ("--input", "x=float32[8,16]")
 TWO_BY_FOUR = ("--devices", "cpu,cpu", "--chunks", "4")
 
@@ -231,7 +232,7 @@ def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
         (f"{NETS}:", "names no factory"),
         ("absent.py:make", "there is no file 'absent.py'"),
         ("no_such_package.nets:make", "there is no module 'no_such_package'"),
-        (f"{NETS}:absent", "has no 'absent'; it has AnyKeyword, Gated, INSTANCE, Mlp, Tokens, WithExample, "),
+        (f"{NETS}:absent", "has no 'absent'; it has AnyKeyword, Detector, Gated, INSTANCE, Mlp, Tokens, WithExample, "),
         (f"{NETS}:NUMBER", "gives a int, no nn.Module"),
         (f"{NETS}:make_number", "gives a int, no nn.Module"),
         (f"{NETS}:make_wide", "missing a required argument: 'width'; give them as --kwargs"),
