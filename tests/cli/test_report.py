@@ -238,7 +238,7 @@ def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
         (f"{NETS}:make_wide", "missing a required argument: 'width'; give them as --kwargs"),
         (
             f"{NETS}:make_broken",
-            "failed when called without arguments: nets.py, line 84: RuntimeError: the weights are gone",
+            f"failed when called without arguments: nets.py, line {BROKEN_LINE}: RuntimeError: the weights are gone",
         ),
     ],
 )
