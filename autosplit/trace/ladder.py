@@ -326,12 +326,11 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, findings: Find
     classes = classify(raw.graph, raw.root, found, batched, findings, whole_norms=merged.scope.whole_norms)
     with_classes(raw.graph, classes)
     _colour(raw, found, merged.recording)
-    output = next(iter(reversed(raw.graph.nodes))).args[0]
     dims = tuple(
         v.meta[INFO].tensors[0].batch_dim
         if isinstance(v, fx.Node) and INFO in v.meta and v.meta[INFO].node_class is NodeClass.MICRO
         else None
-        for v in output
+        for v in next(iter(reversed(raw.graph.nodes))).args[0]
     )
     return TracedGraph(
         graph=raw.graph,

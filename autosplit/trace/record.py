@@ -365,12 +365,12 @@ class Recorder(TorchFunctionMode):
         if self._muted:
             self.random.runs_twice |= function is CheckpointFunction
             return original(*args, **kwargs)
+        if function.__name__ == "_NoopSaveInputs":  # torch 2.11's checkpoint keeps its inputs by it; here it just runs
+            return args[0].detach()
         if function is CheckpointFunction:
             return args[0](*args[2:])
-        full = (function, *args)
-        return self.perform(
-            "function", apply_function, function.__name__, lambda: original(*args, **kwargs), full, kwargs
-        )
+        run = partial(original, *args, **kwargs)
+        return self.perform("function", apply_function, function.__name__, run, (function, *args), kwargs)
 
     def recorded(self) -> dict[int, int]:
         """Map the ids of all tensors that calls returned to the calls' indices."""

@@ -67,6 +67,7 @@ def test_what_is_not_finite() -> None:
     assert distance(digest(other), digest(moved)) == math.inf
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 gives one although they are asked for
 def test_other_kinds_of_tensors() -> None:
     indices, entries = torch.tensor([[0, 2], [1, 0]]), torch.tensor([1.0, 2.0])
     sparse = torch.sparse_coo_tensor(indices, entries, (3, 2), check_invariants=True)
