@@ -1,4 +1,4 @@
-"""Nodes of an autograd graph that stand for what does not run on fake tensors."""
+"""Nodes of an autograd graph: one that hands sums to the engine, in the runtime too, others for what does not run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Handed(torch.autograd.Function):
-    """Gives leaves what was summed so far, and lets go of it: the engine adds to it in place, as in the runtime."""
+    """Gives leaves what was summed so far, and lets go of it: the engine adds to it in place."""
 
     @staticmethod
     def forward(ctx: Any, sums: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:

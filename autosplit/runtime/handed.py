@@ -10,9 +10,10 @@ place. So sums of microbatches reach the engine through a node that lets go of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+
+from autosplit.profile.engine_nodes import Handed
 
 
 def handed(tensors: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -21,17 +22,4 @@ def handed(tensors: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> to
     The list is empty afterwards; who holds a gradient elsewhere has it copied, or added to out of place.
     """
     with torch.enable_grad():
-        return _Handed.apply(gradients, *tensors)
-
-
-class _Handed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return tensors[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = (None, *ctx.gradients)
-        ctx.gradients.clear()
-        return gradients
+        return Handed.apply(gradients, *tensors)
