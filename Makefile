@@ -13,6 +13,9 @@ PYTHON ?= python3
 TORCH ?=
 ARGS ?=
 
+# Two workers with a thread per core each spin on each other's locks: one thread per worker takes a third of the time.
+export OMP_NUM_THREADS ?= 1
+
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
