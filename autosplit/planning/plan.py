@@ -79,8 +79,8 @@ class Plan(Record):
     """Share of the forward FLOPs in each node class."""
     measured: bool
     notes: tuple[str, ...] = ()
-    rung: Literal["recorded", "captured", "module tree"] = "recorded"
-    """How the model was followed: its calls recorded, captured by dynamo, or its own Python run module by module."""
+    rung: Literal["recorded", "module tree"] = "recorded"
+    """How the model was followed: its calls recorded, or its own Python run module by module."""
     whole: tuple[str, ...] = ()
     """Modules that are one node because their Python cannot be recorded: ``path: reason``."""
     precision: str | None = None

@@ -49,7 +49,7 @@ class Writer:
         self.case, self.partition, self.formulation = case, partition, case.formulation
         self.model, self.traced, self.costs, self.options = case.model, case.found.graph, case.costs, case.options
         self.sizes, found, formulation = case.sizes, case.found, case.formulation
-        self.rung, self.whole, self.proof = found.rung, found.whole, found.proof
+        self.whole, self.proof = found.whole, found.proof
         self.schedule = formulation.problem.schedule_of(partition.stages)
         self.lane = self.schedule.stage_lane
         pairs = zip(formulation.names, partition.assignment, strict=True)
@@ -142,7 +142,6 @@ class Writer:
             measured=self.costs.measured,
             curves=lane_curves(self.fullest, self.schedule),
             notes=tuple(self._notes()),
-            rung=self.rung,
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
         )

@@ -78,7 +78,6 @@ def _traced(plan: Plan) -> str:
     """Say how the model was followed, and how much of it stayed whole."""
     ways = {
         "recorded": "run and recorded",
-        "captured": "captured by dynamo",
         "module tree": "no graph can follow it: its own Python runs, module by module",
     }
     kept = f", {plural(len(plan.whole), 'module')} whole" if plan.whole else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,7 +18,6 @@ from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample
 from autosplit.trace import state
 from autosplit.trace.build import RawGraph, build
-from autosplit.trace.capture import Capture
 from autosplit.trace.check import Runnable, check_recording
 from autosplit.trace.classes import batched_nodes, classify, with_classes
 from autosplit.trace.decompose import decompose, is_decomposed
@@ -53,7 +51,6 @@ class Trace:
         findings: what the value probe saw; hand it to the next `trace` of the same model in another mode.
         guard: tells whether the recording holds for a batch; None where it holds for all.
         gathered: the merged recordings, and what was entered in them.
-        rung: whether the model's own calls were recorded, or those of what dynamo captured of it.
         domain: the lengths for which the recording holds; None: for those of the sample only.
         proof: what was proved of the recording, in a form that a plan can carry; None where there is none.
     """
@@ -63,7 +60,6 @@ class Trace:
     findings: Findings
     guard: Guard | None
     gathered: Gathered
-    rung: Literal["recorded", "captured"] = "recorded"
     domain: Domain | None = None
     proof: Proof | None = None
 
@@ -102,17 +98,10 @@ def trace(
     told, scope = batch_dims is not None, Scope(whole_norms=whole_norms)
     flat = flatten(model, sample, batch_dims)
     try:
-        try:
-            return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
-        except _Told:
-            scope = replace(scope, exporting=False)
-            return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
-    except TraceError as first:
-        try:
-            scope = Scope(capture=Capture(model, flat), whole_norms=whole_norms)
-            return _traced(model, flat, scope, findings, told=told, before=before)
-        except Exception:  # the first rung's reason says more
-            raise first from None
+        return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
+    except _Told:
+        scope = replace(scope, exporting=False)
+        return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
 
 
 def _is_spread(model: nn.Module) -> bool:
@@ -147,9 +136,8 @@ def _traced(
     if found.proof is None:
         later(lambda: _check(model, graph, flat, gathered))
     guard = guard_of(model, gathered.recording, gathered.scope.answers)
-    rung: Literal["recorded", "captured"] = "recorded" if scope.capture is None else "captured"
     proof = found.proof or (Proof.of(found.identity, found.findings) if found.identity is not None else None)
-    return Trace(graph, flat, found.findings, guard, gathered, rung, proof=proof)
+    return Trace(graph, flat, found.findings, guard, gathered, proof=proof)
 
 
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
@@ -173,8 +161,6 @@ def widen(
     ``before`` are the shapes of the input tensors for which ``base`` was recorded; see
     :mod:`autosplit.trace.generalise`.
     """
-    if base.rung != "recorded":
-        return None
     flat = replace(base.inputs, leaves=tuple(pytree.tree_leaves((sample.args, sample.kwargs))))
     rows, merged, scope = batch_rows(flat), base.gathered.recording, base.gathered.scope
     found = generalise(model, merged, scope, flat, rows=rows, lengths=lengths, before=before)
@@ -205,9 +191,8 @@ def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered
     """Return how a graph differs from the model; taken apart, its reductions add up in another order."""
 
     def check(recording: Runnable, *, loose: bool = False) -> str | None:
-        return check_recording(model, recording, flat, answers=answers, loose=loose)
+        return check_recording(model, recording, flat, answers=lambda _: answering(model, gathered.scope), loose=loose)
 
-    answers = None if gathered.scope.capture is not None else lambda _: answering(model, gathered.scope)
     difference = check(graph)
     if difference is None or not is_decomposed(graph.graph):
         return difference
@@ -236,7 +221,7 @@ def _classified(
     atoms: bool,
     proofs: Sequence[Proof],
 ) -> _Classified:
-    gathered = gather(model, flat, atoms=atoms and scope.capture is None, scope=scope)
+    gathered = gather(model, flat, atoms=atoms, scope=scope)
     names = frozenset(m.call.name for m in gathered.recording.calls)
     before = findings if findings is not None and findings.batch_dims == flat.batch_dims else Findings()
     own = identity(model, flat, gathered)

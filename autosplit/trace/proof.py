@@ -48,7 +48,7 @@ def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> str | No
     devices, and for arguments or attributes of kinds that have no text of their own.
     """
     scope, tensors = gathered.scope, [*model.parameters(), *model.buffers()]
-    if scope.atoms or scope.answers or scope.capture is not None or has_module_hooks():
+    if scope.atoms or scope.answers or has_module_hooks():
         return None
     if any(has_hooks(module) for module in model.modules()) or any(tensor.is_meta for tensor in tensors):
         return None

@@ -55,7 +55,7 @@ def unlike_unasked(model: nn.Module, recording: Any, inputs: FlatInputs, scope: 
     """
     infos = [node.meta[INFO] for node in recording.graph.nodes if INFO in node.meta]
     meta = any(parameter.is_meta for parameter in model.parameters())
-    if meta or not scope.exporting or scope.capture is not None or any(info.random for info in infos):
+    if meta or not scope.exporting or any(info.random for info in infos):
         return None
     own = answering(model, replace(scope, exporting=False)) if scope.answers else contextlib.nullcontext()
     try:

@@ -122,7 +122,7 @@ def record(
         if not ran.changed or reader is not None:  # what only answers reads is recorded once more
             return ran.recording
         values = settled.plain_values(model, ran.changed)
-        if values is None or not plain or scope.atoms or scope.capture is not None:
+        if values is None or not plain or scope.atoms:
             raise _changes(ran.changed[0], scope)
         return replace(_settled(ran, run, sizes, mode, scope), settled=values)
 
@@ -171,14 +171,9 @@ def _run(
     for index in inputs.tensors():
         recorder.add_input(inputs.names[index], leaves[index])
     args, kwargs = inputs.rebuild(leaves)
-    forward: Callable[..., Any] = model
-    if scope.capture is not None:
-        with quiet_log():
-            forward = scope.capture.forward(recorder, args, kwargs)
     watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
-    asked = GradModeWatch()  # dynamo answers for itself, and would not follow another function
-    modes = (sizes, mode, recorder.random, recorder, watch, *([asked] if scope.capture is None else []))
-    output = _forward(forward, args, kwargs, recorder, modes)
+    asked = GradModeWatch()
+    output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch, asked))
     after = python_state.snapshot(model)
     _check_kept(model, scope, recorder, held)
     if torch.initial_seed() != seed:
@@ -201,13 +196,13 @@ def _settled(first: _Ran, run: Callable[..., _Ran], sizes: Sizes, mode: Any, sco
     return first.recording
 
 
-def _forward(forward: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder, modes: tuple[Any, ...]) -> Any:
+def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes: tuple[Any, ...]) -> Any:
     """Run the forward while it is recorded, and tell what a graph cannot follow from what the model itself raises."""
     try:
         with torch.inference_mode(False), quiet_log(), patched(recorder), contextlib.ExitStack() as stack:
             for each in modes:
                 stack.enter_context(each)
-            return forward(*args, **kwargs)
+            return model(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         line = raised_line(error)
         where = f" in {line}" if line else ""

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from autosplit.trace.capture import Capture
 from autosplit.trace.recording import Call
 
 CONTAINERS = (
@@ -64,7 +63,6 @@ class Scope:
         entered: leaves that are entered all the same, because their parameters are used elsewhere too.
         atoms: modules that are one call.
         answers: the values of the reads that are recorded, in order; None until a read was met.
-        capture: what dynamo makes of the model, to be recorded in place of its own calls; None: its own calls.
         exporting: whether the model is told that it is being exported, which sends transformers' models down the paths
             that a trace can follow.
         whole_norms: whether batch norms that keep running statistics see the whole batch at once.
@@ -73,7 +71,6 @@ class Scope:
     entered: frozenset[str] = frozenset()
     atoms: Mapping[str, Atom] = field(default_factory=dict)
     answers: tuple[Answer, ...] | None = None
-    capture: Capture | None = None
     exporting: bool = True
     whole_norms: bool = False
 

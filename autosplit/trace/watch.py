@@ -111,6 +111,12 @@ class Watcher(TorchFunctionMode):
         label = getattr(func, "__name__", "")
         if self._muted or label not in VALUE_READS:
             return func(*args, **kwargs)
+        if label == "tolist":  # a fake tensor, on which the recording was made, reads its elements one by one
+            answers = [self._answer() for _ in range(args[0].numel())]
+            return np.array(answers, dtype=object).reshape(args[0].shape).tolist()
+        return self._answer()
+
+    def _answer(self) -> Any:
         answers = self.scope.answers or ()
         if self._position >= len(answers):
             raise Refusal("forward reads a tensor's value where the recording does not", "")

@@ -104,7 +104,7 @@ def test_every_field_that_is_edited_is_told() -> None:
         "notes": ("x",),
         "step_s": 2.0,
         "optimizer": "sgd",
-        "rung": "captured",
+        "rung": "module tree",
         "devices": ("cpu", "cuda:0"),
         "class_flops": {"micro": 0.5},
         "measured": False,

@@ -88,7 +88,6 @@ def test_only_the_module_that_reads_a_value_is_one_node() -> None:
     assert list(found.whole) == ["part0"]
     assert "module 'part0'" in found.whole["part0"]
     assert "test_atoms.py:" in found.whole["part0"]
-    assert found.rung == "recorded"
     assert found.guard is None
     assert list(nodes(found)) == ["a#0", "#0/tanh_0", "part0#0", "b#0", "#0/tanh_1", "c#0"]
 
