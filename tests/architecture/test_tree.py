@@ -23,8 +23,12 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def project_files() -> list[Path]:
-    """Every file of the project: hidden folders other than ``.ci`` and what tools leave behind do not count."""
-    tops = [top for top in ROOT.iterdir() if top.name == ".ci" or not (top.name.startswith(".") and top.is_dir())]
+    """Every file of the project: hidden folders other than ``.ci`` and what tools leave behind do not count.
+
+    ``.git`` is a file in a linked worktree.
+    """
+    tops = [top for top in ROOT.iterdir() if top.name != ".git" and (top.is_file() or top.name[:1] != ".")]
+    tops.append(ROOT / ".ci")
     found = [top for top in tops if top.is_file()]
     found += [path for top in tops if top.name not in GENERATED for path in top.rglob("*") if path.is_file()]
     return sorted(path for path in found if "__pycache__" not in path.parts)
