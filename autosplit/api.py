@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from torch import fx, nn
 from autosplit.aside import checked
 from autosplit.checks import choose, resolve_machine
 from autosplit.choices import BATCH_NORM, FIND
-from autosplit.errors import InfeasibleError, InputError, PlanError
+from autosplit.errors import InputError
 from autosplit.garbage import rare_collections
 from autosplit.options import (
     Options,
@@ -67,8 +66,8 @@ def autosplit(
         devices: a number (CUDA devices where there are any, else CPU lanes), or a list of torch devices, one per stage;
             a device may repeat.
         chunks: how many microbatches to cut a batch into; a smaller batch uses fewer.
-        sample: a tensor, a tuple of positional inputs, a dict of keyword inputs, or a `Sample`. Without it the model's
-            ``example_input_array`` or ``dummy_inputs`` are used, else the pipe plans itself on its first call.
+        sample: a batch to plan on at once: a tensor, a tuple of positional inputs, a dict of keyword inputs, or a
+            `Sample`. None: the pipe plans itself on its first call, on the batch of that call.
         batch_dims: which dimension of each input is the batch, where that is not the first: an int, a tuple with an
             entry per positional input, or a dict by name; None in it means no batch dimension.
         schedule: the order of work in `train_step`, and what the plan predicts: "auto" (1f1b), "gpipe", "1f1b",
@@ -137,8 +136,6 @@ def autosplit(
     pipe = PipelinedModule(model, options, pinned)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
-    elif (own := own_sample(model)) is not None:
-        _try_own(pipe, own)
     return pipe
 
 
@@ -168,8 +165,7 @@ def plan(
         devices: ``"<n>x<name>"`` such as "8xH100-SXM5-80GB" or "2xA100-SXM4-80GB+2xL4-24GB", a machine file, or a list
             of names from `cost_models`, in pipeline order.
         chunks: how many microbatches to cut the batch into; "auto": what makes the step shortest and fits.
-        sample: a batch of the size of a step: a tensor, a tuple, a dict or a `Sample`, also of meta tensors. None: the
-            model's ``example_input_array`` or ``dummy_inputs``.
+        sample: a batch of the size of a step: a tensor, a tuple, a dict or a `Sample`, also of meta tensors.
         batch_dims: as in `autosplit`.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, counted on the last stage; the target is taken to
             be class indices where these fit, else like the output. None: the first floating output, which is the loss
@@ -197,6 +193,7 @@ def plan(
     """
     _check_module(model)
     choose("find", find, FIND)
+    given = _given(model, sample)
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if pinned is not None:
         if find != "best":
@@ -220,7 +217,7 @@ def plan(
     _check_room(options)
 
     def planned() -> Plan:
-        paper = prepare(model, _given(model, sample), options, loss_fn=loss_fn)
+        paper = prepare(model, given, options, loss_fn=loss_fn)
         if pinned is not None:
             return assumed(recosted(paper.model, paper.found, paper.options, pinned), paper)
         rows, free_chunks = batch_rows(paper.found.inputs), chunks == "auto"
@@ -232,14 +229,13 @@ def plan(
 
 
 def _given(model: nn.Module, sample: Any) -> Sample:
-    """Return the sample that was given, or that the model carries; raise InputError where there is none."""
-    given = own_sample(model) if sample is None else sample
-    if given is None:
+    """Return the sample that was given; raise InputError for None."""
+    if sample is None:
         raise InputError(
             f"no inputs are known for {type(model).__name__}; give sample=, a batch of the size of a step (meta "
-            "tensors will do), or give the model an example_input_array or dummy_inputs"
+            "tensors will do)"
         )
-    return Sample.of(given)
+    return Sample.of(sample)
 
 
 def _check_room(options: Options) -> None:
@@ -273,25 +269,3 @@ def _check_model(model: Any) -> None:
             f"{on_meta} is on the meta device and has no values; build the model on a real device, or call "
             "model.to_empty(device='cpu') and initialise it"
         )
-
-
-def _try_own(pipe: PipelinedModule, own: Any) -> None:
-    """Plan on the sample that the model carries; where the model does not run on it, the first batch will do."""
-    try:
-        pipe.prepare(Sample.of(own))
-    except (InfeasibleError, PlanError):
-        raise
-    except Exception as error:
-        warnings.warn(
-            f"the model's own sample inputs do not run ({type(error).__name__}: {error}); planning on the first call",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def own_sample(model: nn.Module) -> Any:
-    """Return the sample that a model carries: Lightning's ``example_input_array``, transformers' ``dummy_inputs``."""
-    own = getattr(model, "example_input_array", None)
-    if own is None and type(model).__module__.split(".")[0] == "transformers":
-        own = getattr(model, "dummy_inputs", None)
-    return torch.as_tensor(own) if isinstance(own, (int, float)) else own

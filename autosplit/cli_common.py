@@ -21,11 +21,11 @@ import typer
 
 from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
 from autosplit.cli_interrupts import Interrupts, go_on
-from autosplit.cli_progress import bars
 from autosplit.cli_streams import answers_a_terminal, nobody_reads, tell
 from autosplit.errors import AutosplitError, DeviceError, InfeasibleError, InputError
 from autosplit.garbage import rare_collections
 from autosplit.progress import phase
+from autosplit.progress_lines import bars
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from autosplit import cli_hf
-from autosplit.api import own_sample
 from autosplit.cli_caret import pointed
 from autosplit.cli_common import MODEL_FORM
 from autosplit.cli_inputs import (
@@ -82,7 +81,7 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
 
 def _brought(model: nn.Module) -> Sample | None:
     """Return the inputs that the model brings, if it does; InputError where its forward cannot be called with them."""
-    own = own_sample(model)
+    own = _carried(model)
     if own is None:
         return None
     try:
@@ -94,6 +93,14 @@ def _brought(model: nn.Module) -> Sample | None:
             f"be called: {error}; mend them, or give --input {INPUT_FORM}"
         ) from error
     return sample
+
+
+def _carried(model: nn.Module) -> Any:
+    """Return the sample that a model carries: Lightning's ``example_input_array``, transformers' ``dummy_inputs``."""
+    own = getattr(model, "example_input_array", None)
+    if own is None and type(model).__module__.split(".")[0] == "transformers":
+        own = getattr(model, "dummy_inputs", None)
+    return torch.as_tensor(own) if isinstance(own, (int, float)) else own
 
 
 def random_tensor(form: TensorForm, *, generator: torch.Generator) -> torch.Tensor:

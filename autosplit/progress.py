@@ -1,4 +1,4 @@
-"""How far long work has come, told to whoever listens: nobody, unless the command line does.
+"""How far long work has come, told to whoever listens: the command line, and a pipe that records and plans.
 
     with phase("measuring", total=len(nodes)):
         for done, node in enumerate(nodes):
@@ -57,6 +57,11 @@ def update(done: int, total: int | None = None) -> None:
     bar = _BAR.get()
     if bar is not None:
         bar.moved(done, total)
+
+
+def has_listener() -> bool:
+    """Tell whether somebody listens."""
+    return _LISTENER.get() is not None
 
 
 @contextmanager

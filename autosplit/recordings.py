@@ -28,6 +28,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.search import make_plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.tree import plan_tree
+from autosplit.progress_lines import shown
 from autosplit.recorded import Recorded
 from autosplit.runtime.ambient import without_saved_tensor_hooks
 from autosplit.runtime.graphs import Graphs
@@ -108,7 +109,7 @@ class Recordings:
         """
         found = self._holding(self.kept.get(key, ()), key, sample)
         if found is None:
-            with _RECORDING:
+            with _RECORDING, shown(self._work()):
                 try:
                     if key.rest not in self._refused:
                         return self._found(key, sample)
@@ -117,6 +118,11 @@ class Recordings:
                     self._refuse(key, reason + "".join(f" ({note})" for note in notes))
                 return self._tree(key, sample, self._refused[key.rest])
         return found
+
+    def _work(self) -> str:
+        """Return what finding a recording for a new kind of call is called where it is shown."""
+        name = type(self.model).__name__
+        return f"recording {name} for another kind of call" if self.plan else f"planning the pipeline of {name}"
 
     def _refuse(self, key: Key, reason: str) -> None:
         self._refused[key.rest] = reason

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
+import logging
 import random
 import re
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -102,12 +105,6 @@ def test_every_form_of_sample_plans_at_once(form: str) -> None:
     assert isinstance(planned, Plan)
     assert_equal_runs(forward_backward(pipe, case.batch(10)), forward_backward(plain, case.batch(10)))
     assert pipe.plan == planned
-
-
-def test_a_sample_from_the_model_itself() -> None:
-    model = CASES["chain"].build()
-    model.example_input_array = numbers(8, 6)
-    assert isinstance(split(model).plan, Plan)
 
 
 @pytest.mark.parametrize("form", ["text", "path", "plan"])
@@ -222,21 +219,39 @@ class Carries(nn.Module):
         return self.layers(value)
 
 
-@pytest.mark.parametrize("own", [torch.zeros(6, 4), (torch.zeros(6, 4),), {"value": torch.zeros(6, 4)}])
-def test_a_sample_that_the_model_carries_is_planned_on_at_once(own: object):
-    pipe = autosplit(Carries(own), devices=2, chunks=3)
-    assert pipe.plan is not None
-    assert pipe.plan.microbatch_rows == (2, 2, 2)
-
-
-def test_a_carried_sample_that_does_not_run_is_left_with_a_warning():
-    model = Carries(torch.zeros(6, 5))
-    with pytest.warns(UserWarning, match="own sample inputs do not run .*planning on the first call"):
-        pipe = autosplit(model, devices=2, chunks=3)
+def test_a_sample_that_the_model_carries_is_not_planned_on() -> None:
+    pipe = autosplit(Carries(torch.zeros(6, 4)), devices=2, chunks=3)
     assert pipe.plan is None
-    batch = torch.ones(6, 4)
-    assert torch.equal(pipe(batch), model(batch))
-    assert pipe.plan is not None
+    pipe(torch.ones(9, 4))
+    assert pipe.plan.microbatch_rows == (3, 3, 3)
+
+
+def test_the_first_call_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = autosplit(Carries(None), devices=2, chunks=3)
+    with caplog.at_level(logging.DEBUG, "autosplit"):
+        pipe(torch.ones(9, 4))
+        first = [(entry.levelname, entry.message) for entry in caplog.records]
+        caplog.clear()
+        pipe(torch.ones(9, 4))
+        assert not caplog.records
+        pipe.eval_step(torch.ones(9, 4))
+        assert caplog.records[0].message == "recording Carries for another kind of call"
+    assert first[0] == ("INFO", "planning the pipeline of Carries")
+    assert ("DEBUG", "tracing the forward") in first
+    assert first[-1][1].startswith("planning the pipeline of Carries: ")
+    assert {level for level, _ in first[1:-1]} == {"DEBUG"}
+
+
+def test_the_first_call_shows_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    autosplit(Carries(None), devices=2, chunks=3)(torch.ones(9, 4))
+    assert "planning the pipeline of Carries" in terminal.getvalue()
 
 
 def test_batches_do_not_live_on_in_the_pipe():
