@@ -18,6 +18,10 @@ from autosplit.units import parse_bytes
 if TYPE_CHECKING:
     from cost_models.machines import MachineSpec
 
+_PART = 4
+"""Characters from which on a part of a valid name stands for it: ``fp16`` for ``amp_fp16``."""
+_LEAST_BYTES = 2**20
+"""A limit without a unit below this is a slip: what was meant is GiB."""
 _MOST_BYTES, _MOST_STATE = 2**60, 2**20
 """Of a device, and of a parameter element's state: what is above is a slip, and would not fit a plan's numbers."""
 
@@ -39,7 +43,11 @@ def not_available(what: str, value: Any, valid: Iterable[Any]) -> str:
 def meant(value: Any, valid: Iterable[Any]) -> str:
     """Return `` (did you mean ...?)`` where a text is near one of the valid ones, else nothing."""
     names = [name for name in valid if isinstance(name, str)]
-    near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.55) if isinstance(value, str) else []
+    if not isinstance(value, str):
+        return ""
+    text = value.lower()
+    longer = [name for name in names if len(text) >= _PART and text in name]
+    near = longer or difflib.get_close_matches(text, names, n=1, cutoff=0.55)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -66,6 +74,11 @@ def check_memory_limit(limit: int | float | str | None) -> int | None:
     limit_bytes = _bytes("memory_limit", limit)
     if limit_bytes <= 0:
         raise InputError(f"memory_limit={limit!r}: give a positive number of bytes, or text such as '70GiB'")
+    if isinstance(limit, str) and limit.strip().replace(".", "").isdecimal() and limit_bytes < _LEAST_BYTES:
+        raise InputError(
+            f"memory_limit={limit!r} is {limit_bytes} bytes; write the unit: '{limit.strip()}GiB', or "
+            f"'{limit.strip()}B' if bytes are meant"
+        )
     return limit_bytes
 
 

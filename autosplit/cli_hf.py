@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.cli_causes import with_cause
 from autosplit.cli_common import importing
 from autosplit.cli_inputs import CONFIG_PREFIX, InputSpec, read_config
 from autosplit.errors import InputError
@@ -69,9 +70,8 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
     except InputError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:500]
         raise InputError(
-            f"{target}: transformers makes no {data['model_type']} of this config: {type(error).__name__}: {reason}"
+            f"{target}: transformers makes no {data['model_type']} of this config: {with_cause(error)}"
         ) from error
     if not blank and size > MOST_BYTES:
         raise InputError(
@@ -189,8 +189,10 @@ def _dtype(*named: Any, target: str) -> torch.dtype:
 def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
-    except ImportError as error:
-        raise InputError(f"{CONFIG_PREFIX} needs transformers: {error}; pip install transformers") from error
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        way_out = "; pip install transformers" if missing else ""
+        raise InputError(f"{CONFIG_PREFIX} needs transformers: {with_cause(error)}{way_out}") from error
 
 
 def _config_class(transformers: Any, data: Mapping[str, Any], *, target: str) -> Any:

@@ -22,6 +22,7 @@ from torch import nn
 
 from autosplit import cli_hf
 from autosplit.cli_caret import pointed
+from autosplit.cli_causes import with_cause
 from autosplit.cli_common import MODEL_FORM
 from autosplit.cli_inputs import (
     CONFIG_PREFIX,
@@ -266,6 +267,8 @@ def _told(error: BaseException, *, path: str) -> str:
     lines = str(error).strip().splitlines()
     text = "\n".join(lines[:_MOST_LINES])[:_MOST_CHARACTERS]
     more = f"{text} ... (--debug shows all)" if text != "\n".join(lines) else text
+    if isinstance(error, ImportError) and error.__cause__ is not None:
+        more = with_cause(error).partition(": ")[2]
     if isinstance(error, SystemExit):
         more = f"{more}; what a script runs belongs under if __name__ == '__main__'"
     return f"{place}{type(error).__name__}: {more}"

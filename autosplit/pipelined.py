@@ -26,6 +26,7 @@ from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.clock import StepClock, Whole
 from autosplit.runtime.lanes import Lane, caller_lane
+from autosplit.runtime.loss import check_target
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.proof import Proofs
 from autosplit.runtime.threads import LaneThreads
@@ -187,6 +188,7 @@ class PipelinedModule(Measured, fx.GraphModule):
         self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, clock: StepClock | None = None
     ) -> torch.Tensor:
         self._core.recordings.check_backward()
+        check_target(loss_fn, target)
         if self._forward_hooks or self._forward_pre_hooks:
             caller = _caller(pytree.tree_leaves((args, kwargs)))
             return engine.whole_step(

@@ -52,6 +52,11 @@ class Costs:
         """How long one step takes, simulated, and what its stages do once per step at most."""
         return self.cut.step_s(self.recompute, order=self.order)
 
+    @property
+    def transfers(self) -> tuple[TransferTime, ...]:
+        """What travels between two stages per microbatch, on the slowest link between their devices."""
+        return self.cut.transfers()
+
 
 def check(
     problem: Problem,
@@ -266,11 +271,11 @@ class _Cut:
             backward_s=backward,
             input_gradient_s=[whole - own for whole, own in zip(backward, weight, strict=True)],
             weight_gradient_s=weight,
-            transfers=self._transfers(),
+            transfers=self.transfers(),
         )
         return step_s + max(once)
 
-    def _transfers(self) -> tuple[TransferTime, ...]:
+    def transfers(self) -> tuple[TransferTime, ...]:
         """Return what travels between stages: each net once per stage that consumes it, all between two in sequence."""
         seconds: dict[tuple[int, int], list[float]] = {}
         for net in self.problem.nets:

@@ -127,13 +127,12 @@ def _host(plan: Plan) -> Iterator[str]:
     if found is None or not found.binds:
         return
     captured = any(note.startswith(GRAPHS) for note in plan.notes)
-    graphs = "" if captured else f"{GRAPHS} (one launch per stage, part and microbatch) or "
-    takes = "takes" if captured else "take"
+    graphs = "" if captured else f"; {GRAPHS} makes one launch of each stage, part and microbatch"
     threads = "one host thread issues" if plan.issue_threads == 1 else f"{plan.issue_threads} host threads each issue"
     yield (
         f"host-bound: {threads} kernels for {format_seconds(found.issue_s)} per step, the devices need "
-        f"{format_seconds(found.devices_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer kernels, "
-        f"{graphs}a process per device (torchrun) {takes} the issue off one thread"
+        f"{format_seconds(found.devices_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer "
+        f"kernels{graphs}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import cast
 
 from torch import nn
 
+from autosplit.errors import ProfileError
 from autosplit.memory.pieces import Recompute
 from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, again_share
@@ -33,7 +34,7 @@ from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.in_flight import in_flight_of
-from autosplit.schedule.simulate import TransferTime, simulate
+from autosplit.schedule.simulate import simulate
 from autosplit.trace.draw_rules import with_plain_numbers
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.norms import norm_notes
@@ -63,8 +64,8 @@ class Writer:
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
                 return fullest_moments(self._cut, memo=self.case.memo), None
-        except Exception as error:  # a node may do on fake tensors whatever its author wrote: the formula stays
-            return (), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        except ProfileError as error:  # a stage that cannot be replayed: the formula's peaks stay
+            return (), str(error).partition("\n")[0]
 
     @property
     def _cut(self) -> Cut:
@@ -103,7 +104,7 @@ class Writer:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of, wires=self._wires))
-        transfers = self._transfers()
+        transfers = self.partition.costs.transfers
         timeline = simulate(
             self.schedule,
             forward_s=[stage.forward_s for stage in stages],
@@ -281,16 +282,6 @@ class Writer:
     def _home(self, uses: Iterable[str]) -> int:
         return min((self.stage_of[name] for name in uses), default=0)
 
-    def _transfers(self) -> tuple[TransferTime, ...]:
-        seconds: dict[tuple[int, int], tuple[float, float]] = {}
-        stages = self.partition.assignment
-        for net in self.formulation.problem.nets:
-            producer = stages[net.producer]
-            for consumer in sorted({stages[other] for other in net.consumers} - {producer}):
-                forward_s, backward_s = seconds.get((producer, consumer), (0.0, 0.0))
-                seconds[producer, consumer] = forward_s + net.forward_s, backward_s + net.backward_s
-        return tuple(TransferTime(*pair, *both) for pair, both in seconds.items())
-
     def _class_flops(self) -> dict[str, float]:
         """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""
         totals = dict.fromkeys((c.value for c in NodeClass), 0.0)
@@ -330,7 +321,7 @@ class Writer:
         if self.options.graphs and self.options.kernels == "cuda":
             yield self._graphs_note()
         if self.unreplayed is not None:
-            yield f"peaks are the solver's formula: the stages do not run on fake tensors ({self.unreplayed})"
+            yield f"peaks are by the additive formula, not replayed: {self.unreplayed}"
         if self.costs.estimated:
             name, why = next(iter(self.costs.estimated.items()))
             yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"

@@ -7,9 +7,12 @@ Private torch API, used in this file only, tried on torch 2.13: ``torch.autograd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from autosplit.errors import ProfileError
 
 
 def gradients(
@@ -37,3 +40,15 @@ def accumulate(targets: Sequence[torch.Tensor], cotangents: Sequence[torch.Tenso
         torch.autograd.backward(targets, cotangents)
     else:
         run(tuple(targets), tuple(cotangents), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@contextlib.contextmanager
+def on_fakes(what: str) -> Iterator[None]:
+    """Raise ProfileError for what the user's code raises on fake tensors, or torch lacks there."""
+    try:
+        yield
+    except ProfileError:
+        raise
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise ProfileError(f"{what} does not run on fake tensors ({type(error).__name__}: {first})") from error

@@ -30,7 +30,7 @@ from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import Picks, alias, tensors_of
 from autosplit.profile.engine_nodes import Guess, Handed
 from autosplit.profile.fake import as_recorded, empty_value, fake
-from autosplit.profile.gradients import accumulate, gradients
+from autosplit.profile.gradients import accumulate, gradients, on_fakes
 from autosplit.profile.labels import Labels
 from autosplit.profile.late_fake import FakeWorld, LateFakeMode
 from autosplit.profile.ledger import Ledger
@@ -220,7 +220,8 @@ class _Run:
         outputs = [self._loss(t) if n == averaged else t for n, t in named if wanted is None or n in wanted]
         self.goes_back = True
         self._look_at(outputs)
-        self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
+        with on_fakes("a backward"):
+            self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
         self.labels.forget()
         del outputs, named, sent, given
         return forward, self._taken()
@@ -235,7 +236,7 @@ class _Run:
     def _loss(self, value: torch.Tensor) -> torch.Tensor:
         if self.how.loss is None:
             return value.mean()
-        with self.lowering:
+        with on_fakes("the loss"), self.lowering:
             return self.how.loss(value, self.how.rows)
 
     def _backward(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:

@@ -81,16 +81,14 @@ def memory_words(plan: Plan) -> str:
         worst = max(device_verdicts(plan), key=lambda one: one.peak_bytes)
         peak = f"the largest peak is {format_bytes(worst.peak_bytes)} on {_holder(plan, worst)}"
         return f"not judged: no capacity is known (memory_limit= sets one), {peak}"
-    numbers = (
-        f"{_holder(plan, tightest)} needs {needs_words(tightest)}, "
-        f"{tightest.device} has {format_bytes(tightest.capacity_bytes or 0)}"
-    )
+    holder = _holder(plan, tightest)
+    numbers = f"needs {needs_words(tightest)}, {tightest.device} has {format_bytes(tightest.capacity_bytes or 0)}"
     if plan.verdict == "fits":
-        return f"fits; the tightest is {numbers}"
+        return f"fits; the tightest is {holder}: it {numbers}"
     if plan.verdict == "borderline":
-        return f"borderline: {numbers}"
+        return f"borderline: {holder} {numbers}"
     way_out = "" if plan.changes else "; more devices, more chunks or a smaller batch need less"
-    return f"DOES NOT FIT: {numbers}; {term_words(tightest)}{way_out}"
+    return f"DOES NOT FIT: {holder} {numbers}; {term_words(tightest)}{way_out}"
 
 
 def needs_words(device: DeviceVerdict) -> str:

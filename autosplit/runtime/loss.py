@@ -9,6 +9,7 @@ kind              what microbatch m adds                                     for
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,23 @@ def check_reduction(reduction: str) -> None:
     """Raise InputError for a reduction that there is not."""
     if reduction not in REDUCTIONS:
         raise InputError(f"loss_reduction={reduction!r} is not available; valid: {', '.join(map(repr, REDUCTIONS))}")
+
+
+def check_target(loss_fn: Any, target: Any) -> None:
+    """Raise InputError where a loss takes an output and a target, and no target was given."""
+    if loss_fn is None or target is not None or not callable(loss_fn):
+        return
+    try:
+        parameters = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).parameters
+    except (TypeError, ValueError):
+        return
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [name for name, own in parameters.items() if own.kind in kinds and own.default is own.empty]
+    if len(needed) > 1:
+        raise InputError(
+            f"loss_fn takes {' and '.join(needed[:2])}, and there is no target=: positional arguments are the model's "
+            "inputs; write train_step(x, target=y, loss_fn=...)"
+        )
 
 
 def call_loss(loss_fn: Callable[..., Any], output: Any, target: Any) -> torch.Tensor:

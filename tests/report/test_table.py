@@ -159,7 +159,7 @@ def test_memory_names_the_stage_that_is_nearest_to_its_capacity() -> None:
         make_stage(1, peak_bytes=20 * GIB, capacity_bytes=24 * GIB, device="cuda:1"),
     )
     line = line_of(make_plan(stages=stages), label="memory ")
-    assert line == "memory     fits; the tightest is stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB"
+    assert line == "memory     fits; the tightest is stage 1: it needs 20.0 GiB, cuda:1 has 24.0 GiB"
     borderline = line_of(make_plan(stages=stages, fits=None, verdict="borderline"), label="memory ")
     assert borderline == "memory     borderline: stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB"
     refused = line_of(make_plan(stages=stages, fits=False, verdict="no"), label="memory ")

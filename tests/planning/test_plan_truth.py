@@ -1,0 +1,79 @@
+"""A plan says what is so: link times of several hosts, errors as what they are, the fastest recompute that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import plan
+from cost_models import registry
+
+WIDTH, ROWS, CHUNKS = 512, 32, 8
+
+
+def mlp(layers: int = 8, width: int = WIDTH) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
+
+
+def rows(width: int = WIDTH) -> Tensor:
+    return torch.empty(ROWS, width, device="meta")
+
+
+def test_hops_inside_a_host_take_nvlinks_time_in_a_plan_of_several_hosts() -> None:
+    found = plan(mlp(), "2x2xH100-SXM5-80GB", CHUNKS, sample=rows(), schedule="1f1b")
+    seconds = {(one.producer, one.consumer): one.forward_s for one in found.transfers}
+    assert set(seconds) == {(0, 1), (1, 2), (2, 3)}
+    inside = registry.link("H100-SXM5-80GB", "H100-SXM5-80GB").transfer_s(2**25)
+    between = seconds[1, 2]
+    assert seconds[0, 1] == seconds[2, 3] < between / 2
+    assert seconds[0, 1] / between == pytest.approx(inside / network_s(2**25), rel=1e-6)
+
+
+def network_s(count: int) -> float:
+    import cost_models
+
+    machine = cost_models.machine("2x2xH100-SXM5-80GB")
+    link = machine.link(1, 2)
+    return link.latency_s + count / link.bandwidth_bytes_per_s
+
+
+def test_an_internal_error_is_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> object:
+        raise KeyError("a bug of the replay")
+
+    monkeypatch.setattr("autosplit.planning.memory.replay", broken)
+    with pytest.raises(KeyError, match="a bug of the replay"):
+        plan(mlp(), "2xH100-SXM5-80GB", CHUNKS, sample=rows(), schedule="1f1b")
+
+
+class Stubborn(torch.autograd.Function):
+    """Its backward reads a value, which a fake tensor does not have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float(gradient.sum())
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(Stubborn.apply(self.first(x)))
+        return out
+
+
+def test_a_backward_that_does_not_run_on_fakes_is_a_note_and_the_formula_stays() -> None:
+    found = plan(Doubling(), "2xH100-SXM5-80GB", 2, sample=torch.zeros(4, 8), schedule="1f1b")
+    [note] = [note for note in found.notes if "not replayed" in note]
+    assert "a backward does not run on fake tensors" in note
+    assert all(stage.memory.peak_bytes > 0 for stage in found.stages)
