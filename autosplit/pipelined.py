@@ -26,7 +26,6 @@ from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.clock import StepClock, Whole
 from autosplit.runtime.lanes import Lane, caller_lane
-from autosplit.runtime.loss import check_target
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.proof import Proofs
 from autosplit.runtime.threads import LaneThreads
@@ -51,6 +50,8 @@ class _Core:
     off_tape: tuple[str, ...] = ()
     """The random operations of the kind of call that was prepared last whose numbers are not the plain model's."""
     names: dict[str, str] = field(default_factory=dict)
+    stages: tuple[fx.GraphModule, ...] = ()
+    """Those of the call that was prepared last."""
     measured: StepTimeline | None = None
     """What the profiled steps found."""
 
@@ -82,9 +83,8 @@ class PipelinedModule(Measured, fx.GraphModule):
 
     @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
-        """The stages of the last program, as GraphModules; empty before the first call."""
-        kept = self._core.recordings.kept
-        return next(reversed(kept.values()))[0].lowered.stages if kept else ()
+        """The stages of the last call, as GraphModules; empty before the first call and for the module tree."""
+        return self._core.stages
 
     @property
     def draws_as_model(self) -> bool:
@@ -188,7 +188,7 @@ class PipelinedModule(Measured, fx.GraphModule):
         self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, clock: StepClock | None = None
     ) -> torch.Tensor:
         self._core.recordings.check_backward()
-        check_target(loss_fn, target)
+        engine.check_loss(target, loss_fn, reduction)
         if self._forward_hooks or self._forward_pre_hooks:
             caller = _caller(pytree.tree_leaves((args, kwargs)))
             return engine.whole_step(
@@ -311,9 +311,9 @@ class PipelinedModule(Measured, fx.GraphModule):
         recorded = core.recordings.find(key, Sample(*args, **kwargs))
         self._settle(core.recordings.lanes)
         if isinstance(recorded, TreeRun):
-            core.off_tape = ()
+            core.off_tape, core.stages = (), ()
             return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, _caller(tensors)))
-        core.off_tape = recorded.lowered.off_tape
+        core.off_tape, core.stages = recorded.lowered.off_tape, recorded.lowered.stages
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
         lengths = lengths_in(recorded.traced.lengths, tensors)

@@ -57,7 +57,8 @@ class Recordings:
     Attributes:
         plan: what all recordings are cut by; None before the first one when none was given.
         lanes: the lane of each stage, the same object for stages of one lane; empty before the first recording.
-        kept: the recordings by call signature, the newest last; several where they hold for different values only.
+        kept: the recordings by call signature, the one that ran last at the end; several where they hold for different
+            values only.
     """
 
     tree: TreeRun | None = None
@@ -72,7 +73,7 @@ class Recordings:
         self.made = 0
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self._findings: OrderedDict[Any, Findings] = OrderedDict()
-        self._refused: dict[Any, str] = {}
+        self._refused: OrderedDict[Any, str] = OrderedDict()
         self._numbers: dict[Any, set[Any]] = {}
         self._batch_dims: dict[str, int | None] = {}
 
@@ -108,7 +109,9 @@ class Recordings:
         Returns the module tree's run where no graph can follow this kind of call.
         """
         found = self._holding(self.kept.get(key, ()), key, sample)
-        if found is None:
+        if found is not None:
+            _used(self.kept, key)
+        else:
             with _RECORDING, shown(self._work()):
                 try:
                     if key.rest not in self._refused:
@@ -116,6 +119,7 @@ class Recordings:
                 except TraceError as refusal:
                     reason, notes = str(refusal), getattr(refusal, "__notes__", ())
                     self._refuse(key, reason + "".join(f" ({note})" for note in notes))
+                _used(self._refused, key.rest)
                 return self._tree(key, sample, self._refused[key.rest])
         return found
 
@@ -127,7 +131,7 @@ class Recordings:
     def _refuse(self, key: Key, reason: str) -> None:
         self._refused[key.rest] = reason
         while len(self._refused) > _KEPT:
-            self._refused.pop(next(iter(self._refused)))
+            self._refused.popitem(last=False)
 
     def _tree(self, key: Key, sample: Sample, reason: str) -> TreeRun:
         """Return what runs the model's own Python; plan if there is no plan yet."""
@@ -173,6 +177,7 @@ class Recordings:
             recorded = self._record(key, sample)
             recorded.vain = self._vain(key)
         self.kept[key] = (recorded, *own)
+        _used(self.kept, key)
         while len(self.kept) > _KEPT:
             self.kept.popitem(last=False)
         return recorded
@@ -306,6 +311,7 @@ class Recordings:
                 )
             self.made += 1
             self._findings[values] = found.findings
+            _used(self._findings, values)
             while len(self._findings) > _KEPT:
                 self._findings.popitem(last=False)
             self._batch_dims = dict(zip(found.inputs.names, found.inputs.batch_dims, strict=True))
@@ -348,6 +354,12 @@ class Recordings:
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
         graphs = Graphs(lowered, self.lanes) if self.options.graphs else None
         return Recorded(found.graph, lowered, found, kind, self.lanes, graphs=graphs)
+
+
+def _used(cache: OrderedDict[Any, Any], key: Any) -> None:
+    """Make an entry the last one to be dropped."""
+    if key in cache:
+        cache.move_to_end(key)
 
 
 def _lacks_one_row(wide: Recorded, key: Key) -> bool:

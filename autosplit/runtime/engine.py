@@ -43,9 +43,7 @@ def train_step(
     ``whole`` runs the ordinary program on the step; it is used where the loss needs the whole batch at once.
     ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
-    losses.check_reduction(reduction)
     if loss_fn is None:
-        _check_no_loss(target, reduction)
         own = own_loss.in_schedule(step) if len(step.sizes) > 1 else None
         if own is not None:
             return train_cells.run(step, own, None, threads)
@@ -153,8 +151,6 @@ def whole_step(
 
     ``lanes`` are the stages' and last the caller's, as they are when ``whole`` has run.
     """
-    if loss_fn is None:
-        _check_no_loss(target, "auto")
     if timed is not None:
         timed.clock.start_whole(lanes(), timed.why)
     with torch.inference_mode(False), torch.enable_grad():
@@ -174,7 +170,12 @@ def _timed(step: Step) -> Whole | None:
     return Whole.of(step.clock, why)
 
 
-def _check_no_loss(target: Any, reduction: str) -> None:
+def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:
+    """Raise InputError for a reduction that there is not, and for a target or a loss without the other."""
+    losses.check_reduction(reduction)
+    if loss_fn is not None:
+        losses.check_target(loss_fn, target)
+        return
     for name, given in (("target", target is not None), ("loss_reduction", reduction != "auto")):
         if given:
             raise InputError(

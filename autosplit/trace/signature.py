@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,30 @@ from autosplit.trace.state import Passing
 _SHORT = 32
 _OWN = frozenset(nn.Module().__dict__)
 Shapes = tuple[tuple[int, ...] | None, ...]
+
+
+class Identity:
+    """An object as part of a key: equal to the same object only, never to a later one at the same address.
+
+    It is held by a weak reference, so that a key keeps no tensor alive; one that is gone equals nothing.
+    """
+
+    __slots__ = ("_hash", "_of")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._of: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # it takes no weak reference
+            self._of = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Identity) and (value := self._of()) is not None and value is other._of()
 
 
 @dataclass(frozen=True)
@@ -82,8 +107,10 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
                     continue
                 if isinstance(value, (bool, int, float, str)):
                     structure.append((type(value), value))
-                elif value is None or callable(value) or isinstance(value, torch.Tensor):
-                    structure.append(id(value))
+                elif value is None:
+                    structure.append(None)
+                elif callable(value) or isinstance(value, torch.Tensor):
+                    structure += (Identity(value), signature(value, seen))
                 elif type(value) in (list, tuple, dict, set) and _is_plain(value):
                     structure.append(repr(value))
                 elif (plain := signature(value, seen)) is not None:
@@ -97,7 +124,9 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
 
 def _constant(value: Any) -> Any:
     """Return what tells one input that is no tensor from another."""
-    return (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return Identity(value) if isinstance(value, type) else repr(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,162 @@
+"""Which recording a call runs by: never a stale one; the least recently used goes first; `.stages` of the last call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit, recordings
+from autosplit.errors import InputError
+from tests.equivalence.equality import LANES
+
+WIDTH = 4
+
+
+class Acting(nn.Module):
+    """Calls what its attributes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.act: Any = torch.relu
+
+    def forward(self, value: Tensor, steps: int = 1) -> Tensor:
+        value = self.first(value)
+        for _ in range(steps):
+            value = self.act(value)
+        return self.last(value)
+
+
+class Scale:
+    """A callable with an attribute."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value * self.factor
+
+
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda value: value * factor
+
+
+def value(rows: int = 6) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("make", [scaled, Scale])
+def test_a_callable_at_a_reused_address_is_another_one(make: Callable[[float], Any]) -> None:
+    model = Acting()
+    pipe = autosplit(model, devices=2, chunks=2, recompute="never")
+    for factor in range(1, 6):
+        model.act = None
+        model.act = make(float(factor))
+        torch.testing.assert_close(pipe(value()), model(value()))
+
+
+def test_a_changed_attribute_of_a_callable_is_seen() -> None:
+    model = Acting()
+    model.act = Scale(1.0)
+    pipe = autosplit(model, devices=2, chunks=2)
+    pipe(value())
+    model.act.factor = 3.0
+    torch.testing.assert_close(pipe(value()), model(value()))
+
+
+class Masked(nn.Module):
+    """Holds a tensor as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mask = torch.ones(WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(self.first(value) * self.mask)
+
+
+def test_a_tensor_at_a_reused_address_is_another_one() -> None:
+    model = Masked()
+    pipe = autosplit(model, devices=2, chunks=2)
+    for factor in range(1, 6):
+        del model.mask
+        model.mask = torch.full((WIDTH,), float(factor))
+        torch.testing.assert_close(pipe(value()), model(value()))
+
+
+def test_classes_of_one_name_are_not_one_input() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, value: Tensor, kind: type) -> Tensor:
+            return self.last(kind.act(self.first(value)))
+
+    def kind(act: Any) -> type:
+        return type("Kind", (), {"act": staticmethod(act)})
+
+    model = Net()
+    pipe = autosplit(model, devices=2, chunks=2)
+    for own in (kind(torch.relu), kind(torch.tanh)):
+        torch.testing.assert_close(pipe(value(), own), model(value(), own))
+
+
+def test_the_least_recently_used_recording_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "_KEPT", 2)
+    model = Acting()
+    pipe = autosplit(model, devices=2, chunks=2)
+
+    def made_by(act: Any) -> int:
+        before, model.act = pipe._core.recordings.made, act
+        pipe(value())
+        return pipe._core.recordings.made - before
+
+    assert [made_by(act) for act in (torch.relu, torch.tanh, torch.relu)] == [1, 1, 0]
+    assert [made_by(act) for act in (torch.exp, torch.relu, torch.tanh)] == [1, 0, 1]  # tanh was dropped for exp
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_stages_are_those_of_the_last_call(lanes: str) -> None:
+    pipe = autosplit(Acting(), devices=2, chunks=2, lanes=lanes)
+    assert pipe.stages == ()
+    pipe(value(), 1)
+    first = pipe.stages
+    pipe(value(), 2)
+    second = pipe.stages
+    pipe(value(), 1)
+    assert pipe.stages == first != second
+    pipe.train_step(value(), 2, target=value(), loss_fn=F.mse_loss)
+    assert pipe.stages == second
+
+
+class Whole(nn.Module):
+    """No graph can follow it: it runs by its own Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Any:
+        value = self.first(value)
+        if value.norm().item() > 1e6:
+            value = value / 2
+        return self.last(value)
+
+
+@pytest.mark.parametrize("route", ["graph", "hooks", "tree"])
+def test_a_reduction_that_there_is_not_is_refused_on_every_route(route: str) -> None:
+    model = Whole() if route == "tree" else Acting()
+    pipe = autosplit(model, devices=2, chunks=2)
+    if route == "hooks":
+        pipe.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="loss_reduction='average' is not available"):
+        pipe.train_step(value(), target=value(), loss_fn=F.mse_loss, loss_reduction="average")
+    with pytest.raises(InputError, match="loss_reduction= without loss_fn="):
+        pipe.train_step(value(), loss_reduction="mean")
