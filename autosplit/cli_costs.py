@@ -1,4 +1,4 @@
-"""What ``autosplit profile`` does: a model's costs from its name, and this machine's kernels."""
+"""What ``autosplit profile MODEL`` does: a model's costs from its name."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import torch
 from torch import nn
 
 import cost_models
-from autosplit.cli_common import beside_stdout
 from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli_models import make_model, make_sample
-from autosplit.cli_streams import give
-from autosplit.errors import DeviceError, InputError, TraceError
+from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample, resolve_devices
 from autosplit.planning.sizes import sizes_of
 from autosplit.profile.cache import ProfileCache
-from autosplit.profile.calibrate import calibrate, default_path
 from autosplit.profile.combine import profile
 from autosplit.profile.identity import device_text
 from autosplit.profile.module_costs import module_costs
-from autosplit.progress import phase, update
 from autosplit.report.costs import CostReport, cost_report
 from autosplit.report.tree_costs import tree_report
 from autosplit.trace.inputs import batch_rows, flatten
@@ -174,24 +170,3 @@ def _moved(sample: Sample, device: torch.device) -> Sample:
 
     args, kwargs = torch.utils._pytree.tree_map(move, (sample.args, sample.kwargs))
     return Sample(*args, **kwargs)
-
-
-def calibrate_here(model: str | None, *, device: str | None, quick: bool, save: Path | None) -> None:
-    """Measure this machine's kernels and write what was fitted to them."""
-    if model is not None:
-        raise InputError(f"--calibrate measures this machine, no model; leave {model!r} out, and use the file after it")
-    name = CPU_LANE if device is None else device
-    path = default_path(name) if save is None else save
-
-    def show(_: str, done: float) -> None:
-        update(round(100 * done))
-
-    try:
-        with beside_stdout(), phase("timing kernels", total=100):
-            found = calibrate(name, quick=quick, progress=show)
-        found.save(path)
-    except ValueError as error:
-        raise DeviceError(str(error)) from error
-    except OSError as error:
-        raise InputError(f"--save {str(path)!r}: {error.strerror}") from error
-    give(f"wrote {path}; use it by --device {path}")

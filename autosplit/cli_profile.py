@@ -81,7 +81,7 @@ def profile_command(
     def answer() -> int:
         if calibration:
             Outputs.of(save=save)
-            from autosplit.cli_costs import calibrate_here
+            from autosplit.cli_calibrate import calibrate_here
 
             calibrate_here(model, device=device, quick=quick, save=save)
             return DONE

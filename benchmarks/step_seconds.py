@@ -61,9 +61,7 @@ class Subject:
         torch.manual_seed(0)
         rows = max(CHUNKS, family.rows)
         batch = (family.target(rows), *family.batch(rows))
-        pipe = autosplit(
-            WithLoss(family), devices=["cpu"] * devices, chunks=CHUNKS, sample=batch, schedule=schedule
-        )
+        pipe = autosplit(WithLoss(family), devices=["cpu"] * devices, chunks=CHUNKS, sample=batch, schedule=schedule)
         return cls(family.name, schedule, pipe, batch)
 
     def step(self) -> None:

@@ -190,12 +190,15 @@ def _fitted(key: tuple[str, DType], samples: Sequence[tuple[OpWork, float]]) -> 
     )
 
 
-def robust_costs(rows: Sequence[Sequence[float]], times_s: Sequence[float]) -> list[float]:
+def robust_costs(
+    rows: Sequence[Sequence[float]], times_s: Sequence[float], *, parts_of_s: Sequence[float] | None = None
+) -> list[float]:
     """Return non-negative costs of the amounts in ``rows`` that explain the times.
 
     Least squares of relative errors, repeated with errors above 15% weighted down (Huber, Ann. Math. Stat. 1964).
+    Errors are relative to the times, or to ``parts_of_s``, where the times are parts of longer ones.
     """
-    scales = [1 / (seconds + _NOISE_S) for seconds in times_s]
+    scales = [1 / (seconds + _NOISE_S) for seconds in (times_s if parts_of_s is None else parts_of_s)]
     weights = [1.0] * len(rows)
     costs: list[float] = []
     for _ in range(_ROUNDS):

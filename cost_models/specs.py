@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -105,6 +105,51 @@ class LinkSpec(Spec):
         return ["bandwidth_bytes_per_s", "latency_s"]
 
 
+class StepSpec(Spec):
+    """What a training step takes beside its operations, on lanes of one host.
+
+    Attributes:
+        step_s: once per step: set-up, waking the lanes, handing the gradients over.
+        action_s: each action of a lane: taking its inputs, handing its results on.
+        gradient_byte_s: each byte of a parameter's gradient that a microbatch adds to the sum.
+        fresh_byte_s: each byte that microbatches in flight hold at most: memory that the system hands out anew.
+        overlap: the share by which work takes longer while the other lanes work too, on the memory that they share.
+    """
+
+    step_s: Overhead
+    action_s: Overhead
+    gradient_byte_s: Overhead
+    fresh_byte_s: Overhead
+    overlap: Annotated[float, Field(ge=0, le=8)]
+
+    def seconds(self, amounts: StepAmounts) -> float:
+        """Return what a step of these amounts takes beside its operations."""
+        costs = (self.step_s, self.action_s, self.gradient_byte_s, self.fresh_byte_s, self.overlap)
+        return sum(cost * amount for cost, amount in zip(costs, amounts, strict=True))
+
+    def figures(self) -> list[str]:
+        """Return the name of every figure that needs a source."""
+        return ["step_s", "action_s", "gradient_byte_s", "fresh_byte_s", "overlap"]
+
+
+class StepAmounts(NamedTuple):
+    """What `StepSpec` has a cost for, of one step.
+
+    Attributes:
+        steps: 1.
+        actions: of the lane that has the most.
+        gradient_bytes: that microbatches add to sums, of the lane that adds the most.
+        held_bytes: the most that microbatches in flight hold on the lane that holds the most.
+        overlapped_s: how long that lane works while the others do.
+    """
+
+    steps: int
+    actions: int
+    gradient_bytes: int
+    held_bytes: int
+    overlapped_s: float
+
+
 class DeviceSpec(Spec):
     """One device: its memory, its arithmetic, and the links that leave it.
 
@@ -121,6 +166,7 @@ class DeviceSpec(Spec):
         host_link: the way to the host's memory.
         peer_link: a direct way to devices of its kind, or None when transfers go through the host.
         peer_group: how many neighbours share the peer link, the device included; None for all of its host.
+        step: what a training step takes beside its operations; None where that is not known.
         compute_capability: CUDA's, such as ``9.0``, or AMD's architecture, such as ``gfx942``.
         multiprocessors: CUDA's multiprocessors or AMD's compute units.
         notes: what else a reader should know.
@@ -138,6 +184,7 @@ class DeviceSpec(Spec):
     host_link: LinkSpec
     peer_link: LinkSpec | None = None
     peer_group: Annotated[int, Field(ge=2)] | None = None
+    step: StepSpec | None = None
     compute_capability: str | None = None
     multiprocessors: PositiveInt | None = None
     notes: str = ""

@@ -49,6 +49,14 @@ def _cuda_is_available() -> bool:
         return torch.cuda.is_available()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep a calibration in the user's cache folder out of every prediction."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)

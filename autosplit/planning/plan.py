@@ -67,6 +67,8 @@ class Plan(Record):
     """A schedule of the caller's own, lane by lane, in text form; empty where ``schedule`` is one of autosplit's."""
     optimizer: str
     step_s: Seconds
+    overhead_s: Seconds = 0.0
+    """The part of ``step_s`` that is no work of the model: the runtime's, and lanes that share the host's memory."""
     bubble: float
     bottleneck_s: Seconds
     lower_bound_s: Seconds
@@ -156,7 +158,7 @@ class Plan(Record):
         """By how much, relatively, a better cut could be better at most; infinite where no bound is known."""
         if self.status == "optimal":
             return 0.0
-        value_s = self.step_s if self.objective == "step_time" else self.bottleneck_s
+        value_s = self.step_s - self.overhead_s if self.objective == "step_time" else self.bottleneck_s
         return max(0.0, value_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else math.inf
 
     def to_json(self) -> str:

@@ -9,7 +9,9 @@ from typing import get_args
 import torch
 
 from autosplit.options import Options
+from autosplit.profile.calibrate import default_path
 from cost_models import registry
+from cost_models.calibration import Calibrated
 from cost_models.specs import DeviceSpec
 from cost_models.work import DType
 
@@ -51,7 +53,13 @@ def spec_of(driver_name: str) -> DeviceSpec:
 
     What the model computes there can be computed: arithmetic without a rate is taken to be converted, at the fp32 rate.
     """
-    known = registry.identify(driver_name) if driver_name else registry.device("cpu-lane")
+    known = registry.identify(driver_name) if driver_name else _cpu_lane()
     known = known or registry.device(_UNKNOWN)
     rates = {dtype: known.peak("fp32") for dtype in get_args(DType) if dtype not in known.dtypes}
     return known.model_copy(update={"emulated_flops_per_s": {**known.emulated_flops_per_s, **rates}})
+
+
+def _cpu_lane() -> DeviceSpec:
+    """Return this machine's CPU lane as it was calibrated, else the one of the project."""
+    path = default_path()
+    return Calibrated.load(path).fallback.device if path.is_file() else registry.device("cpu-lane")

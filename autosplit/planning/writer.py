@@ -29,6 +29,7 @@ from autosplit.planning.ranges import peak_ranges
 from autosplit.planning.reasons import GRAPHS
 from autosplit.planning.records import StageMemory, StagePlan, Transfer
 from autosplit.planning.specs import notes_on_unknown
+from autosplit.planning.step_overhead import overhead_s
 from autosplit.planning.verdicts import judged
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
@@ -114,6 +115,8 @@ class Writer:
             transfers=transfers,
         )
         fits = fit_of(stages)
+        extra_s = overhead_s(self.options, stages, self.schedule, timeline)
+        beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s
         made = Plan(
             fingerprint=fingerprint(self.model, self.traced),
             devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
@@ -129,9 +132,8 @@ class Writer:
             machine=None if self.options.machine is None else self.options.machine.name,
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
-            step_s=self.partition.costs.step_s
-            + shared_s(self.traced, self.costs)
-            + sent_s(boundaries, self.costs, self.options),
+            step_s=self.partition.costs.step_s + beside_s,
+            overhead_s=extra_s,
             bubble=timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),

@@ -35,6 +35,8 @@ def prediction(plan: Plan) -> Section:
     ratio = f"{max(totals) / mean:.2f}" if mean else "1.00"
     steps = plan.objective == "step_time"
     step = f"{format_seconds(plan.step_s)}, bubble {plan.bubble:.1%}"
+    if plan.overhead_s:
+        step += f", {format_seconds(plan.overhead_s)} of it the runtime's and for lanes that share the host's memory"
     bottleneck = f"{format_seconds(plan.bottleneck_s)} per microbatch"
     facts = (
         ("step", f"{step}, {proof(plan)}" if steps else step),
