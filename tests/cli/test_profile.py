@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autosplit import cli, cli_costs, progress
+from autosplit import cli, cli_calibrate, progress
 from autosplit.profile import measured
 from autosplit.report.costs import CostReport
 from cost_models import DeviceSpec, OpWork, device
@@ -213,12 +213,17 @@ def test_calibrating_writes_a_file_that_a_profile_takes(
 
     told: list[Any] = []
 
-    monkeypatch.setattr(cli_costs, "calibrate", fake)
+    costs = dict.fromkeys(("step_s", "action_s", "gradient_byte_s", "fresh_byte_s", "overlap"), 0.5)
+    monkeypatch.setattr(cli_calibrate, "calibrate", fake)
+    monkeypatch.setattr(cli_calibrate, "step_costs", lambda chosen, *, steps: costs)
     path = tmp_path / "here.json"
     with progress.listening(Told()):
         result = run("--calibrate", "--quick", "--save", str(path))
     assert result.exit_code == 0, result.output
-    assert told == [("timing kernels", 100), 50, "ended"]
+    assert told == [("timing kernels", 100), 50, "ended", ("timing steps", None), "ended"]
+    step = Calibrated.load(path).fallback.device.step
+    assert step is not None
+    assert step.overlap == 0.5
     assert asked == [("cpu-lane", True)]
     assert result.stdout == f"wrote {path}; use it by --device {path}\n"
     assert result.stderr == "", "what does not end on a terminal is quiet"
