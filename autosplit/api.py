@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from torch import fx, nn
 
 from autosplit.aside import checked
 from autosplit.checks import choose, resolve_machine
-from autosplit.choices import BATCH_NORM, FIND
+from autosplit.choices import BATCH_NORM, FIND, RESERVE
 from autosplit.errors import InputError
 from autosplit.garbage import rare_collections
 from autosplit.options import (
@@ -49,6 +48,7 @@ def autosplit(
     virtual_stages: int = 1,
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
+    reserve: int | float | str | None = RESERVE,
     optimizer: str | int = "adamw",
     precision: str | None = None,
     plan: Plan | str | Path | None = None,
@@ -75,7 +75,9 @@ def autosplit(
             as `torch.distributed.pipelining` has it, a row per device, with cells such as 0F0.
         virtual_stages: stages per device: 2 or more under interleaved and looped_bfs, 2 under zb_v, else 1; left out,
             what the schedule takes.
-        memory_limit: bytes per device that the plan must respect, or text such as "70GiB".
+        memory_limit: bytes per device that the plan must respect, or text such as "70GiB"; taken literally.
+        reserve: what each device keeps free where no limit is given: bytes, text such as "2GiB", or "3%" of the device.
+            Plans keep out of it where they can; a peak that reaches into it is borderline.
         optimizer: what the memory prediction assumes: "adamw", "adam", "momentum", "sgd", "none", or state bytes per
             parameter element.
         plan: a `Plan` or the path of a saved one, to be followed instead of planning: its stages, schedule and chunks.
@@ -118,6 +120,7 @@ def autosplit(
         virtual_stages=virtual_stages,
         recompute=recompute,
         memory_limit=memory_limit,
+        reserve=reserve,
         optimizer=optimizer,
         pinned=pinned,
     )
@@ -154,7 +157,7 @@ def plan(
     virtual_stages: int = 1,
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
-    reserve: int | float | str | None = None,
+    reserve: int | float | str | None = RESERVE,
     find: str = "best",
     plan: Plan | str | Path | None = None,
 ) -> Plan:
@@ -176,7 +179,8 @@ def plan(
             and gradients; fp32 weights count as state of the optimizer), or None: as the model is.
         schedule, virtual_stages, recompute: as in `autosplit`; "auto" searches.
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
-        reserve: bytes per device to keep free of that.
+        reserve: what each device keeps free: bytes, text such as "2GiB", or "3%" of the device, which does not count
+            under a ``memory_limit``. Plans keep out of it where they can; a peak that reaches into it is borderline.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
@@ -241,10 +245,10 @@ def _given(model: nn.Module, sample: Any) -> Sample:
 def _check_room(options: Options) -> None:
     """Raise InputError where the reserve leaves nothing of a device."""
     for lane in range(len(options.devices)):
-        whole = replace(options, reserve_bytes=0).capacity_bytes(lane)
-        if whole is not None and whole <= options.reserve_bytes:
+        whole, reserve = options.capacity_bytes(lane), options.reserved_bytes(lane)
+        if whole is not None and whole <= reserve:
             raise InputError(
-                f"reserve={options.reserve_bytes} ({format_bytes(options.reserve_bytes)}) leaves nothing of the "
+                f"reserve={reserve} ({format_bytes(reserve)}) leaves nothing of the "
                 f"{format_bytes(whole)} that {options.device_name(lane)} may use; reserve less"
             )
 

@@ -82,12 +82,26 @@ def check_memory_limit(limit: int | float | str | None) -> int | None:
     return limit_bytes
 
 
-def check_reserve(reserve: int | float | str | None) -> int:
-    """Return the bytes that every device keeps free, from a number or a text such as "2GiB"; None is none."""
+def check_reserve(reserve: int | float | str | None) -> int | float:
+    """Return what every device keeps free: bytes as an int, or of a text such as "3%" the share; None is none."""
+    if isinstance(reserve, str) and reserve.strip().endswith("%"):
+        return _share(reserve)
     reserve_bytes = 0 if reserve is None else _bytes("reserve", reserve)
     if reserve_bytes < 0:
-        raise InputError(f"reserve={reserve!r}: give a number of bytes that is not negative, or text such as '2GiB'")
+        raise InputError(
+            f"reserve={reserve!r}: give a number of bytes that is not negative, or text such as '2GiB' or '3%'"
+        )
     return reserve_bytes
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError as error:
+        raise InputError(f"reserve={text!r} is no percentage; write a number before the sign, such as '3%'") from error
+    if not 0 <= share < 1:
+        raise InputError(f"reserve={text!r}: give a percentage from 0% to less than 100% of a device")
+    return share
 
 
 def _bytes(name: str, value: Any) -> int:

@@ -99,7 +99,7 @@ Precision = Annotated[
     typer.Option(help=f"{', '.join(PRECISIONS)} (default: as the model is).", autocompletion=complete(*PRECISIONS)),
 ]
 MemoryLimit = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use, such as 70GiB.")]
-Reserve = Annotated[str | None, typer.Option(metavar="BYTES", help="What to leave free on a device, such as 2GiB.")]
+Reserve = Annotated[str, typer.Option(metavar="BYTES", help="What to leave free on a device, such as 2GiB or 3%.")]
 Mode = Annotated[bool | None, typer.Option("--train/--eval", help="Mode of the model (default: as made).")]
 PlanFile = Annotated[Path | None, typer.Option(help="Use this saved plan instead of a new one.")]
 Moves = Annotated[

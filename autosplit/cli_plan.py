@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autosplit.aside import second_core
+from autosplit.choices import RESERVE
 from autosplit.cli_common import (
     AsJson,
     Batch,
@@ -113,7 +114,7 @@ def plan_command(
     optimizer: Optimizer = "adamw",
     precision: Precision = None,
     memory_limit: MemoryLimit = None,
-    reserve: Reserve = None,
+    reserve: Reserve = RESERVE,
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
     train: Mode = None,

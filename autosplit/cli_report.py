@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autosplit.choices import RESERVE
 from autosplit.cli_common import (
     MODEL_HELP,
     AsJson,
@@ -20,6 +21,7 @@ from autosplit.cli_common import (
     Optimizer,
     PlanFile,
     Recompute,
+    Reserve,
     ScheduleName,
     Seed,
     Sequence,
@@ -97,6 +99,7 @@ def report_command(
     recompute: Recompute = "auto",
     optimizer: Optimizer = "adamw",
     memory_limit: MemoryLimit = None,
+    reserve: Reserve = RESERVE,
     train: Mode = None,
     seed: Seed = 0,
     measure: Measure = False,
@@ -126,7 +129,8 @@ def report_command(
             own = torch_devices(devices)
             count = needed("--chunks", chunks, "a number of microbatches")
             order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
-            choices = {"chunks": count, "optimizer": optimizer_of(optimizer), "memory_limit": memory_limit} | order
+            room = {"memory_limit": memory_limit, "reserve": reserve}
+            choices = {"chunks": count, "optimizer": optimizer_of(optimizer)} | order | room
             pinned = pinned_plan(plan, move)
             check_choices(own, pinned, choices)
             if measure and schedule == "forward":

@@ -92,8 +92,8 @@ class Options:
     """Whether cells run as CUDA graphs."""
     machine: MachineSpec | None = None
     """The machine on paper that is planned for, one device per lane; ``devices`` only stand for them then."""
-    reserve_bytes: int = 0
-    """What every device keeps free, of the limit or of what it has."""
+    reserve: int | float = 0
+    """What every device keeps free: bytes, or as a float a share of what it has; a peak in it is borderline."""
     precision: str | None = None
     """What training runs in, on paper; None: as the model is. The model that is planned has that dtype already."""
     loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
@@ -115,14 +115,26 @@ class Options:
     def capacity_bytes(self, lane: int) -> int | None:
         """Return the bytes that one of the devices may use; None where that is not known.
 
-        That is the limit that was given, else what the device has for tensors, less the reserve.
+        That is the limit that was given, else what the device has for tensors.
         """
         device, limit = self.devices[lane], self.memory_limit
         if limit is None and self.machine is not None:
             limit = self.machine.devices[lane].usable_bytes
         elif limit is None and device.type == "cuda":
             limit = int(torch.cuda.get_device_properties(device).total_memory)
-        return None if limit is None else max(0, limit - self.reserve_bytes)
+        return limit
+
+    def reserved_bytes(self, lane: int) -> int:
+        """Return what one of the devices keeps free of that; a share is of a device, and leaves a limit as it is."""
+        capacity = self.capacity_bytes(lane)
+        if capacity is None or (isinstance(self.reserve, float) and self.memory_limit is not None):
+            return 0
+        return round(self.reserve * capacity) if isinstance(self.reserve, float) else self.reserve
+
+    def room_bytes(self, lane: int) -> int | None:
+        """Return what one of the devices surely has room for; None where that is not known."""
+        capacity = self.capacity_bytes(lane)
+        return None if capacity is None else max(0, capacity - self.reserved_bytes(lane))
 
     def device_name(self, lane: int) -> str:
         """Return what a plan calls one of the devices."""

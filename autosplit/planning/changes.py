@@ -320,8 +320,9 @@ class _Kinds:
         present = machine.devices[0]
         for spec in larger(present):
             text = f"{self.own.devices}x{spec.name}"
-            usable = max(0, (spec.usable_bytes or 0) - self.options.reserve_bytes)
-            fields: dict[str, object] = {"capacity_bytes": usable, "seconds": slowdown(present, spec)}
+            usable, reserve = spec.usable_bytes or 0, self.options.reserve
+            room = max(0, usable - round(reserve * usable if isinstance(reserve, float) else reserve))
+            fields: dict[str, object] = {"capacity_bytes": room, "seconds": slowdown(present, spec)}
             yield _Candidate(("device",), text, {"devices": text}, fields)
 
     def _optimizer(self) -> Iterator[_Candidate]:

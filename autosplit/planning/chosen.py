@@ -34,7 +34,7 @@ class Chosen:
     schedule: Asked
     recompute: tuple[str, ...] | None
     memory_limit: int | None
-    reserve_bytes: int
+    reserve: int | float
     optimizer: str | int
     precision: str | None
 
@@ -47,7 +47,7 @@ class Chosen:
             "actions": self.schedule.actions,
             "recompute": self.recompute,
             "memory_limit": self.memory_limit,
-            "reserve_bytes": self.reserve_bytes,
+            "reserve": self.reserve,
             "optimizer": self.optimizer,
             "precision": self.precision,
         }

@@ -192,4 +192,5 @@ def _binds(plan: Plan) -> str:
     needs, has = format_bytes(device.peak_bytes), format_bytes(device.capacity_bytes or 0)
     if needs == has and not high:
         needs = f"{device.peak_bytes:,} bytes"
-    return f"device {device.lane} needs {needs}{high} of {has}, most of it {device.term}"
+    free = f", {format_bytes(device.reserve_bytes)} of them in reserve" if device.reserve_bytes else ""
+    return f"device {device.lane} needs {needs}{high} of {has}{free}, most of it {device.term}"

@@ -32,6 +32,7 @@ class Finished:
     """The cut of the units that it comes from, and what its stages recompute."""
     writer: Writer
     limits: tuple[float, ...]
+    """What each device surely has room for."""
 
     @property
     def peaks(self) -> list[int]:
@@ -63,9 +64,9 @@ class Finished:
         """Whether it fits, by the ranges of all devices."""
         if self.sure:
             return "fits"
-        return (
-            "borderline" if all(low <= own for low, own in zip(self.writer.lows(), self.limits, strict=False)) else "no"
-        )
+        capacities = map(self.entry.options.capacity_bytes, range(len(self.limits)))
+        lows = zip(self.writer.lows(), capacities, strict=False)
+        return "borderline" if all(own is None or low <= own for low, own in lows) else "no"
 
     @property
     def rank(self) -> tuple[float, ...]:

@@ -166,7 +166,7 @@ class _Formulator:
         if self.full:
             works.append(self._epilogue(static[len(self.micro)]))
             names.append(tuple(info.name for info in self.full))
-        limits = [self.options.capacity_bytes(lane) for lane in range(len(self.options.devices))]
+        limits = [self.options.room_bytes(lane) for lane in range(len(self.options.devices))]
         problem = Problem(
             tuple(works),
             tuple(self._nets()),

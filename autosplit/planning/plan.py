@@ -35,7 +35,9 @@ from autosplit.trace.findings import Proof
 VERSION = 1
 MOST_CHUNKS = 2**16
 """More microbatches than this are no plan that anybody could follow."""
-_NOT_NEGATIVE = tuple(f"{name}_bytes" for name in "parameter buffer gradient optimizer peak capacity low high".split())
+_NOT_NEGATIVE = tuple(
+    f"{name}_bytes" for name in "parameter buffer gradient optimizer peak capacity reserve low high".split()
+)
 """What a stage's memory has none less of; the rest may be differences."""
 _WAY_OUT = "write one with plan.save(path)"
 _REASONS = {"extra_forbidden": "there is no such field", "missing": "this field is missing"}
@@ -74,7 +76,11 @@ class Plan(Record):
     lower_bound_s: Seconds
     status: Literal["optimal", "bounded"]
     objective: Literal["bottleneck", "step_time"] = "bottleneck"
-    """What the cut makes least: ``bottleneck_s`` or ``step_s``; ``lower_bound_s`` bounds it over all cuts."""
+    """What the cut makes least: ``bottleneck_s`` or ``step_s``.
+
+    ``lower_bound_s`` bounds it over all cuts for the same devices, schedule and chunks that recompute at least as much
+    as the stage that recomputes least; another schedule, other chunks or less recompute may be faster.
+    """
     fits: bool | None
     verdict: Literal["fits", "borderline", "no"]
     class_flops: dict[str, float]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
 from autosplit.partition.problem import RECOMPUTE, Problem, again_share
 from autosplit.partition.solve import Partition, solve
+from autosplit.planning.writer import Writer
 
-Found = TypeVar("Found")
+_ALIKE = 1e-6
+"""Steps are alike that differ by less."""
 
 
 def ways(asked: Sequence[str] | None) -> Iterator[tuple[str, ...]]:
-    """Yield what the solver may choose among per stage, one way after the other until one fits; None: "auto".
+    """Yield what the solver may choose among per stage; None: "auto".
 
     The solver's formula and the replayed peaks may differ by block or by stage, so each is also tried alone.
     """
@@ -28,14 +29,31 @@ def ways(asked: Sequence[str] | None) -> Iterator[tuple[str, ...]]:
     yield ("block",)
 
 
-def first_that_fits(asked: Sequence[str] | None, cut: Callable[[tuple[str, ...]], Found]) -> Found:
-    """Return the first answer that fits; raises the InfeasibleError of the way that would need the least."""
+def fastest_that_fits(
+    asked: Sequence[str] | None, cut: Callable[[tuple[str, ...]], Writer], *, least_s: Callable[[], float]
+) -> Writer:
+    """Return the answer with the shortest step; raises the InfeasibleError of the way that would need the least.
+
+    ``least_s`` returns a step that none is shorter than: an answer that reaches it ends the search.
+    """
     errors: list[InfeasibleError] = []
+    best: Writer | None = None
+    shortest_s: float | None = None
     for way in ways(asked):
         try:
-            return cut(way)
+            found = cut(way)
         except InfeasibleError as error:
             errors.append(error)
+            continue
+        if best is None or found.partition.costs.step_s < best.partition.costs.step_s:
+            best = found
+        if asked is not None or found.formulation.problem.capacity_bytes is None:
+            break
+        shortest_s = least_s() if shortest_s is None else shortest_s
+        if best.partition.costs.step_s <= shortest_s * (1 + _ALIKE):
+            break
+    if best is not None:
+        return best
     raise min(errors, key=lambda error: float("inf") if error.smallest_bytes is None else error.smallest_bytes)
 
 

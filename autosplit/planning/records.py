@@ -34,6 +34,8 @@ class StageMemory(Record):
     transient_bytes: Count
     peak_bytes: Count
     capacity_bytes: Count | None = None
+    reserve_bytes: Count = 0
+    """What of the capacity is kept free: a peak that reaches into it is borderline."""
     low_bytes: Count | None = None
     """The least that the peak may come out as, where the prediction has a range; likewise ``high_bytes``, the most."""
     high_bytes: Count | None = None

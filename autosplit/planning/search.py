@@ -15,10 +15,10 @@ from autosplit.options import Options
 from autosplit.partition.infeasible import over_capacity
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition, solve, solve_evenly
-from autosplit.planning.case import prepare
+from autosplit.planning.case import Case, prepare
 from autosplit.planning.given import given
 from autosplit.planning.plan import Plan
-from autosplit.planning.recompute import first_that_fits, solve_listed
+from autosplit.planning.recompute import fastest_that_fits, solve_listed
 from autosplit.planning.writer import Writer
 from autosplit.trace.ladder import Trace
 
@@ -32,7 +32,25 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     Raises InfeasibleError when the memory limit cannot hold; warns when there are fewer separable nodes than devices.
     """
     case = prepare(model, found, options, sizes=sizes)
+    try:
+        return _planned(case, found, options)
+    except InfeasibleError:
+        whole = _with_reserve(case)
+        if whole is case:
+            raise
+    return _planned(whole, found, options)
 
+
+def _with_reserve(case: Case) -> Case:
+    """Return the case in which devices may also use what they keep in reserve; itself where there is none."""
+    devices, options = case.problem.devices or (), case.options
+    whole = tuple(replace(own, capacity_bytes=options.capacity_bytes(lane)) for lane, own in enumerate(devices))
+    if whole == devices:
+        return case
+    return replace(case, formulation=replace(case.formulation, problem=replace(case.problem, devices=whole)))
+
+
+def _planned(case: Case, found: Trace, options: Options) -> Plan:
     def written(partition: Partition) -> Writer:
         return Writer(case, partition)
 
@@ -44,10 +62,16 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
             return _listed(case.problem, written, recompute)
         return _cut(replace(case.problem, recompute=recompute), written)
 
-    writer = first_that_fits(options.recompute, cut)
+    writer = fastest_that_fits(options.recompute, cut, least_s=lambda: _least_s(case.problem))
     if case.warning is not None and options.cut is None:
         warnings.warn(case.warning, UserWarning, stacklevel=2)
     return writer.plan()
+
+
+def _least_s(problem: Problem) -> float:
+    """Return the step of the best cut where nothing is recomputed and no limit holds: no other step is shorter."""
+    devices = tuple(replace(own, capacity_bytes=None) for own in problem.devices or ())
+    return solve(replace(problem, devices=devices, recompute=("never",)), objective="step_time").costs.step_s
 
 
 def _cut(problem: Problem, written: Callable[[Partition], Writer]) -> Writer:

@@ -40,7 +40,7 @@ class Setting:
 
     Attributes:
         rows: of one microbatch.
-        capacity_bytes: of every device; None where it is not known.
+        capacity_bytes: of every device, less its reserve; None where it is not known.
         recompute: of every stage.
         static, kept, seconds: shares of the plan's own bytes of state, of activations, and of its times.
     """
@@ -96,7 +96,7 @@ class Sketch:
         """Return the plan's own setting, with the recompute of most of its stages and its least capacity."""
         plan = self.plan
         kinds = [stage.recompute for stage in plan.stages]
-        known = [one.capacity_bytes for one in device_verdicts(plan) if one.capacity_bytes is not None]
+        known = [one.room_bytes for one in device_verdicts(plan) if one.room_bytes is not None]
         return Setting(
             devices=len(plan.devices),
             microbatches=len(plan.microbatch_rows),

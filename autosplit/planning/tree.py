@@ -203,6 +203,7 @@ class _Writer:
                 transient_bytes=memory.transient_bytes,
                 peak_bytes=memory.peak_bytes,
                 capacity_bytes=self.options.capacity_bytes(index),
+                reserve_bytes=self.options.reserved_bytes(index),
             ),
         )
 

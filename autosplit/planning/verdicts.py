@@ -23,6 +23,7 @@ class DeviceVerdict:
         lane: its place among the plan's devices.
         stages: those that it runs.
         low_bytes, high_bytes: between which the peak may come out; both the peak where no range was predicted.
+        reserve_bytes: what of the capacity is kept free.
         verdict: None where no capacity is known.
         states_bytes: parameters, buffers, gradients and optimizer state.
     """
@@ -34,10 +35,16 @@ class DeviceVerdict:
     low_bytes: int
     high_bytes: int
     capacity_bytes: int | None
+    reserve_bytes: int
     verdict: Verdict | None
     states_bytes: int
     activation_bytes: int
     transient_bytes: int
+
+    @property
+    def room_bytes(self) -> int | None:
+        """The capacity less the reserve: what fits there surely fits."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.reserve_bytes
 
     @property
     def term(self) -> Term:
@@ -63,13 +70,29 @@ class DeviceVerdict:
         return self.peak_bytes / max(self.capacity_bytes, 1) if self.capacity_bytes is not None else 0.0
 
 
-def judged(peak: int, capacity: int | None, *, low: int | None = None, high: int | None = None) -> Verdict | None:
-    """Return the verdict on a peak: borderline where the capacity lies in its range; None without a capacity."""
+def judged(
+    peak: int, capacity: int | None, *, low: int | None = None, high: int | None = None, reserve: int = 0
+) -> Verdict | None:
+    """Return the verdict on a peak; None without a capacity.
+
+    It is borderline where its range reaches into the reserve, or the capacity lies in the range.
+    """
     if capacity is None:
         return None
     if low is None or high is None:
-        return "fits" if peak <= capacity else "borderline" if peak <= NEAR * capacity else "no"
-    return "fits" if high <= capacity else "borderline" if low <= capacity else "no"
+        return "fits" if peak <= capacity - reserve else "borderline" if peak <= NEAR * capacity else "no"
+    return "fits" if high <= capacity - reserve else "borderline" if low <= capacity else "no"
+
+
+def verdict_of(memory: StageMemory) -> Verdict | None:
+    """Return the verdict on the device of a stage."""
+    return judged(
+        memory.peak_bytes,
+        memory.capacity_bytes,
+        low=memory.low_bytes,
+        high=memory.high_bytes,
+        reserve=memory.reserve_bytes,
+    )
 
 
 def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
@@ -88,7 +111,8 @@ def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
                 low_bytes=first.peak_bytes if first.low_bytes is None else first.low_bytes,
                 high_bytes=first.peak_bytes if first.high_bytes is None else first.high_bytes,
                 capacity_bytes=first.capacity_bytes,
-                verdict=judged(first.peak_bytes, first.capacity_bytes, low=first.low_bytes, high=first.high_bytes),
+                reserve_bytes=first.reserve_bytes,
+                verdict=verdict_of(first),
                 states_bytes=sum(map(_states_bytes, memory)),
                 activation_bytes=sum(one.activation_bytes for one in memory),
                 transient_bytes=sum(one.transient_bytes for one in memory),

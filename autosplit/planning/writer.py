@@ -30,7 +30,7 @@ from autosplit.planning.reasons import GRAPHS
 from autosplit.planning.records import StageMemory, StagePlan, Transfer
 from autosplit.planning.specs import notes_on_unknown
 from autosplit.planning.step_overhead import overhead_s
-from autosplit.planning.verdicts import judged
+from autosplit.planning.verdicts import verdict_of
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
@@ -198,6 +198,7 @@ class Writer:
             transient_bytes=peak - held if index == running else 0,
             peak_bytes=peak,
             capacity_bytes=self.options.capacity_bytes(lane),
+            reserve_bytes=self.options.reserved_bytes(lane),
             low_bytes=None if lane not in self._ranges else self._ranges[lane].low_bytes,
             high_bytes=None if lane not in self._ranges else self._ranges[lane].high_bytes,
         )
@@ -350,10 +351,7 @@ def fit_of(stages: Sequence[StagePlan]) -> bool | None:
 
     A peak without a range is borderline up to 5% above its capacity; a limit that was given is met.
     """
-    found = {
-        judged(own.peak_bytes, own.capacity_bytes, low=own.low_bytes, high=own.high_bytes)
-        for own in (stage.memory for stage in stages)
-    }
+    found = {verdict_of(stage.memory) for stage in stages}
     if None in found:
         return None
     return False if "no" in found else None if "borderline" in found else True

@@ -64,6 +64,7 @@ def _device(plan: Plan, lane: int) -> dict[str, Any]:
         "low": own[0].low_bytes,
         "high": own[0].high_bytes,
         "capacity": own[0].capacity_bytes,
+        "reserve": own[0].reserve_bytes,
         "parts": [
             sum(memory.parameter_bytes + memory.buffer_bytes for memory in own),
             sum(memory.gradient_bytes for memory in own),

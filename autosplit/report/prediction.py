@@ -49,13 +49,15 @@ def prediction(plan: Plan) -> Section:
 
 
 def proof(plan: Plan) -> str:
-    """Return how far from the best of all cuts the plan's is: the optimum, or a gap."""
-    bound = f"lower bound {format_seconds(plan.lower_bound_s)}"
-    if plan.status == "optimal":
-        return f"{bound}: optimal"
-    if plan.lower_bound_s <= 0:
+    """Return how far from the best cut the plan's is, and of which plans that is the best: others than cuts may win."""
+    if plan.status != "optimal" and plan.lower_bound_s <= 0:
         return "no lower bound is known"
-    return f"{bound}: at most {plan.gap:.1%} above the optimum"
+    again = all(stage.recompute != "never" for stage in plan.stages)
+    fixed = "schedule, chunks and recompute" if again else "schedule and chunks"
+    if plan.status == "optimal":
+        return f"the least of all cuts with the same {fixed}"
+    bound = f"lower bound {format_seconds(plan.lower_bound_s)}"
+    return f"at most {plan.gap:.1%} above the least of all cuts with the same {fixed} ({bound})"
 
 
 def _classes(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -84,7 +86,7 @@ def memory_words(plan: Plan) -> str:
         peak = f"the largest peak is {format_bytes(worst.peak_bytes)} on {_holder(plan, worst)}"
         return f"not judged: no capacity is known (memory_limit= sets one), {peak}"
     holder = _holder(plan, tightest)
-    numbers = f"needs {needs_words(tightest)}, {tightest.device} has {format_bytes(tightest.capacity_bytes or 0)}"
+    numbers = f"needs {needs_words(tightest)}, {tightest.device} has {has_words(tightest)}"
     if plan.verdict == "fits":
         return f"fits; the tightest is {holder}: it {numbers}"
     if plan.verdict == "borderline":
@@ -99,6 +101,12 @@ def needs_words(device: DeviceVerdict) -> str:
     if device.low_bytes == device.high_bytes:
         return peak
     return f"{peak} ({format_bytes(device.low_bytes)} to {format_bytes(device.high_bytes)})"
+
+
+def has_words(device: DeviceVerdict) -> str:
+    """Return a device's capacity, and what of it is kept in reserve."""
+    reserve = f", {format_bytes(device.reserve_bytes)} of it in reserve" if device.reserve_bytes else ""
+    return f"{format_bytes(device.capacity_bytes or 0)}{reserve}"
 
 
 def term_words(device: DeviceVerdict) -> str:

@@ -14,7 +14,7 @@ import cost_models
 from autosplit import autosplit, plan
 from autosplit.memory.range import ESTIMATED_SHARE, peak_range
 
-MIB = 2**20
+GIB, MIB = 2**30, 2**20
 WIDTH, ROWS = 512, 8
 
 
@@ -56,13 +56,15 @@ class Net(nn.Module):
 
 
 def planned(*, devices: int = 2, capacity_bytes: int | None = None, **options: Any) -> Any:
-    usable = cost_models.device("H100-SXM5-80GB").usable_bytes
-    assert usable is not None
+    spec = cost_models.device("H100-SXM5-80GB")
+    assert spec.usable_bytes is not None
+    assert spec.memory_bytes is not None
     with torch.device("meta"):
         model, x = Net(), torch.empty(ROWS, WIDTH)
     if capacity_bytes is not None:
-        options["reserve"] = usable - capacity_bytes
-    return plan(model, f"{devices}xH100-SXM5-80GB", 2, sample=x, schedule="1f1b", recompute="never", **options)
+        spec = spec.model_copy(update={"memory_bytes": spec.memory_bytes - spec.usable_bytes + capacity_bytes})
+    options = {"reserve": 0, "schedule": "1f1b", "recompute": "never"} | options
+    return plan(model, [spec] * devices, 2, sample=x, **options)
 
 
 def test_a_capacity_in_the_range_is_borderline() -> None:
@@ -79,6 +81,16 @@ def test_a_capacity_in_the_range_is_borderline() -> None:
     assert planned(devices=1, capacity_bytes=high - 1).verdict == "borderline"
     assert planned(devices=1, capacity_bytes=low).verdict == "borderline"
     assert planned(devices=1, capacity_bytes=low - 1).verdict == "no"
+
+
+def test_a_peak_in_the_reserve_is_borderline() -> None:
+    stage = max(planned(devices=1).stages, key=lambda stage: stage.memory.peak_bytes)
+    low, high = stage.memory.low_bytes, stage.memory.high_bytes
+    assert planned(devices=1, capacity_bytes=high + GIB, reserve=GIB).verdict == "fits"
+    found = planned(devices=1, capacity_bytes=high + GIB, reserve=GIB + 1)
+    assert (found.verdict, found.fits) == ("borderline", None)
+    assert planned(devices=1, capacity_bytes=low, reserve=MIB).verdict == "borderline"
+    assert planned(devices=1, capacity_bytes=low - 1, reserve=0).verdict == "no"
 
 
 def test_a_limit_that_was_given_is_held_by_the_peak_alone() -> None:

@@ -104,16 +104,18 @@ def test_a_precision_says_what_a_parameter_takes(
     assert found.precision == precision
 
 
-def test_capacities_are_those_of_the_devices_less_the_reserve() -> None:
-    def capacities(**asked: object) -> list[int | None]:
+def test_a_reserve_is_of_the_devices_and_a_limit_is_literal() -> None:
+    def capacities(**asked: object) -> list[tuple[int | None, int]]:
         made = plan(blocks(4), ["A100-SXM4-80GB", "L4-24GB"], 2, sample=torch.randn(4, 64), schedule="1f1b", **asked)
-        return [stage.memory.capacity_bytes for stage in made.stages]
+        return [(stage.memory.capacity_bytes, stage.memory.reserve_bytes) for stage in made.stages]
 
-    whole = capacities()
+    whole = [size for size, _ in capacities()]
     assert whole[0] > 3 * whole[1] > 60 * 2**30
-    assert capacities(reserve="2GiB") == [count - 2 * 2**30 for count in whole]
-    assert capacities(memory_limit="1GiB") == [2**30, 2**30]
-    assert capacities(memory_limit="1GiB", reserve="24MiB") == [1000 * 2**20] * 2
+    assert capacities() == capacities(reserve="3%") == [(size, round(0.03 * size)) for size in whole]
+    assert capacities(reserve="2GiB") == [(size, 2 * 2**30) for size in whole]
+    assert capacities(reserve=0) == [(size, 0) for size in whole]
+    assert capacities(memory_limit="1GiB") == [(2**30, 0)] * 2
+    assert capacities(memory_limit="1GiB", reserve="24MiB") == [(2**30, 24 * 2**20)] * 2
 
 
 def test_links_are_those_between_neighbours() -> None:
@@ -145,6 +147,8 @@ def test_devices_that_are_not_known_are_told(devices: object, message: str) -> N
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"reserve": "-1GiB"}, "is no size in bytes"),
         ({"reserve": -1}, "reserve=-1"),
+        ({"reserve": "three%"}, "reserve='three%' is no percentage"),
+        ({"reserve": "100%"}, "from 0% to less than 100% of a device"),
         ({"reserve": "30GiB"}, r"30\.0 GiB\) leaves nothing of the 21\.6 GiB that L4-24GB may use"),
         ({"reserve": 8, "memory_limit": 8}, r"reserve=8 \(8 B\) leaves nothing of the 8 B"),
         ({"optimizer": "lion"}, "optimizer='lion'"),

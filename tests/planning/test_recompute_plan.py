@@ -50,6 +50,25 @@ def kinds(plan: Plan) -> set[str]:
     return {stage.recompute for stage in plan.stages}
 
 
+def test_auto_is_the_fastest_way_that_fits_not_the_first() -> None:
+    """Without recompute a limit holds too, by a cut that is slower than doing a little again."""
+
+    def own(recompute: tuple[str, ...] | None, limit: int | None = None) -> Plan:
+        devices = (torch.device("cpu"),) * 3
+        options = Options(devices, 4, recompute=recompute, memory_limit=limit, measure=False)
+        layers = (nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()) for _ in range(6))
+        pipe = PipelinedModule(nn.Sequential(*layers), options)
+        pipe(torch.zeros(1024, 16))
+        assert pipe.plan is not None
+        return pipe.plan
+
+    limit = 3 * peak(own(("never",))) // 4
+    never, auto = own(("never",), limit), own(None, limit)
+    assert max(peak(never), peak(auto)) <= limit
+    assert auto.step_s < never.step_s
+    assert kinds(auto) > {"never"}
+
+
 def test_a_limit_that_holds_only_with_recompute_is_met_and_the_plan_says_how() -> None:
     free, never, always, block = (planned(way) for way in (None, ("never",), ("always",), ("block",)))
     assert kinds(free) == {"never"}

@@ -130,12 +130,18 @@ def test_a_plan_without_work_has_no_imbalance() -> None:
 
 
 def test_the_proof_is_optimal_a_gap_or_unknown() -> None:
-    assert line_of(make_plan(), label="bottleneck").endswith("lower bound 37.3 ms: optimal")
+    least = "the least of all cuts with the same schedule and chunks"
+    assert line_of(make_plan(), label="bottleneck").endswith(least)
     gap = make_plan(status="bounded", bottleneck_s=0.050, lower_bound_s=0.040)
-    assert line_of(gap, label="bottleneck").endswith("lower bound 40.0 ms: at most 25.0% above the optimum")
+    assert line_of(gap, label="bottleneck").endswith(
+        "25.0% above the least of all cuts with the same schedule and chunks (lower bound 40.0 ms)"
+    )
     step = make_plan(status="bounded", objective="step_time", step_s=0.2, lower_bound_s=0.16)
-    assert line_of(step, label="step").endswith("lower bound 160 ms: at most 25.0% above the optimum")
+    assert line_of(step, label="step").endswith(f"at most 25.0% above {least} (lower bound 160 ms)")
     assert line_of(step, label="bottleneck").endswith("37.3 ms per microbatch")
+    again = tuple(stage.model_copy(update={"recompute": "block"}) for stage in step.stages)
+    words = line_of(step.model_copy(update={"stages": again}), label="step")
+    assert "the same schedule, chunks and recompute" in words
     unknown = make_plan(status="bounded", lower_bound_s=0.0)
     assert line_of(unknown, label="bottleneck").endswith("no lower bound is known")
 

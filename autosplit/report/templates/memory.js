@@ -163,10 +163,10 @@ class MemoryChart extends LaneChart {
 }
 
 /** Whether a device holds its peak, from the prediction's range; null where no capacity is known. */
-function verdictOf({ peak, low, high, capacity }) {
+function verdictOf({ peak, low, high, capacity, reserve }) {
   if (capacity === null) return null;
   const ranged = low !== null && high !== null;
-  if ((ranged ? high : peak) <= capacity) return "fits";
+  if ((ranged ? high : peak) <= capacity - reserve) return "fits";
   return (ranged ? low : peak / 1.05) <= capacity ? "borderline" : "no";
 }
 
