@@ -98,6 +98,7 @@ def classify(
     output = next(iter(reversed(graph.nodes)))
     rowless = _rowless(batched)
     seeds = {n for n in output.all_input_nodes if n in suspect or n in rowless}
+    seeds |= {n for n in batched if INFO in n.meta and n.meta[INFO].whole and not n.meta[INFO].tensors}
     writers = {n for n in batched if INFO in n.meta and n.meta[INFO].writes}
     counting = {n for n in writers if keeps_statistics(n, root)}
     seeds |= writers - counting

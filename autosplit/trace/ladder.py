@@ -17,6 +17,7 @@ from autosplit.aside import later
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample
 from autosplit.trace import state
+from autosplit.trace.assertions import check_value
 from autosplit.trace.build import RawGraph, build
 from autosplit.trace.check import Runnable, check_recording
 from autosplit.trace.classes import batched_nodes, classify, with_classes
@@ -284,7 +285,10 @@ def _suspects(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> frozens
 
 
 def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
-    raw = _built(model, gathered)
+    """Build the graph that the probe asks: it has rows that are made up, of which the model's checks may not hold."""
+    calls = gathered.recording.calls
+    checks = {index for index, merged in enumerate(calls) if merged.call.target is check_value}
+    raw = build(model, gathered.recording, keep=without_reads(gathered.recording) - checks)
     _mark(raw, gathered.recording)
     decompose(raw)
     return raw

@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from autosplit.trace.assertions import assertion_here, record_check
 from autosplit.trace.calls import Ambient, apply_function, assign_buffer, under
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.recording import (
@@ -38,8 +39,9 @@ from autosplit.trace.recording import (
     source_line,
 )
 from autosplit.trace.repeats import Repeats
-from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way, takes_statistics
+from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
 from autosplit.trace.stacks import is_stack, run_stack
+from autosplit.trace.state_calls import track_state
 from autosplit.trace.structure import Field, flatten_output, projections, tensors_in
 
 
@@ -69,21 +71,21 @@ class Recorder(TorchFunctionMode):
         self.constants: dict[str, Any] = {}
         self.random = RandomWatch()
         self._refs: dict[int, int] = {}
-        self._attributes: dict[int, str] = {}
+        self.attributes: dict[int, str] = {}
         self._keep: list[Any] = []
         self._muted = 0
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: Counter[str] = Counter()
         self._op_counts: Counter[tuple[str, int, str]] = Counter()
         self._storages: defaultdict[int, int] = defaultdict(count().__next__)
-        self._owners: dict[int, str] = {}
+        self.owners: dict[int, str] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._root_ambient = Ambient.current()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self._attributes.setdefault(id(tensor), name)
+            self.attributes.setdefault(id(tensor), name)
             self._keep.append(tensor)
             self._storages.setdefault(tensor.untyped_storage()._cdata, -1)
-            self._owners.setdefault(tensor.untyped_storage()._cdata, name)
+            self.owners.setdefault(tensor.untyped_storage()._cdata, name)
 
     @property
     def path(self) -> str:
@@ -114,8 +116,8 @@ class Recorder(TorchFunctionMode):
         """Return the recorded call or the attribute that a tensor is."""
         if id(tensor) in self._refs:
             return Ref(self._refs[id(tensor)])
-        if id(tensor) in self._attributes:
-            return Attribute(self._attributes[id(tensor)])
+        if id(tensor) in self.attributes:
+            return Attribute(self.attributes[id(tensor)])
         if tensor.requires_grad and not tensor.is_leaf:
             raise self._refusal(
                 f"uses a tensor with gradient history from outside the recorded calls "
@@ -130,12 +132,12 @@ class Recorder(TorchFunctionMode):
 
     def constant(self, value: Any) -> Attribute:
         """Bind any object that the graph must carry as a constant."""
-        if id(value) not in self._attributes:
+        if id(value) not in self.attributes:
             prefix = "_constant" if isinstance(value, torch.Tensor) else "_object"
-            self._attributes[id(value)] = f"{prefix}{len(self.constants)}"
-            self.constants[self._attributes[id(value)]] = value
+            self.attributes[id(value)] = f"{prefix}{len(self.constants)}"
+            self.constants[self.attributes[id(value)]] = value
             self._keep.append(value)
-        return Attribute(self._attributes[id(value)])
+        return Attribute(self.attributes[id(value)])
 
     def encode(self, value: Any) -> Any:
         """Replace tensors in nested arguments by what they are in the recording."""
@@ -217,20 +219,21 @@ class Recorder(TorchFunctionMode):
             if self.random.drew:
                 call.random, call.draws = True, self.random.draws
             self._track_mutation(call, touched, versions)
-            self._track_state(call, inputs)
+            track_state(self, call, inputs)
             ambient = Ambient.current()
             if ambient != self._root_ambient:
                 self._wrap(call, ambient.differing(self._root_ambient))
             tensors = [t for t in flatten_output(out)[0] if isinstance(t, torch.Tensor)]
             if tensors or call.mutates or call.writes:
-                call.name = self._name(kind, label)
+                call.name = self.name_of(kind, label)
                 self.calls.append(call)
                 self._bind(out, len(self.calls) - 1)
             return out
         finally:
             self._muted -= 1
 
-    def _name(self, kind: str, label: str) -> str:
+    def name_of(self, kind: str, label: str) -> str:
+        """Return the stable name of the next call of a kind."""
         path, number = self._stack[-1]
         if kind == "module":
             return f"{path}#{number}"
@@ -247,30 +250,17 @@ class Recorder(TorchFunctionMode):
         for tensor, version in zip(inputs, versions, strict=True):
             key = tensor.untyped_storage()._cdata
             storage = self._storages.get(key, -1)
-            if tensor._version != version and self._attributes.get(id(tensor), "") in self.constants:
+            if tensor._version != version and self.attributes.get(id(tensor), "") in self.constants:
                 raise self._refusal(
                     "changes a tensor in place that is a plain attribute; a graph would hold its "
                     "own: register it as a buffer"
                 )
-            if tensor._version != version and key in self._owners:
-                call.writes += [self._owners[key]] if self._owners[key] not in call.writes else []
+            if tensor._version != version and key in self.owners:
+                call.writes += [self.owners[key]] if self.owners[key] not in call.writes else []
             if storage >= 0:
                 call.reads_storages.append(storage)
                 if tensor._version != version:
                     call.mutates.append(storage)
-
-    def _track_state(self, call: Call, inputs: list[torch.Tensor]) -> None:
-        call.reads += [n for t in inputs if (n := self._attributes.get(id(t))) and n not in self.constants]
-        module = None if call.leaf is None else self.model.get_submodule(call.leaf)
-        if module is not None:
-            call.reads += [self._attributes[id(t)] for t in (*module.parameters(), *module.buffers())]
-        if isinstance(module, STATEFUL_LEAVES) and module.training and module.track_running_stats:
-            own = {self._attributes[id(b)] for b in module.buffers()}
-            call.writes += sorted(own - set(call.writes))
-        elif takes_statistics(call):
-            held = {self._owners.get(tensor.untyped_storage()._cdata) for tensor in inputs}
-            own = {name for name, _ in self.model.named_buffers() if name in held}
-            call.writes += sorted(own - set(call.writes))
 
     def _bind(self, out: Any, index: int) -> None:
         if isinstance(out, torch.Tensor):
@@ -315,11 +305,13 @@ class Recorder(TorchFunctionMode):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is a recorded value, a parameter or a buffer, and no constant."""
-        return id(tensor) in self._refs or self._attributes.get(id(tensor), "_") not in (*self.constants, "_")
+        return id(tensor) in self._refs or self.attributes.get(id(tensor), "_") not in (*self.constants, "_")
 
     def _read(self, func: Any, label: str, args: Any, kwargs: Any) -> Any:
+        if (asserted := assertion_here(label)) is not None:
+            return record_check(self, asserted, func, args, kwargs)
         call = Call("read", func, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
-        call.name, call.source = self._name("read", label.strip("_")), source_line()
+        call.name, call.source = self.name_of("read", label.strip("_")), source_line()
         value = self.reader.read(call, self)
         self.calls.append(call)
         return value
@@ -379,7 +371,7 @@ class Recorder(TorchFunctionMode):
     def finish(self, output: Any, buffers: dict[str, torch.Tensor]) -> Recording:
         """Record buffers that were assigned, and return the recording."""
         for name, tensor in buffers.items():
-            if self._attributes.get(id(tensor)) != name and id(tensor) in self._refs:
+            if self.attributes.get(id(tensor)) != name and id(tensor) in self._refs:
                 path, _, own = name.rpartition(".")
                 table = self.model.get_submodule(path)._buffers
                 args = (self.constant(table), own, self.reference(tensor))
