@@ -27,6 +27,7 @@ from autosplit.runtime.tree_devices import Devices, Moves
 from autosplit.runtime.tree_lanes import Crossing, Over, describe
 from autosplit.trace.calls import Ambient
 from autosplit.trace.module_tree import Doors
+from autosplit.trace.objects import objects_in
 from autosplit.trace.scope import has_module_hooks
 from autosplit.trace.structure import flatten_output
 from autosplit.trace.tree_rows import ONE_ROW, OutputRows, TreeFindings, examine
@@ -143,7 +144,8 @@ class TreeRun:
         pieces = [pytree.tree_unflatten(list(piece), spec) for piece in zip(*cut, strict=True)]
         outputs = self._run(pieces)
         flats, rebuilds = zip(*map(flatten_output, outputs), strict=True)
-        merged = _merged(flats, found.outputs, sizes)
+        kept = set.intersection(*({id(each) for each in objects_in(output)} for output in outputs))
+        merged = None if kept else _merged(flats, found.outputs, sizes)  # an object of the model's own is no copy
         if merged is None:  # nothing was written and nothing drawn: the model runs as if for the first time
             self.learn(args, kwargs, key, TreeFindings("parts of a batch gave outputs that do not fit together"))
             return self._whole(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tensors that a forward leaves in its modules' attributes for its next call."""
+"""What a model keeps of a call: tensors in its modules' attributes, and objects that it returns too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 
-from autosplit.trace.recording import Call, Ref
+from autosplit.trace.objects import objects_in
+from autosplit.trace.recording import Call, Ref, Refusal
 
 Place = tuple[str, str]
 
@@ -35,6 +37,14 @@ def kept_for_next_call(
         if recorded[id(tensor)] in from_inputs:
             return place
     return None
+
+
+def check_own(model: nn.Module, output: Any) -> None:
+    """Raise Refusal where the output holds an object that the model keeps: a graph would return a copy of it."""
+    held = {id(value) for module in model.modules() for value in vars(module).values()}
+    own = next((value for value in objects_in(output) if id(value) in held), None)
+    if own is not None:
+        raise Refusal(f"forward returns a {type(own).__name__} that the model keeps; a graph would return a copy", "")
 
 
 def _from_inputs(calls: Sequence[Call]) -> set[int]:

@@ -213,10 +213,7 @@ def _values(values: Sequence[Any]) -> Any:
     if any(not (v is first or v == first) for v in values):
         if isinstance(first, (bool, str)):
             raise _Differs(f"{values[0]!r}, {values[1]!r}, {values[2]!r}")
-        raise _Differs(
-            f"a new {type(first).__name__} object at every call, which no graph can rebuild (a cache? transformers' "
-            "models take use_cache=False)"
-        )
+        raise _Differs(f"a new {type(first).__name__} at every call, which no graph can rebuild")
     return first
 
 

@@ -27,7 +27,7 @@ from autosplit.trace.build import build
 from autosplit.trace.formula import Length, lengths_in
 from autosplit.trace.merge import MergedRecording
 from autosplit.trace.record import Recorder
-from autosplit.trace.recording import Attribute, Call, Ref, Refusal, refs_in
+from autosplit.trace.recording import Attribute, Call, Ref, Refusal, refs_in, where
 from autosplit.trace.scope import Answer
 
 _ELEMENTS = 1 << 20
@@ -239,5 +239,4 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def _place(call: Call) -> str:
-    where = f"module {call.module!r}" if call.module else "the model's own forward"
-    return f"{where} ({call.source})" if call.source else where
+    return f"{where(call.module)} ({call.source})" if call.source else where(call.module)

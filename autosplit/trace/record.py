@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.assertions import assertion_here, record_check
 from autosplit.trace.calls import Ambient, apply_function, assign_buffer, under
+from autosplit.trace.kept import check_own
+from autosplit.trace.objects import is_object
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.recording import (
     GRADIENT_CALLS,
@@ -37,6 +39,7 @@ from autosplit.trace.recording import (
     Ref,
     Refusal,
     source_line,
+    where,
 )
 from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
@@ -94,7 +97,7 @@ class Recorder(TorchFunctionMode):
 
     def _refusal(self, what: str) -> Refusal:
         source = source_line()
-        return Refusal(f"{_where(self.path)} {what}" + (f" ({source})" if source else ""), self.path)
+        return Refusal(f"{where(self.path)} {what}" + (f" ({source})" if source else ""), self.path)
 
     def enter(self, path: str, number: int) -> None:
         """Take what follows as operations of a module's ``number``-th call."""
@@ -155,8 +158,10 @@ class Recorder(TorchFunctionMode):
             return {key: self.encode(v) for key, v in value.items()}
         if isinstance(value, np.generic):  # an operand of generated code must be a number that Python can print
             return value.item()
-        if isinstance(value, _PLAIN) or value is None or value is Ellipsis:
+        if isinstance(value, _PLAIN):
             return value
+        if is_object(value) and tensors_in(value):
+            raise self._refusal(f"hands a {type(value).__name__} that holds tensors to a layer; hand over the tensors")
         return self.constant(value)
 
     def storage_of(self, value: Any) -> int:
@@ -192,9 +197,7 @@ class Recorder(TorchFunctionMode):
             self._muted -= 1
 
     def _note(self, call: Call, tensor: torch.Tensor) -> None:
-        call.shapes.append(tuple(tensor.shape))
-        call.dtypes.append(tensor.dtype)
-        call.storages.append(self._storages[tensor.untyped_storage()._cdata])
+        call.note(tensor, self._storages[tensor.untyped_storage()._cdata])
         self._keep.append(tensor)
 
     # -- calls -------------------------------------------------------------------------------------------------
@@ -377,15 +380,12 @@ class Recorder(TorchFunctionMode):
                 args = (self.constant(table), own, self.reference(tensor))
                 call = Call("function", assign_buffer, args, {}, "", f"#0/assign_{name}", writes=[name])
                 self.calls.append(call)
+        check_own(self.model, output)
         flat, unflatten = flatten_output(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
         return Recording(self.calls, self.constants, encoded, unflatten, self.repeats.segments)
 
 
-def _where(path: str) -> str:
-    return f"module {path!r}" if path else "the model's own forward"
-
-
 _OWN_GENERATOR = "draws from a generator of its own; a pipeline cannot keep the order of its draws: use torch's default"
 _OTHER = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PLAIN = (int, float, bool, str, complex, range, *_OTHER)
+_PLAIN = (int, float, bool, str, complex, range, type(None), type(Ellipsis), *_OTHER)

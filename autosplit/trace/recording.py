@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from autosplit.errors import TraceError
+from autosplit.trace.objects import Structure
 from autosplit.trace.random_watch import Draw
 
 VALUE_READS = frozenset(
@@ -88,6 +89,12 @@ class Call:
     whole: str = ""
     """Why the call must see the whole batch at once, or "": an atom that reads single values, counts its calls, ..."""
 
+    def note(self, tensor: torch.Tensor, storage: int) -> None:
+        """Add a tensor that the call gives, and the number of its storage."""
+        self.shapes.append(tuple(tensor.shape))
+        self.dtypes.append(tensor.dtype)
+        self.storages.append(storage)
+
 
 @dataclasses.dataclass
 class Recording:
@@ -96,7 +103,7 @@ class Recording:
     calls: list[Call]
     constants: dict[str, Any]
     output: list[Any]
-    unflatten: Callable[[list[Any]], Any]
+    unflatten: Structure
     segments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The runs of entered modules; see :mod:`autosplit.trace.repeats`."""
     settled: Mapping[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
@@ -165,3 +172,8 @@ def raised_line(error: BaseException) -> str:
         if not is_foreign(frame.f_code.co_filename)
     )
     return next(reversed([*lines]), "")
+
+
+def where(path: str) -> str:
+    """Return a module's path in words."""
+    return f"module {path!r}" if path else "the model's own forward"

@@ -1,46 +1,19 @@
-"""Nested values: tuples, lists, dicts and dataclasses of tensors."""
+"""Nested values: tuples, lists, dicts, dataclasses and other objects that hold tensors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
+
+from autosplit.trace.objects import Structure, attributes_of, is_object, take_apart
 
 
-def flatten_output(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Flatten nested tuples, lists, dicts and dataclasses; also return the function that rebuilds the structure."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
-        names = [f.name for f in dataclasses.fields(value)]
-        parts = [flatten_output(getattr(value, name)) for name in names]
-
-        def rebuild(leaves: list[Any], template: Any = value) -> Any:
-            copy = object.__new__(type(template))
-            copy.__dict__.update(template.__dict__)
-            rest = iter(leaves)
-            for name, (flat, build) in zip(names, parts, strict=True):
-                object.__setattr__(copy, name, build([next(rest) for _ in flat]))
-            return copy
-
-        return [leaf for flat, _ in parts for leaf in flat], rebuild
-    if isinstance(value, torch.Tensor):
-        return [value], lambda flat: flat[0]
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_plain_dataclass)
-    if leaves == [value] or (len(leaves) == 1 and leaves[0] is value):
-        return [value], lambda flat: flat[0]
-    parts = [flatten_output(leaf) if _is_plain_dataclass(leaf) else ([leaf], lambda f: f[0]) for leaf in leaves]
-
-    def rebuild_tree(flat: list[Any]) -> Any:
-        rest = iter(flat)
-        return pytree.tree_unflatten([build([next(rest) for _ in part]) for part, build in parts], spec)
-
-    return [leaf for flat, _ in parts for leaf in flat], rebuild_tree
-
-
-def _is_plain_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, (type, dict))
+def flatten_output(value: Any) -> tuple[list[Any], Structure]:
+    """Flatten nested tuples, lists, dicts, dataclasses and objects; also return what rebuilds the structure."""
+    return take_apart(value)
 
 
 _PLAIN = frozenset((int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device))
@@ -69,9 +42,7 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
     elif kind is slice:
         _collect((value.start, value.stop, value.step), found)
     else:
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            _collect(leaves, found)
+        found += [leaf for leaf in take_apart(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 class Field(str):
@@ -80,14 +51,25 @@ class Field(str):
 
 def projections(value: Any, steps: tuple[Any, ...] = ()) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
     """Yield every tensor inside a nested value with the steps that lead to it."""
+    return _projections(value, steps, ())
+
+
+def _projections(
+    value: Any, steps: tuple[Any, ...], around: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
     if isinstance(value, torch.Tensor):
         yield value, steps
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from projections(part, (*steps, key))
+        return
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        parts = list(dict.items(value))
     elif isinstance(value, (list, tuple)):
-        for position, part in enumerate(value):
-            yield from projections(part, (*steps, position))
-    elif _is_plain_dataclass(value):
-        for f in dataclasses.fields(value):
-            yield from projections(getattr(value, f.name), (*steps, Field(f.name)))
+        parts = list(enumerate(value))
+    elif id(value) not in around and (is_object(value) or _is_dataclass(value)):
+        parts = [(Field(name), part) for name, part in attributes_of(value).items()]
+    for step, part in parts:
+        yield from _projections(part, (*steps, step), (*around, id(value)))
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,0 +1,183 @@
+"""Nested values and plain Python objects, taken apart into flat leaves and put together again.
+
+A cache, a result class of the user's own: an object whose state is its attributes (and its items, where its class is
+derived from list, tuple or dict) is a container like any other. It is taken apart along that state, so that tensors and
+numbers in it are leaves, and every call builds a new one without calling its class's ``__init__``. Nothing is
+registered with torch's pytree, whose own containers are taken apart as it says.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections import OrderedDict, UserDict, UserList
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+_HEAP_TYPE = 1 << 9
+"""The flag of a class that a ``class`` statement made."""
+_WHOLE = (
+    torch.Tensor,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+    nn.Module,
+    type,
+    enum.Enum,
+    BaseException,
+    np.ndarray,
+    np.generic,
+)
+_OF_THE_LIBRARY = (types.SimpleNamespace, UserDict, UserList)
+_BUILT_ON = (object, list, tuple, dict, OrderedDict, types.SimpleNamespace)
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether a value is taken apart along its attributes: an object of a class that is not Python's own.
+
+    Tensors, modules, classes, enumerations and exceptions stay whole, as do the containers that torch's pytree knows.
+    """
+    kind = type(value)
+    if kind in _OF_THE_LIBRARY:
+        return True
+    if not kind.__flags__ & _HEAP_TYPE or isinstance(value, _WHOLE) or not pytree.tree_is_leaf(value):
+        return False
+    if _built_on(kind) not in _BUILT_ON:
+        return False
+    return kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return an object's own attributes, those in slots too."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            own = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if own not in ("__dict__", "__weakref__") and hasattr(value, own):
+                found[own] = getattr(value, own)
+    return found
+
+
+def items_of(value: Any) -> Any:
+    """Return the items of an object whose class is derived from list, tuple or dict, as one of these; else None."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    base = next((base for base in (list, tuple) if isinstance(value, base)), None)
+    return None if base is None else base(base.__iter__(value))
+
+
+def _built_on(kind: type) -> type:
+    """Return the innermost class of C that a class is derived from: the one whose ``__new__`` makes its objects."""
+    return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One flat leaf."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """The object that was met as this one before."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A container that torch's pytree knows, and what its leaves are made of."""
+
+    spec: Any
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Object:
+    """An object of this class: the names of its attributes, and what they and its items are made of."""
+
+    kind: type
+    names: tuple[str, ...]
+    state: tuple[Any, ...]
+    items: Any = None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How flat leaves make a nested value; two are equal when they make the same of equal leaves."""
+
+    form: Leaf | Again | Tree | Object
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """Put a value together; its objects are new ones."""
+        return _build(self.form, iter(leaves), [])
+
+
+@dataclass
+class _Apart:
+    leaves: list[Any] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+
+    def form(self, value: Any) -> Leaf | Again | Tree | Object:
+        if id(value) in self.numbers:
+            return Again(self.numbers[id(value)])
+        if is_object(value):
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+            items, attributes = items_of(value), attributes_of(value)
+            own = None if items is None else self.form(items)
+            return Object(type(value), tuple(attributes), tuple(map(self.form, attributes.values())), own)
+        if isinstance(value, torch.Tensor):
+            self.leaves.append(value)
+            return Leaf()
+        parts, spec = pytree.tree_flatten(value, is_leaf=is_object)
+        if len(parts) == 1 and parts[0] is value:
+            self.leaves.append(value)
+            return Leaf()
+        return Tree(spec, tuple(map(self.form, parts)))
+
+
+def take_apart(value: Any) -> tuple[list[Any], Structure]:
+    """Return the flat leaves of a nested value, tensors and others, and how they are put together."""
+    apart = _Apart()
+    form = apart.form(value)
+    return apart.leaves, Structure(form)
+
+
+def objects_in(value: Any) -> list[Any]:
+    """Return the objects inside a nested value, each once."""
+    apart = _Apart()
+    apart.form(value)
+    return apart.objects
+
+
+def _build(form: Any, leaves: Iterator[Any], built: list[Any]) -> Any:
+    if isinstance(form, Leaf):
+        return next(leaves)
+    if isinstance(form, Again):
+        return built[form.number]
+    if isinstance(form, Tree):
+        return pytree.tree_unflatten([_build(part, leaves, built) for part in form.parts], form.spec)
+    place = len(built)
+    base: Any = _built_on(form.kind)
+    made: Any = None if base is tuple else base.__new__(form.kind)
+    built.append(made)
+    items = None if form.items is None else _build(form.items, leaves, built)
+    if base is tuple:
+        made = built[place] = tuple.__new__(form.kind, items or ())
+    elif base is list:
+        list.extend(made, items or ())
+    elif items is not None:
+        for key, item in items.items():
+            base.__setitem__(made, key, item)
+    for name, part in zip(form.names, form.state, strict=True):
+        object.__setattr__(made, name, _build(part, leaves, built))
+    return made
