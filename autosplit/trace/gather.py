@@ -29,7 +29,7 @@ from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, merge
 from autosplit.trace.one_row import holds_at
-from autosplit.trace.reads import Finite, Scout, Unanswered
+from autosplit.trace.reads import Scout, Unanswered, Valueless
 from autosplit.trace.recording import Call, Recording, Refusal, Unexpected
 from autosplit.trace.rehearse import observe
 from autosplit.trace.repeats import Repeats, equals
@@ -117,9 +117,6 @@ def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | No
                 scope = replace(scope, answers=_answers(model, flat, scope))
                 continue
         except (Refusal, Unexpected) as error:
-            if isinstance(error, Unexpected) and scope.exporting:  # some models only fail where they are told
-                scope = Scope(exporting=False, whole_norms=scope.whole_norms)
-                continue
             if not atoms or not error.module:
                 raise
             scope = scope.with_atoms(_atoms(model, scope, error))
@@ -296,7 +293,7 @@ def _check_settled(model: nn.Module, first: Recording, again: Recording) -> None
 def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:
     """Record at the sample's own batch size, and compute what value reads give there."""
     blank = any(parameter.is_meta for parameter in model.parameters())
-    scout = Finite() if blank else Scout(model, {flat.names[i]: flat.leaves[i] for i in flat.tensors()})
+    scout = Valueless(model) if blank else Scout(model, {flat.names[i]: flat.leaves[i] for i in flat.tensors()})
     rows = batch_rows(flat)
     record(model, flat, rows=rows, scope=scope, reader=scout, observed=observe(model, flat, rows, scope))
     return tuple(scout.answers)

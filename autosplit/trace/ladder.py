@@ -36,7 +36,7 @@ from autosplit.trace.proof import identity
 from autosplit.trace.readings import Shares, best, shares
 from autosplit.trace.reads import Guard, guard_of, without_reads
 from autosplit.trace.recording import Refusal, Unexpected
-from autosplit.trace.rehearse import answering, unlike_unasked
+from autosplit.trace.rehearse import answering
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.scope import Scope
 from autosplit.trace.tree_watch import written_back
@@ -98,20 +98,12 @@ def trace(
     """
     told, scope = batch_dims is not None, Scope(whole_norms=whole_norms)
     flat = flatten(model, sample, batch_dims)
-    try:
-        return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
-    except _Told:
-        scope = replace(scope, exporting=False)
-        return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
+    return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
 
 
 def _is_spread(model: nn.Module) -> bool:
     """Tell whether a model lies on several devices, as after its first recording: it cannot run by itself then."""
     return len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1
-
-
-class _Told(Refusal):
-    """The model does other things when it is told that it is exported."""
 
 
 def _traced(
@@ -142,10 +134,8 @@ def _traced(
 
 
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
-    """Raise Refusal where a recording is not what the model does, _Told where it is what the model does when told."""
-    if not (spread := _is_spread(model)) and (unlike := unlike_unasked(model, graph, flat, gathered.scope)) is not None:
-        raise _Told(unlike, "")
-    difference = None if spread else _difference(model, graph, flat, gathered)
+    """Raise Refusal where a recording is not what the model does."""
+    difference = None if _is_spread(model) else _difference(model, graph, flat, gathered)
     if difference is not None:
         raise Refusal(
             f"the recorded graph does not reproduce the model: {difference}; the forward does something that a graph "

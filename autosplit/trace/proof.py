@@ -68,7 +68,7 @@ def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> str | No
 def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, code: OwnCode) -> Iterator[str]:
     texts, merged, scope = _Texts(code), gathered.recording, gathered.scope
     yield f"torch {torch.__version__} {Ambient.current()} {torch.get_default_dtype()} {gathered.min_rows}"
-    yield f"{flat.batch_dims} {flat.names} {flat.spec} {scope.exporting} {sorted(scope.entered)}"
+    yield f"{flat.batch_dims} {flat.names} {flat.spec} {sorted(scope.entered)}"
     for leaf in flat.leaves:
         wanted = isinstance(leaf, torch.Tensor) and leaf.requires_grad
         yield f"{wanted} {leaf.dtype} {leaf.device}" if isinstance(leaf, torch.Tensor) else texts.of(leaf)

@@ -5,7 +5,7 @@ the sample's own values while the model is recorded, and computed again from eve
 used for it. Any other read is refused: the module in whose forward it stands becomes an atom.
 
     recording at the sample's own rows   Scout     computes the answers from real values
-    the same on the meta device          Finite    answers that values are finite, where that is what is asked
+    the same on the meta device          Valueless computes what sizes decide, and takes values to be ordinary
     recordings at 3, 4, 6, 1 rows        Recall    gives the same answers in the same order
     a call of the pipe                   Guard     computes them again, on the whole batch
 
@@ -37,6 +37,7 @@ _OF_FINITE = {
     for test in (("isfinite", "all"), ("isnan", "any"), ("isinf", "any"))
     for read in ("__bool__", "item", "is_nonzero")
 }
+_YES_OR_NO = frozenset("__bool__ is_nonzero __contains__ equal allclose".split())
 _WAY_OUT = "compute the choice with torch.where, or move it out of forward"
 
 
@@ -59,21 +60,6 @@ class Recall:
             raise Refusal(f"{call.name} reads a tensor's value at some batch sizes only; {_WAY_OUT}", call.module)
         self.position += 1
         return self.answers[self.position - 1].value
-
-
-class Finite:
-    """Answers of values that nobody has whether they are finite: that they are. Nothing else is answered."""
-
-    def __init__(self) -> None:
-        self.answers: list[Answer] = []
-
-    def read(self, call: Call, recorder: Recorder) -> Any:
-        """Return what finite values give; raise Refusal for what is asked of other values."""
-        asked = _asked(call, recorder.calls)
-        if asked not in _OF_FINITE:
-            raise Refusal(f"{_place(call)} reads a tensor's value, and a model on the meta device has none", "")
-        self.answers.append(Answer(call.name, _OF_FINITE[asked]))
-        return _OF_FINITE[asked]
 
 
 def _asked(call: Call, calls: Sequence[Call]) -> tuple[str, str, str]:
@@ -150,6 +136,8 @@ class Scout:
             return self._values[value.index]
         if isinstance(value, Attribute):
             return self.state[value.name] if value.name in self.state else recorder.constants[value.name]
+        if isinstance(value, torch.device) and value.type == "meta":
+            return torch.device("cpu")
         if isinstance(value, slice):
             return slice(*(self._real(part, recorder) for part in (value.start, value.stop, value.step)))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -158,6 +146,34 @@ class Scout:
             return type(value)(self._real(part, recorder) for part in value)
         if isinstance(value, dict):
             return {key: self._real(part, recorder) for key, part in value.items()}
+        return value
+
+
+class Valueless(Scout):
+    """Answers value reads of a model on the meta device.
+
+    What sizes decide is computed. Values are taken to be finite, and any other yes or no about the inputs is a no: a
+    mask that is asked whether it lets everything pass is planned as one that does not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, {})
+
+    def read(self, call: Call, recorder: Recorder) -> Any:
+        """Return the answer; raise Refusal for a number, or what layers computed."""
+        asked = _asked(call, recorder.calls)
+        needed = _behind(recorder.calls, [call])
+        calls = [recorder.calls[index] for index in needed]
+        held = [name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))]
+        if asked in _OF_FINITE:
+            value = _OF_FINITE[asked]
+        elif not held and all(c.kind in ("function", "project") and not (c.random or c.mutates) for c in calls):
+            return super().read(call, recorder)
+        elif call.target.__name__ in _YES_OR_NO and not held and not any(c.leaf or c.random for c in calls):
+            value = False
+        else:
+            raise Refusal(f"{_place(call)} reads a tensor's value, and a model on the meta device has none", "")
+        self.answers.append(Answer(call.name, value))
         return value
 
 

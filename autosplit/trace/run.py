@@ -1,8 +1,7 @@
 """One recording: the model's forward on fake tensors at a given batch size.
 
 Private torch interfaces used here (checked with torch 2.11, 2.13 and 2.15): ``FakeTensorMode`` (no public module offers
-shape-only execution), and ``torch.compiler``'s compiling and exporting flags, which send transformers' models down
-their trace-friendly mask path.
+shape-only execution).
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from autosplit.trace.foreseen import same
 from autosplit.trace.grad_mode import GradModeWatch
 from autosplit.trace.kept import Place, kept_for_next_call
 from autosplit.trace.meta_kernels import MetaKernels
+from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.reads import Recall, Unanswered
 from autosplit.trace.record import Recorder
@@ -199,7 +199,13 @@ def _settled(first: _Ran, run: Callable[..., _Ran], sizes: Sizes, mode: Any, sco
 def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes: tuple[Any, ...]) -> Any:
     """Run the forward while it is recorded, and tell what a graph cannot follow from what the model itself raises."""
     try:
-        with torch.inference_mode(False), quiet_log(), patched(recorder), contextlib.ExitStack() as stack:
+        with (
+            torch.inference_mode(False),
+            quiet_log(),
+            patched(recorder),
+            as_in_a_plain_call(),
+            contextlib.ExitStack() as stack,
+        ):
             for each in modes:
                 stack.enter_context(each)
             return model(*args, **kwargs)
@@ -283,7 +289,7 @@ def quiet_log() -> Iterator[None]:
 def patched(recorder: Recorder | Watcher) -> Iterator[None]:
     """Show calls of modules and of autograd functions to a recorder; those of other threads go on as ever."""
     call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-    own, told = threading.get_ident(), recorder.scope.exporting
+    own = threading.get_ident()
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != own:
@@ -299,6 +305,5 @@ def patched(recorder: Recorder | Watcher) -> Iterator[None]:
     with (
         patch.object(nn.Module, "__call__", call_module),
         patch.object(torch.autograd.Function, "apply", classmethod(apply_function)),
-        patch.multiple(torch.compiler, _is_compiling_flag=told, _is_exporting_flag=told),
     ):
         yield

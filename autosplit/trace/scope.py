@@ -63,15 +63,12 @@ class Scope:
         entered: leaves that are entered all the same, because their parameters are used elsewhere too.
         atoms: modules that are one call.
         answers: the values of the reads that are recorded, in order; None until a read was met.
-        exporting: whether the model is told that it is being exported, which sends transformers' models down the paths
-            that a trace can follow.
         whole_norms: whether batch norms that keep running statistics see the whole batch at once.
     """
 
     entered: frozenset[str] = frozenset()
     atoms: Mapping[str, Atom] = field(default_factory=dict)
     answers: tuple[Answer, ...] | None = None
-    exporting: bool = True
     whole_norms: bool = False
 
     def with_atoms(self, atoms: Mapping[str, Atom]) -> Scope:
