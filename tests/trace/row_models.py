@@ -249,7 +249,7 @@ DEPENDENT: dict[str, tuple[Callable[..., Any], str]] = {
     "sum": (lambda net, x: net.layer(x).sum(), "takes rows of the batch together"),
     "weight": (lambda net, x: (net.layer(x), net.layer.weight * 2), "no dimension that follows the rows"),
     "number": (lambda net, x: (net.layer(x), len(x)), "depends on the batch"),
-    "object": (lambda net, x: (net.layer(x), Helper()), "cannot be put together"),
+    "object": (lambda net, x: (net.layer(x), object()), "cannot be put together"),
     "list": (lambda net, x: [net.layer(row) for row in x], ""),
     "gradient": (lambda net, x: Mixing.apply(net.layer(x)), ""),
     "weight's gradient": (lambda net, x: Normalising.apply(x, net.layer.weight), "gradient"),
