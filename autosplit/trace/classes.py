@@ -99,6 +99,7 @@ def classify(
     rowless = _rowless(batched)
     seeds = {n for n in output.all_input_nodes if n in suspect or n in rowless}
     seeds |= {n for n in batched if INFO in n.meta and n.meta[INFO].whole and not n.meta[INFO].tensors}
+    seeds |= {n for n in batched if permutes_at_random(n, root)}  # whole, also where no output depends on it
     writers = {n for n in batched if INFO in n.meta and n.meta[INFO].writes}
     counting = {n for n in writers if keeps_statistics(n, root)}
     seeds |= writers - counting
@@ -128,8 +129,8 @@ def _spread(
     sorts: Grouped,
 ) -> set[fx.Node]:
     """Return all suspects: those that the probe saw, those that mix, and what is computed from them unhealed."""
-    mixing = {node for node in mixing_nodes(graph, root, batched) if not sorts.is_sort(node)}
-    mixing |= {node for node in batched if INFO in node.meta and node.meta[INFO].name in findings.backward}
+    mixing = {node for node in mixing_nodes(graph, root, batched) if node not in sorts.sorting}
+    mixing |= {node for node in batched if INFO in node.meta and node.meta[INFO].name in findings.mixing}
     suspect = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects} | mixing
     for node in graph.nodes:
         if node not in batched or node.op == "placeholder" or takes_shape_only(node, root):

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 class Findings:
     """Names of the nodes that the value probe has seen, and of those in which rows influence each other.
 
-    In ``backward`` they influence each other's gradients only, which no later operation puts right. The findings hold
+    In ``mixing`` no later operation puts it right: an operation by itself, or its backward, mixes rows. They hold
     where the inputs' batch dimensions are ``batch_dims``.
     """
 
     probed: frozenset[str] = frozenset()
     suspects: frozenset[str] = frozenset()
-    backward: frozenset[str] = frozenset()
+    mixing: frozenset[str] = frozenset()
     batch_dims: tuple[int | None, ...] = ()
 
     def joined(self, later: Findings) -> Findings:
@@ -27,7 +27,7 @@ class Findings:
         return Findings(
             self.probed | later.probed,
             self.suspects | later.suspects,
-            self.backward | later.backward,
+            self.mixing | later.mixing,
             later.batch_dims,
         )
 
@@ -38,13 +38,13 @@ class Proof:
 
     recording: str
     values: tuple[str, ...] = ()
-    gradients: tuple[str, ...] = ()
+    mixing: tuple[str, ...] = ()
 
     def findings(self, names: frozenset[str], flat: FlatInputs) -> Findings:
         """Return what the probe found, for the nodes of the recording."""
-        return Findings(names, frozenset(self.values), frozenset(self.gradients), flat.batch_dims)
+        return Findings(names, frozenset(self.values), frozenset(self.mixing), flat.batch_dims)
 
     @classmethod
     def of(cls, recording: str, findings: Findings) -> Proof:
         """Write down what was found about a recording."""
-        return cls(recording, tuple(sorted(findings.suspects)), tuple(sorted(findings.backward)))
+        return cls(recording, tuple(sorted(findings.suspects)), tuple(sorted(findings.mixing)))

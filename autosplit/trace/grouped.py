@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from autosplit.trace.calls import invoke, under
 from autosplit.trace.graph import INFO, TensorInfo
-from autosplit.trace.kinds import function_of, takes_shape_only
+from autosplit.trace.kinds import called, takes_shape_only
 
 _CASTS = frozenset("to float double half bfloat16 int long short type contiguous clone detach reshape view".split())
 _PRODUCTS = frozenset(("grouped_mm", "grouped_mm_fallback"))
@@ -37,11 +36,13 @@ class Grouped:
         order: nodes whose first dimension stands in a sort's order, and the node of that sort.
         back: nodes in which sorted rows come back.
         bounds: per product in groups, the operand that holds the groups' bounds.
+        sorting: nodes that make or use an order: sorts, ways back, what an order picks, counts of keys, products.
     """
 
     order: Mapping[fx.Node, fx.Node]
     back: frozenset[fx.Node]
     bounds: Mapping[fx.Node, fx.Node]
+    sorting: frozenset[fx.Node]
 
     def is_sort(self, node: fx.Node) -> bool:
         """Tell whether a node is one of the sorts."""
@@ -56,24 +57,13 @@ def grouped(graph: fx.Graph, root: nn.Module) -> Grouped:
         {node: sort.node for sort in good for node in sort.kind},
         frozenset(node for sort in good for node in sort.back),
         {node: bounds for sort in good for node, bounds in sort.bounds.items()},
+        frozenset(node for sort in good for node in sort.sorting()),
     )
-
-
-def _called(node: fx.Node, root: nn.Module) -> tuple[str, tuple[Any, ...]]:
-    """Return the name of the function that a node calls, and its positional arguments."""
-    if node.op not in ("call_function", "call_method"):
-        return "", node.args
-    args: tuple[Any, ...] = node.args
-    if node.target is invoke:
-        held = getattr(root, str(args[0].target))
-        return str(getattr(held, "__name__", "")).lstrip("_"), args[1:]
-    name = str(getattr(function_of(node, root), "__name__", "")).removeprefix("__").removesuffix("__").lstrip("_")
-    return name, args[2:] if node.target is under else args
 
 
 def _is_sort(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether a node sorts a vector that has entries for every row."""
-    name, args = _called(node, root)
+    name, args = called(node, root)
     if name not in ("sort", "argsort") or INFO not in node.meta or not args or not isinstance(args[0], fx.Node):
         return False
     tensors: tuple[TensorInfo, ...] = args[0].meta[INFO].tensors if INFO in args[0].meta else ()
@@ -86,7 +76,7 @@ class _Sort:
     def __init__(self, graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
         self.root, self.node = root, node
         self.graph = graph
-        name, args = _called(node, root)
+        name, args = called(node, root)
         self.keys = args[0]
         self.size = node.meta[INFO].tensors[0].shape[0]
         self.kind: dict[fx.Node, str] = {node: "order" if name == "argsort" else "sort"}
@@ -106,9 +96,15 @@ class _Sort:
                 return False
         return bool(self.back)
 
+    def sorting(self) -> set[fx.Node]:
+        """Return the nodes that make or use the order, and are no operation row by row."""
+        found = {n for n, kind in self.kind.items() if kind in ("sort", "order", "keys")} | self.ways | self.back
+        users = {user for n in found - self.back for user in n.users}
+        return found | users | {n for n in self.graph.nodes if n in self.bounds}
+
     def _step(self, node: fx.Node) -> bool:
         """Take one node that meets sorted rows; tell whether it treats rows one by one."""
-        name, args = _called(node, self.root)
+        name, args = called(node, self.root)
         if len(args) > 1 and args[0] is self.node and name == "getitem" and self.kind[self.node] == "sort":
             self.kind[node] = "keys" if args[1] == 0 else "order"
             return True
@@ -137,9 +133,9 @@ class _Sort:
             or not isinstance(value, fx.Node)
         ):
             return False
-        if _called(value, self.root)[0] == "arange":
+        if called(value, self.root)[0] == "arange":
             self.ways.add(target)
-            return len([a for a in _called(value, self.root)[1] if not _is_zero(a)]) == 1
+            return len([a for a in called(value, self.root)[1] if not _is_zero(a)]) == 1
         self.back.add(target)
         return value in self.kind
 
@@ -164,7 +160,7 @@ class _Sort:
     def _is_keys(self, node: Any) -> bool:
         """Tell whether a node holds the keys themselves, in any type."""
         while isinstance(node, fx.Node) and node is not self.keys and self.kind.get(node) != "keys":
-            name, args = _called(node, self.root)
+            name, args = called(node, self.root)
             if name not in _CASTS:
                 return False
             node = args[0]
@@ -173,7 +169,7 @@ class _Sort:
     def _is_bounds(self, node: fx.Node) -> bool:
         """Tell whether a node holds where the groups of keys end."""
         while True:
-            name, args = _called(node, self.root)
+            name, args = called(node, self.root)
             if name in _COUNTS:
                 return self._is_keys(args[0])
             if name not in _CASTS and name != "cumsum":
@@ -181,7 +177,7 @@ class _Sort:
             node = args[0]
 
     def _bounds_only(self, node: fx.Node) -> bool:
-        name, _ = _called(node, self.root)
+        name, _ = called(node, self.root)
         return name in _PRODUCTS or ((name in _CASTS or name == "cumsum") and all(map(self._bounds_only, node.users)))
 
     def _by_row(self, node: fx.Node) -> bool:
@@ -191,7 +187,7 @@ class _Sort:
             if operand in self.ways or (rows and operand not in self.kind):
                 return False
         kinds = {self.kind[n] for n in node.all_input_nodes if n in self.kind}
-        return self._sorted(node, "keys" if kinds == {"keys"} and _called(node, self.root)[0] in _CASTS else "rows")
+        return self._sorted(node, "keys" if kinds == {"keys"} and called(node, self.root)[0] in _CASTS else "rows")
 
     def _sorted(self, node: fx.Node, kind: str) -> bool:
         self.kind[node] = kind

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import operator
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,16 +17,27 @@ from autosplit.trace.scope import has_hooks
 REARRANGING = frozenset(
     "getitem getattr view view_as reshape reshape_as transpose permute flip fliplr flipud roll unflatten flatten "
     "gather index_select take_along_dim contiguous clone chunk split split_with_sizes tensor_split unbind squeeze "
-    "unsqueeze expand expand_as narrow select movedim moveaxis swapaxes swapdims t cat concat stack detach".split()
+    "unsqueeze expand expand_as narrow select movedim moveaxis swapaxes swapdims t cat concat stack detach ravel "
+    "repeat tile broadcast_to unfold rot90 adjoint hstack vstack dstack hsplit vsplit".split()
 )
+"""What moves values and computes none; the value probe follows rows through it."""
+_LIKE = frozenset("view_as reshape_as expand_as".split())
+_ADDING = frozenset("add sub iadd isub to long int type clone".split())
+_PRODUCTS = frozenset(
+    "linear bilinear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d embedding".split()
+)
+_PRODUCT_MODULES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.modules.conv._ConvNd)
 SHAPE_ONLY = frozenset(
     "new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like "
     "randint_like".split()
 )
 UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
 ALONG = frozenset(
-    "cumsum cumprod cummax cummin logcumsumexp softmax log_softmax softmin sort argsort diff normalize".split()
+    "cumsum cumprod cummax cummin logcumsumexp softmax log_softmax softmin sort argsort msort topk diff normalize "
+    "renorm".split()
 )
+"""What runs along its ``dim``: all that is known of a model without values, on the meta device."""
 _BY_FREQUENCY = {"embedding": 5, "embedding_bag": 5}
 """Where functions take `scale_grad_by_freq`."""
 _MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.PixelShuffle, nn.PixelUnshuffle)
@@ -52,12 +65,44 @@ def is_torchs(node: fx.Node, root: nn.Module) -> bool:
     return called not in (apply_function, invoke)
 
 
+def called(node: fx.Node, root: nn.Module) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of the function that a node calls, "" for a module, and its positional arguments."""
+    if node.op not in ("call_function", "call_method"):
+        return "", node.args
+    args: tuple[Any, ...] = node.args
+    if node.target is invoke:
+        held = getattr(root, str(args[0].target))
+        return str(getattr(held, "__name__", "")).lstrip("_"), args[1:]
+    name = str(getattr(function_of(node, root), "__name__", "")).removeprefix("__").removesuffix("__").lstrip("_")
+    return name, args[2:] if node.target is under else args
+
+
+def moved_and_index(node: fx.Node, root: nn.Module) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the operands whose values an operation that rearranges moves, and those that say where from."""
+    name, args = called(node, root)
+    first = args[:1] or tuple(node.kwargs[key] for key in ("input", "self", "tensors") if key in node.kwargs)
+    moved = list(_nodes(first))
+    others = [n for n in node.all_input_nodes if n not in moved and INFO in n.meta]
+    return moved, [] if name in _LIKE else others
+
+
+def adds(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether an operation adds its operands, or changes their type only."""
+    return called(node, root)[0] in _ADDING
+
+
+def is_product(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether an operation is linear in each operand, so that values that are not zero show all influence."""
+    function = function_of(node, root)
+    return isinstance(function, _PRODUCT_MODULES) or called(node, root)[0] in _PRODUCTS
+
+
 def rearranges(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether an operation only moves values: indexing, views, permutations, concatenation."""
     function = function_of(node, root)
     if isinstance(function, nn.Module):
         return isinstance(function, _MODULES)
-    return _name(function) in REARRANGING or function in (operator.getitem, getattr)
+    return called(node, root)[0] in REARRANGING
 
 
 def takes_shape_only(node: fx.Node, root: nn.Module) -> bool:
@@ -82,18 +127,43 @@ def permutes_at_random(node: fx.Node, root: nn.Module) -> bool:
 
 def runs_along_batch(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether an operation runs along the batch dimension of its operand: a cumulative sum, a sort, a softmax."""
-    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    name, args = called(node, root)
+    source = args[0] if args and isinstance(args[0], fx.Node) else None
     if source is None or INFO not in source.meta or not source.meta[INFO].tensors:
+        return False
+    tensor = source.meta[INFO].tensors[0]
+    if tensor.batch_dim is None:
         return False
     function = function_of(node, root)
     if isinstance(function, nn.Module):
-        dim = getattr(function, "dim", None) if isinstance(function, (nn.Softmax, nn.LogSoftmax, nn.Softmin)) else None
-    elif _name(function) in ALONG:
-        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        along = isinstance(function, (nn.Softmax, nn.LogSoftmax, nn.Softmin))
+        dim = getattr(function, "dim", None)
     else:
+        along = name in ALONG
+        dim = _argument("dim", function, args, node.kwargs) if along else None
+    if not along:
         return False
-    tensor = source.meta[INFO].tensors[0]
-    return isinstance(dim, int) and bool(tensor.shape) and dim % len(tensor.shape) == tensor.batch_dim
+    if dim is None:  # torch's rule for a softmax without a dimension; msort runs along the first
+        dim = 1 if "softm" in name + type(function).__name__.lower() and len(tensor.shape) not in (0, 1, 3) else 0
+    return isinstance(dim, int) and dim % len(tensor.shape) == tensor.batch_dim
+
+
+def _argument(name: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of a torch function by its name, or its default; None where there is none."""
+    if name in kwargs:
+        return kwargs[name]
+    with contextlib.suppress(ValueError, TypeError):
+        parameters = list(inspect.signature(function).parameters.values())
+        found = [i for i, parameter in enumerate(parameters) if parameter.name == name]
+        if found:
+            return args[found[0]] if len(args) > found[0] else parameters[found[0]].default
+    packet = getattr(torch.ops.aten, _name(function), None)
+    for overload in packet.overloads() if packet is not None else ():
+        arguments = getattr(packet, overload)._schema.arguments
+        found = [i for i, argument in enumerate(arguments) if argument.name == name and "int" in str(argument.type)]
+        if found and not any(argument.is_out for argument in arguments):
+            return args[found[0]] if len(args) > found[0] else arguments[found[0]].default_value
+    return None
 
 
 def mixes_gradients(node: fx.Node, root: nn.Module) -> bool:
@@ -105,6 +175,12 @@ def mixes_gradients(node: fx.Node, root: nn.Module) -> bool:
     if position is None:
         return False
     return bool(node.kwargs.get("scale_grad_by_freq", node.args[position] if len(node.args) > position else False))
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    yield from found
 
 
 def _name(function: Any) -> str:

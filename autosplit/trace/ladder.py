@@ -163,7 +163,7 @@ def widen(
         gathered.check_rows(model, flat, rows)
     except (Refusal, Unexpected):
         return None
-    if not _suspects(model, flat, gathered) <= base.findings.suspects | base.findings.backward:
+    if not _suspects(model, flat, gathered) <= base.findings.suspects | base.findings.mixing:
         return None
     graph = _accept(model, flat, gathered, base.findings)
     wide = Trace(graph, flat, base.findings, guard_of(model, merged, scope.answers), gathered, domain=domain)
@@ -262,7 +262,7 @@ def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> Findings:
         raw = _decomposed(model, found)
         seen = run_probe(raw, flat, kept=found.min_rows)
     probed = frozenset(n.meta[INFO].name for n in raw.graph.nodes if INFO in n.meta)
-    return Findings(probed, seen.values, seen.gradients)
+    return Findings(probed, seen.values, seen.mixing)
 
 
 def _suspects(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> frozenset[str]:
@@ -271,7 +271,7 @@ def _suspects(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> frozens
         return frozenset()
     with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model):
         seen = run_probe(_decomposed(model, gathered), flat, kept=gathered.min_rows)
-    return seen.values | seen.gradients
+    return seen.values | seen.mixing
 
 
 def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:

@@ -27,6 +27,7 @@ from autosplit.trace.formula import lengths_in
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
 from autosplit.trace.grouped import grouped
 from autosplit.trace.kinds import leaves_unset
+from autosplit.trace.operator_probe import OperatorProbe
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.state import random_state
 from autosplit.trace.structure import flatten_output, tensors_in
@@ -78,10 +79,10 @@ def _range(leaf: torch.Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Influence:
-    """Names of the nodes in which rows influence each other: in their values, and in their gradients."""
+    """Names of the nodes in which rows influence each other, and of those that no later operation puts right."""
 
     values: frozenset[str]
-    gradients: frozenset[str]
+    mixing: frozenset[str]
 
 
 @phase("tracing: do rows meet")
@@ -138,7 +139,16 @@ class _Lockstep:
             seen.update(fresh)
             self.last[node] = fresh
         self.suspects: set[str] = set()
-        self.backward: set[str] = set()
+        self.mixing: set[str] = set()
+        self.operators = OperatorProbe(
+            raw.graph,
+            raw.root,
+            self.runs["among"],
+            self.runs["beside"],
+            rows=len(rows["among"]),
+            lengths=self.lengths,
+            same=_same_bits,
+        )
         self.failed: list[fx.Node] = []
         written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
         self.buffers = {name: raw.root.get_buffer(name) for name in sorted(written)}
@@ -148,6 +158,8 @@ class _Lockstep:
         order = list(self.raw.graph.nodes)
         position = 0
         for node in order[:-1]:
+            if INFO in node.meta and node.op != "placeholder":
+                self._ask_operator(node)
             for name, interpreter in self.runs.items():
                 if node.op != "placeholder":
                     self._step(name, interpreter, node)
@@ -162,7 +174,19 @@ class _Lockstep:
             for gone in self.last[node]:
                 for interpreter in self.runs.values():
                     interpreter.env.pop(gone, None)
-        return Influence(frozenset(self.suspects), frozenset(self.backward))
+        return Influence(frozenset(self.suspects), frozenset(self.mixing))
+
+    def _ask_operator(self, node: fx.Node) -> None:
+        info = node.meta[INFO]
+        if node in self.sorts.sorting:
+            return
+        with self._own_contents(info, self.contents["among"]):
+            mixes = self.operators.mixes(node, self.suspects)
+        if self.operators.is_moved(node):
+            self.suspects.add(info.name)
+        if mixes or (node in self.sorts.order and self.operators.is_moved(node)):
+            self.suspects.add(info.name)
+            self.mixing.add(info.name)
 
     def _step(self, name: str, interpreter: fx.Interpreter, node: fx.Node) -> None:
         try:
@@ -229,7 +253,7 @@ class _Lockstep:
         with self._own_contents(info, self.contents["among"]):
             probe = BackwardProbe(node, self.runs["among"], rows=rows, kept=self.kept, same=_nearly_same)
             if probe.mixes():
-                self.backward.add(info.name)
+                self.mixing.add(info.name)
 
     def _values(self, node: fx.Node) -> dict[str, list[torch.Tensor]]:
         return {name: tensors_in(flatten_output(run.env[node])[0]) for name, run in self.runs.items()}
@@ -299,6 +323,11 @@ def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
         a, b = a.double().nan_to_num(), b.double().nan_to_num()
         worst, scale = float((a - b).abs().max()), float(b.abs().max())
     return worst <= tolerance * scale + (1e-12 if tolerance else 0.0)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two results for equal values and sizes are equal."""
+    return _same(a, b, 0.0 if a.device.type == "cpu" else 1e-6)
 
 
 def _nearly_same(a: torch.Tensor, b: torch.Tensor) -> bool:

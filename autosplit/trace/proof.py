@@ -31,6 +31,8 @@ _TABLES = frozenset("_parameters _buffers _modules".split())
 _LARGE = 1 << 24
 """Bytes of a constant above which it is not looked at."""
 _DEPTH = 6
+_PROBE = 2
+"""What the value probe asks; proofs of another one do not count."""
 
 
 class _Plain:
@@ -67,7 +69,7 @@ def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> str | No
 
 def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, code: OwnCode) -> Iterator[str]:
     texts, merged, scope = _Texts(code), gathered.recording, gathered.scope
-    yield f"torch {torch.__version__} {Ambient.current()} {torch.get_default_dtype()} {gathered.min_rows}"
+    yield f"torch {torch.__version__} {Ambient.current()} {torch.get_default_dtype()} {gathered.min_rows} {_PROBE}"
     yield f"{flat.batch_dims} {flat.names} {flat.spec} {sorted(scope.entered)}"
     for leaf in flat.leaves:
         wanted = isinstance(leaf, torch.Tensor) and leaf.requires_grad

@@ -1,0 +1,136 @@
+"""Operations that mix rows run on the whole batch, whatever the sample's values, tables of operators or draws say."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autosplit import Sample, autosplit
+from autosplit.trace.graph import NodeClass
+from autosplit.trace.ladder import trace
+
+ROWS, WIDTH = 8, 6
+Body = Callable[[Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """An operation between two layers."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.first, self.last, self.body = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x)))
+
+
+def inverted(h: Tensor) -> Tensor:
+    order = h[:, 0].argsort()
+    return h[order].relu()[order.argsort()]
+
+
+def assigned(h: Tensor) -> Tensor:
+    result = torch.zeros_like(h)
+    result[h[:, 0].argsort()] = h
+    return result
+
+
+def gated_roll(h: Tensor) -> Tensor:
+    """Neighbours reach a row through a gate that is zero in the sample, in a tensor that is no stack of rows."""
+    flat = torch.cat([h, h.cos()])
+    return (flat + (flat > 1e3).to(h.dtype) * flat.roll(1, 0)).chunk(2)[0]
+
+
+def own_or_first(h: Tensor) -> Tensor:
+    """Pick the row itself by every value of the sample, and the first row by others."""
+    return h + h[torch.where(h[:, 0] < 1e3, torch.arange(len(h)), 0)]
+
+
+MIXING: dict[str, Body] = {
+    "argsort of one value per row": lambda h: h + h[h[:, 0].argsort()],
+    "sort of one value per row": lambda h: h + h[h[:, 0].sort().indices],
+    "sort along the batch": lambda h: h.sort(0).values,
+    "msort": lambda h: torch.msort(h),
+    "msort of one value per row": lambda h: h * torch.msort(h[:, 0])[:, None],
+    "order at random": lambda h: h[torch.rand(len(h)).argsort()],
+    "permutation at random": lambda h: h[torch.randperm(len(h))],
+    "ranks": lambda h: h * h[:, 0].argsort().argsort()[:, None],
+    "topk": lambda h: h * h[:, 0].topk(len(h)).values[:, None],
+    "cummax": lambda h: h * h[:, 0].cummax(0).values[:, None],
+    "cumsum of a rare event": lambda h: h * (1 + (h[:, 0] > 1e3).long().cumsum(0))[:, None],
+    "bucketize": lambda h: h * torch.bucketize(h[:, 0].clone().detach(), h[:, 0].detach().sort().values)[:, None],
+    "quantiles": lambda h: h * torch.bucketize(h, torch.quantile(h, torch.tensor([0.2, 0.8]).double()).detach()),
+    "searchsorted": lambda h: h * torch.searchsorted(h[:, 0].detach().sort().values, h[:, 1].clone().detach())[:, None],
+    "unique": lambda h: h * torch.unique((h[:, 0] > 0).long()).sum(),
+    "compaction": lambda h: h + F.pad(h[(h[:, 0] > 0).nonzero()[:, 0]], (0, 0, 0, len(h)))[: len(h)],
+    "counts": lambda h: h * F.one_hot((h[:, 0] > 0).long(), 2).sum(0)[0],
+    "histogram": lambda h: h * torch.histc(h[:, 0].detach(), 4)[0],
+    "masked_scatter": lambda h: h.masked_scatter(h > 0, h.flip(1)),
+    "index_put": lambda h: torch.zeros_like(h).index_put((h[:, 0].argsort(),), h),
+    "assignment": assigned,
+    "index_add": lambda h: torch.zeros_like(h).index_add(0, (h[:, 0] > 0).long(), h),
+    "scatter": lambda h: torch.zeros_like(h).scatter(0, (h > 0).long(), h),
+    "gather": lambda h: h.gather(0, h.argsort(0)),
+    "above the median": lambda h: torch.where(h > h.median(), h, 0 * h),
+    "diff": lambda h: h + torch.diff(h[:, 0], prepend=h[:1, 0])[:, None],
+    "normalize": lambda h: F.normalize(h, 2.0, 0),
+    "softmax without a dimension": lambda h: h * F.softmax(h[:, 0], dim=-1)[:, None],
+    "a gate that is zero": lambda h: h + (h > 1e3).to(h.dtype) * h.roll(1, 0),
+    "a gate that is zero among merged rows": gated_roll,
+    "a choice of rows": own_or_first,
+    "renorm of rare values": lambda h: h.renorm(2, 1, 1e3),
+}
+APART: dict[str, Body] = {
+    "one value of each row": lambda h: h + h[torch.arange(len(h)), h.argmax(1)][:, None],
+    "numbered places": lambda h: h + h.reshape(-1)[torch.arange(len(h)) * WIDTH + h.argmax(1)][:, None],
+    "two flips": lambda h: h.flip(0).relu().flip(0),
+    "columns sorted": lambda h: h.gather(1, h.argsort(1)).cumsum(1),
+    "two views": lambda h: torch.cat([h, h.cos()]).tanh().chunk(2)[1],
+    "merged dimensions": lambda h: torch.stack([h, h.cos()]).reshape(-1, WIDTH).tanh().reshape(2, -1, WIDTH)[1],
+    "sort and back": inverted,
+}
+
+
+def full_nodes(model: nn.Module, x: Tensor) -> list[str]:
+    """Return the names of the nodes that run on the whole batch."""
+    found = trace(copy.deepcopy(model), Sample(x)).graph.compute_nodes()
+    return [info.name for _, info in found if info.node_class is NodeClass.FULL]
+
+
+def assert_equal(model: nn.Module, batches: list[Tensor]) -> None:
+    """Compare outputs and all gradients of a pipe and of the model on several batches."""
+    pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=4)
+    for seed, x in enumerate(batches):
+        results = []
+        for called in (model, pipe):
+            torch.manual_seed(seed)
+            leaf = x.clone().requires_grad_()
+            out = called(leaf)
+            found = torch.autograd.grad((out * torch.arange(1.0, 1 + out.numel()).reshape(out.shape)).sum(), leaf)
+            results.append((out.detach(), *found))
+        for plain, split in zip(*results, strict=True):
+            torch.testing.assert_close(split, plain, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_rows_is_equal(name: str) -> None:
+    torch.manual_seed(1)
+    assert_equal(Model(MIXING[name]).double(), [torch.randn(ROWS, WIDTH).double() for _ in range(2)])
+
+
+def test_what_is_never_used_may_mix_rows() -> None:
+    model = Model(lambda h: (h[torch.randperm(len(h))], h[h[:, 0].argsort()], h)[2]).double()
+    assert_equal(model, [torch.randn(ROWS, WIDTH).double()])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_stay_apart_run_in_microbatches(name: str) -> None:
+    torch.manual_seed(1)
+    model, x = Model(APART[name]).double(), torch.randn(ROWS, WIDTH).double()
+    assert not full_nodes(model, x)
+    assert_equal(model, [x])
