@@ -31,6 +31,7 @@ from autosplit.planning.tree import plan_tree
 from autosplit.progress_lines import shown
 from autosplit.recorded import Recorded
 from autosplit.runtime.ambient import without_saved_tensor_hooks
+from autosplit.runtime.changed_inputs import refusal
 from autosplit.runtime.graphs import Graphs
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
@@ -74,6 +75,8 @@ class Recordings:
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self._findings: OrderedDict[Any, Findings] = OrderedDict()
         self._refused: OrderedDict[Any, str] = OrderedDict()
+        self._apart: dict[str, None] = {}
+        """Why calls of a kind that has a recording ran by the model's own Python."""
         self._numbers: dict[Any, set[Any]] = {}
         self._batch_dims: dict[str, int | None] = {}
 
@@ -101,6 +104,7 @@ class Recordings:
         lines += dict.fromkeys(f"graphs: {stage.line()}" for own in graphs for stage in own.stages)
         if self.options.graphs and self.tree is not None:
             lines.append("graphs: none where the model runs by its own Python")
+        lines += (f"one chunk by the model's own Python: {why}" for why in self._apart)
         return "".join(f"\n{line}" for line in lines)
 
     def find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
@@ -113,15 +117,26 @@ class Recordings:
             _used(self.kept, key)
         else:
             with _RECORDING, shown(self._work()):
-                try:
-                    if key.rest not in self._refused:
-                        return self._found(key, sample)
-                except TraceError as refusal:
-                    reason, notes = str(refusal), getattr(refusal, "__notes__", ())
-                    self._refuse(key, reason + "".join(f" ({note})" for note in notes))
-                _used(self._refused, key.rest)
-                return self._tree(key, sample, self._refused[key.rest])
+                found = self._recorded(key, _as_called(sample))
+                if found is None:
+                    _used(self._refused, key.rest)
+                    return self._tree(key, sample, self._refused[key.rest])
+        tensors = [leaf for leaf in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
+        if why := refusal(found.traced, tensors, self.model):
+            self._apart[why] = None
+            with _RECORDING:
+                return self._tree(key, sample, why)
         return found
+
+    def _recorded(self, key: Key, sample: Sample) -> Recorded | None:
+        """Return a new recording for this kind of call; None where no graph can follow it."""
+        try:
+            if key.rest not in self._refused:
+                return self._found(key, sample)
+        except TraceError as error:
+            reason, notes = str(error), getattr(error, "__notes__", ())
+            self._refuse(key, reason + "".join(f" ({note})" for note in notes))
+        return None
 
     def _work(self) -> str:
         """Return what finding a recording for a new kind of call is called where it is shown."""
@@ -354,6 +369,21 @@ class Recordings:
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
         graphs = Graphs(lowered, self.lanes) if self.options.graphs else None
         return Recorded(found.graph, lowered, found, kind, self.lanes, graphs=graphs)
+
+
+def _as_called(sample: Sample) -> Sample:
+    """Return a sample as a recording, which has gradients on, takes it: without them leaves may be changed in place."""
+    if torch.is_grad_enabled():
+        return sample
+
+    def taken(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not (leaf.requires_grad and leaf.is_leaf) or leaf.is_inference():
+            return leaf
+        return leaf.view_as(leaf)
+
+    with torch.enable_grad(), torch.inference_mode(False):
+        args, kwargs = pytree.tree_map(taken, (sample.args, sample.kwargs))
+    return Sample(*args, **kwargs)
 
 
 def _used(cache: OrderedDict[Any, Any], key: Any) -> None:

@@ -315,7 +315,7 @@ class _Loss:
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
             output = model(*args, **kwargs)
             device = next((v.device for v in flatten_output(output)[0] if isinstance(v, torch.Tensor)), None)
-            target = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), self.target)
+            target = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), self._copied())
             value = call_loss(self.function, output, target)
             value.backward()
             return value.detach()
@@ -324,7 +324,11 @@ class _Loss:
 
     def of(self, pipe: Pipe) -> Callable[..., torch.Tensor]:
         """Return the pipe's training step."""
-        return lambda *args, **kwargs: pipe.train_step(*args, target=self.target, loss_fn=self.function, **kwargs)
+        return lambda *args, **kwargs: pipe.train_step(*args, target=self._copied(), loss_fn=self.function, **kwargs)
+
+    def _copied(self) -> Any:
+        """Return the target for one run, which may change it; what wants a gradient is the caller's own."""
+        return pytree.tree_map_only(torch.Tensor, lambda t: t if t.requires_grad else t.clone(), self.target)
 
 
 def _varies(first: Tensors, second: Tensors) -> bool:

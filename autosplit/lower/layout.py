@@ -155,6 +155,8 @@ class _Uses:
             layout.home[key] = self.stage(value)
         elif value.op == "get_attr":
             layout.home[key] = min(self.stage(c) for c in consumers)
+        if value.op == "placeholder" and value.meta[INFO].mutated:
+            takers = self._changed_input(key, takers)
         for number, consumer in enumerate(takers):
             layout.alias_of[key, consumer.name] = number
             slot, stage = Slot(key, number), self.stage(consumer)
@@ -174,6 +176,17 @@ class _Uses:
         layout.uses[key] = len(takers) + len(late)
         if given:
             layout.given[key] = layout.uses[key]
+
+    def _changed_input(self, key: str, takers: list[fx.Node]) -> list[fx.Node]:
+        """Return who takes an input that the model changes in place as it comes; the stage that changes it sends it on.
+
+        Whoever touches it until its last change is in one stage.
+        """
+        micro = [c for c in takers if _class(c) is NodeClass.MICRO]
+        late = [c for c in micro if self.stage(c) != self.stage(micro[0])]
+        for consumer in late:
+            self._send(key, None, self.stage(micro[0]), self.stage(consumer))
+        return [c for c in takers if c not in late]
 
     def _micro_value(self, key: str, value: fx.Node, consumers: list[fx.Node]) -> None:
         layout = self.layout

@@ -104,7 +104,8 @@ class Region:
         """Return the node for a slot that the region gives."""
         if slot in self.slots:
             return self.slots[slot]
-        return self.copies[next(n for n in self.copies if n.name == slot.value)]
+        made = next((copy for node, copy in self.copies.items() if node.name == slot.value), None)
+        return made if made is not None else next(node for own, node in self.slots.items() if own.value == slot.value)
 
     def _fork(self, node: fx.Node, uses: int) -> None:
         bundle = named(self.graph, self.graph.call_function(fork, (self.copies[node], uses)), f"{node.name}_uses")

@@ -152,7 +152,6 @@ class Cells:
         self.cells: dict[tuple[int, int], Border] = {}
         self.given = {s: _detached(bundle) if detached else bundle for s, bundle in start.shared.items()}
         self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
-        self.clones = detached and self.lowered.changes_inputs
         self.aliased = detached and (has_module_hooks() or any_autocast())
         self.clear()
         self.graphs = step.graphs.begin(self) if step.graphs and (detached or not torch.is_grad_enabled()) else None
@@ -225,7 +224,7 @@ class Cells:
         if not self.detached:
             return bundle
         taken = border.leaves["inputs"] = _detached(bundle)
-        return [t.clone() if t.requires_grad else t for t in taken] if self.clones else taken
+        return taken
 
     def received(
         self, border: Border, source: int, stage: int, microbatch: int, name: str | None = None

@@ -18,7 +18,7 @@ from autosplit.runtime.lanes import Lane
 from autosplit.runtime.loss_calls import Counted
 from autosplit.runtime.loss_outputs import Outputs
 from autosplit.runtime.ops import bring
-from autosplit.runtime.proof import Proof, Proofs, WholeCheck, prove
+from autosplit.runtime.proof import WRITES, Proof, Proofs, WholeCheck, prove
 from autosplit.runtime.targets import split_target
 from autosplit.runtime.threads import LaneThreads
 from autosplit.trace import state
@@ -100,8 +100,13 @@ class _Loss:
     def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
         """Return a loss that is proved on this batch or was on an earlier one."""
         kind, counted = proofs.find(self.loss_fn, _KIND), None
+        if kind == WRITES:
+            return None
         if kind is None:
             proof = _prove(self, whole)
+            if proof is not None and proof.kinds == (WRITES,):
+                proofs.keep(self.loss_fn, _KIND, WRITES)
+                return None
             if proof is None or not proof.conclusive:
                 return None
             counted = self._count() if "counted" in proof.kinds[0] else None
@@ -208,7 +213,14 @@ def _gathered(output: Any, lanes: Sequence[Lane]) -> Any:
 def _prove(loss: _Loss, whole: Callable[[], Any]) -> Proof | None:
     step = loss.step
     traced = step.lowered.traced
-    with torch.no_grad(), state.random_state(), state.buffer_contents(traced.root):
+    given = state.contents(step.tensors if step.lowered.changes_inputs else ())
+    with (
+        torch.no_grad(),
+        state.random_state(),
+        state.buffer_contents(traced.root),
+        state.attributes(traced.root),
+        given,
+    ):
         output = whole()
     output = _gathered(output, step.lanes)
     flat, rebuild = flatten_output(output)

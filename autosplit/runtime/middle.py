@@ -23,7 +23,6 @@ from autosplit.runtime.cells import Cells, Step, held_back
 from autosplit.runtime.ops import OUT, sent
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, backwards, forwards, turns
-from autosplit.trace.graph import INFO
 from autosplit.trace.state import attributes
 
 _AGAIN = "create_graph=True runs the forward again on lanes='threads'; split with lanes='inline' for that"
@@ -178,7 +177,7 @@ def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Seque
     leaves = [tensor for *_, tensor in ctx.leaves]
     if _versions(cells, leaves) != ctx.versions:
         raise RuntimeError(f"a parameter or an input was changed in place since the forward; {_AGAIN}")
-    if _writes_to_caller(cells):
+    if cells.lowered.changes_inputs:
         raise RuntimeError(f"the model changes its input in place; {_AGAIN}")
     with one_intra_op_thread():
         before, outputs = _outputs(cells), _again(ctx)
@@ -223,16 +222,6 @@ def _copied_buffers(model: nn.Module) -> Iterator[None]:
 def _versions(cells: Cells, leaves: Sequence[torch.Tensor]) -> list[int]:
     """Return how often each leaf and each input of the call was changed in place."""
     return [tensor._version for tensor in (*leaves, *cells.step.tensors) if not tensor.is_inference()]
-
-
-def _writes_to_caller(cells: Cells) -> bool:
-    """Tell whether a forward writes to a tensor of the caller's; an input that wants a gradient is copied first."""
-    nodes = {n.name: n for n in cells.lowered.traced.graph.nodes}
-    return cells.lowered.changes_inputs and any(
-        nodes[slot.value].meta[INFO].mutated and not tensor.requires_grad
-        for stage, bundles in cells.start.inputs.items()
-        for slot, tensor in zip(cells.layout.stages[stage].inputs, bundles[0], strict=True)
-    )
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

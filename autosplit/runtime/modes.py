@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.trace.state import buffer_contents, random_state
+from autosplit.trace.state import attributes, buffer_contents, contents, random_state
 
 
 @contextlib.contextmanager
@@ -39,16 +39,19 @@ def eval_mode(model: nn.Module, *others: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_alone(model: nn.Module, given: Any) -> Iterator[None]:
-    """Run steps that leave no trace: gradients, of what is given too, buffers and random states are as before.
+    """Run steps that leave no trace: gradients, buffers, attributes, what is given and random states are as before.
 
     Gradients are None inside.
     """
     modules = [model, *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, nn.Module))]
-    leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in tensors if leaf.is_leaf]
     leaves += [parameter for module in modules for parameter in module.parameters()]
     before = [(leaf, leaf.grad) for leaf in dict.fromkeys(leaves)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(random_state())
+        stack.enter_context(contents(tensors))
+        stack.enter_context(attributes(*modules))
         for module in modules:
             stack.enter_context(buffer_contents(module))
         try:

@@ -84,16 +84,21 @@ def split(
 ) -> tuple[Bundle, ...]:
     """Cut every tensor into microbatches along its batch dimension and bring them from the caller to a lane.
 
-    Where the model changes an input in place (``changed``), each microbatch counts its versions itself: it is a copy
-    when a gradient is wanted, else it writes to the caller's tensor, as the model would.
+    Where the model changes an input in place (``changed``), each microbatch counts its versions itself, once for all
+    uses, and writes to the caller's tensor, as the model would.
     """
     parts = []
-    for tensor, dim, private in zip(bundle, dims, changed or (False,) * len(dims), strict=True):
+    private: dict[int, list[torch.Tensor]] = {}
+    for tensor, dim, own in zip(bundle, dims, changed or (False,) * len(dims), strict=True):
+        if own and id(tensor) in private:
+            parts.append(private[id(tensor)])
+            continue
         pieces = rows_along(tensor, sizes, dim)
-        if private:
-            pieces = [piece.clone() if piece.requires_grad else piece.data for piece in pieces]
+        if own:
+            pieces = [piece.data for piece in pieces]
         origin = lane.origin(tensor)
         parts.append([transfer((piece,), origin, lane)[0] for piece in pieces])
+        private[id(tensor)] = parts[-1]
     return tuple(zip(*parts, strict=True))
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.errors import InputError
@@ -24,6 +25,8 @@ from autosplit.runtime.loss_calls import Count, Counted
 from autosplit.trace import state
 from autosplit.trace.graph import TracedGraph
 
+WRITES = "writes"
+"""The kind of a loss that changes its target or the output in place: it runs once, on the whole batch."""
 _KEPT = 32
 _KEPT_BYTES = 1 << 26
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
@@ -37,7 +40,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Proof:
-    """What one batch says about a loss: the kinds that explain it, the most exact first.
+    """What one batch says about a loss: the kinds that explain it, the most exact first; or `WRITES` alone.
 
     Not conclusive when a mean and a sum both would.
     """
@@ -110,8 +113,13 @@ def prove(
     InputError when the loss is neither a mean nor a sum, draws random numbers, or changes its own buffers.
     """
     with torch.no_grad(), state.random_state():
-        with _pure(loss_fn):
+        given = [leaf for leaf in pytree.tree_leaves((output(None), target)) if isinstance(leaf, torch.Tensor)]
+        versions = [leaf._version for leaf in given if not leaf.is_inference()]
+        with _pure(loss_fn), state.contents(given):
             whole, counted = _whole(loss_fn, output(None), target)
+            writes = versions != [leaf._version for leaf in given if not leaf.is_inference()]
+        if writes:
+            return Proof((WRITES,), conclusive=True)
         outputs = [output(m) for m in range(len(sizes))]
         found = {
             kind: _parts(Parts(kind, loss_fn, sizes, targets, counted if "counted" in kind else ()), outputs)
@@ -160,7 +168,7 @@ def _pure(loss_fn: Any) -> Iterator[None]:
     drawn = torch.get_rng_state(), random.getstate()
     module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     versions = {name: buffer._version for name, buffer in module.named_buffers()}
-    with state.buffer_contents(module):
+    with state.buffer_contents(module), state.attributes(module):
         yield
         changed = [name for name, buffer in module.named_buffers() if versions.get(name) != buffer._version]
     if changed:

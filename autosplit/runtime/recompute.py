@@ -95,8 +95,8 @@ class Recomputed(nn.Module):
         names = self.region.takes
         start = len(spread(given[: names.index("inputs")])[0])
         found = {start + place: flat[start + place] for place in self.copied}
-        for place, tensor in found.items():
-            flat[place] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for place, copy in _copies(found).items():
+            flat[place] = copy
         return found
 
     def versions(self) -> tuple[int, ...]:
@@ -128,14 +128,20 @@ class _Again:
         return self._second(own)
 
     def _second(self, own: list[Any]) -> Any:
-        for place in self.places:
-            own[place] = own[place].clone()
+        for place, copy in _copies({place: own[place] for place in self.places}).items():
+            own[place] = copy
         try:
             with _copied(self.part.root, self.part.writes), _during("second"):
                 return self.part.run(*gathered(own, self.sizes))
         except Exception as error:
             error.add_note(f"raised when {self.part.place} ran again for its backward")
             raise
+
+
+def _copies(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return copies of tensors, one copy of those that are the same memory."""
+    made = {(tensor.data_ptr(), tensor.shape): tensor.detach().clone() for tensor in tensors.values()}
+    return {place: made[tensor.data_ptr(), tensor.shape] for place, tensor in tensors.items()}
 
 
 def spread(given: Sequence[Any]) -> tuple[list[Any], list[int | None]]:

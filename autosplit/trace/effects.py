@@ -24,7 +24,7 @@ class Effects:
     Attributes:
         flow: (a node that changes a register, a later node that sees the change).
         order: (a node that touches a register, a later node that changes it).
-        storages: per changed storage its producers and changers.
+        storages: per changed storage its producers and changers; of an input, whoever touches it until its last change.
         buffers: per changed buffer everyone who touches it.
         mutated: nodes whose result's storage is changed.
     """
@@ -67,6 +67,7 @@ def effects(calls: Sequence[Call], nodes: Mapping[int, fx.Node]) -> Effects:
             continue
         holders = [i for i in users if register in calls[i].storages]
         mutated.update(nodes[i] for i in holders)
-        first = [i for i in holders if i <= max(writers) and calls[i].kind != "input"]
-        storages.append(tuple(nodes[i] for i in sorted({*first, *writers})))
+        inputs = {i for i in holders if calls[i].kind == "input"}
+        together = [i for i in (users if inputs else holders) if i <= max(writers)]
+        storages.append(tuple(nodes[i] for i in sorted({*together, *writers} - inputs)))
     return Effects(tuple(flow), tuple(order), tuple(storages), tuple(buffers), frozenset(mutated))

@@ -118,8 +118,12 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
         elif isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
     shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
-    kinds = tuple((v.dtype, v.device) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
+    kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+
+
+def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, Any]:
+    return tensor.dtype, (tensor.device, tensor.requires_grad)
 
 
 def _constant(value: Any) -> Any:
