@@ -212,7 +212,9 @@ def reading(pipe: Any) -> tuple[str, int, float]:
 
 
 @contextmanager
-def _limited(seconds: int) -> Iterator[None]:
+def limited(seconds: int) -> Iterator[None]:
+    """Raise a TimeoutError in the block after so many seconds."""
+
     def stop(*_: object) -> None:
         raise TimeoutError(f"no answer within {seconds} s")
 
@@ -225,7 +227,8 @@ def _limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """Return an error's class, text and innermost places."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [
         f"{frame.filename.split('/site-packages/')[-1].split('/autosplit/', 1)[-1]}:{frame.lineno}" for frame in frames
@@ -248,12 +251,12 @@ class _Attempt:
         """Run the script on what ``start`` makes of its model."""
         runner = None
         try:
-            with _limited(LIMIT_S):
+            with limited(LIMIT_S):
                 runner = start(self.script)
                 self.script.run(runner)
         except Exception as error:
             self.outcome = "refused" if isinstance(error, AutosplitError) else "raw error"
-            self.error = _described(error)
+            self.error = described(error)
         if getattr(runner, "plan", None) is not None:
             self.answer, self.chunks, self.share = reading(runner)
 

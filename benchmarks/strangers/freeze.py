@@ -67,11 +67,11 @@ def _other(value: Any, depth: int) -> Any:
         return ("module", type(value).__name__)
     if isinstance(value, types.FunctionType | types.MethodType | type | types.BuiltinFunctionType):
         return getattr(value, "__qualname__", str(value))
-    text = repr(value)
-    if " at 0x" not in text:
-        return text
     entries = getattr(value, "__dict__", None)
-    return type(value).__name__ if entries is None else (type(value).__name__, freeze(dict(entries), depth - 1))
+    if entries:
+        return (type(value).__name__, freeze(dict(entries), depth - 1))
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
 
 
 def _tensor(value: torch.Tensor) -> Any:
@@ -88,11 +88,10 @@ def module_state(model: nn.Module) -> dict[str, Any]:
     """Return every module's class, attributes, parameters with gradients, buffers and hooks, by name."""
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
-        entries = {
-            key: freeze(value)
-            for key, value in vars(module).items()
-            if key not in ("_parameters", "_modules", "_buffers")
-        }
+        entries = {key: freeze(value) for key, value in vars(module).items() if not _is_apart(key)}
+        for key, hooks in vars(module).items():
+            if "_hooks" in key and isinstance(hooks, dict):  # their keys count up over the whole process
+                entries[key] = freeze(list(hooks.values()))
         entries["class"] = type(module).__qualname__
         entries["children"] = tuple(module._modules)
         entries["parameters"] = {key: freeze(value) for key, value in module._parameters.items()}
@@ -103,6 +102,10 @@ def module_state(model: nn.Module) -> dict[str, Any]:
         entries["buffers"] = {key: freeze(value) for key, value in module._buffers.items()}
         state[name or "the model"] = entries
     return state
+
+
+def _is_apart(key: str) -> bool:
+    return key in ("_parameters", "_modules", "_buffers") or "_hooks" in key
 
 
 def differences(left: Any, right: Any, tolerance: float, place: str = "") -> Iterator[str]:
