@@ -153,6 +153,9 @@ class Script:
         if runner is not self.model and isinstance(runner, nn.Module):
             runner.eval()
         (args, kwargs), _ = self.batch(1)
+        for value in args:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.requires_grad_()
         with torch.no_grad():
             output = runner(*args, **kwargs)
         self._note("eval", output=output, inputs=(args, kwargs))
@@ -275,7 +278,7 @@ def run_subject(subject: Subject, setup: Setup, seed: int = 0) -> Result:
     outcome, error = piped.outcome, piped.error
     off = next(differences(plain.script.seen[: len(piped.script.seen)], piped.script.seen, TOLERANCE), "")
     if plain.error:
-        outcome, error = "plain fails" if piped.error else "wrong", f"plain: {plain.error}; pipe: {error or 'runs'}"
+        outcome, error = "plain fails", f"plain: {plain.error}; pipe: {error or 'runs'}"
     elif off:
         outcome = "wrong"
     return Result(

@@ -32,6 +32,13 @@ def between(kind: str, **more: Any) -> Callable:
 # --- items 5 and 6: the caller's hooks and what they keep -----------------------------------------------------------
 
 
+def joined() -> Any:
+    """Return what hooks logged as one value, since hooks of inner modules may fire once per microbatch."""
+    if LOG and isinstance(LOG[0], torch.Tensor):
+        return torch.cat([entry.flatten() for entry in LOG]) if LOG[0].dim() else sum(LOG)
+    return sorted(set(LOG))
+
+
 def hooked(register: Callable[[Net], None]) -> Callable:
     """Declare hooks that the caller sets before the split."""
 
@@ -40,7 +47,7 @@ def hooked(register: Callable[[Net], None]) -> Callable:
         register(net)
         return net
 
-    SUBJECTS.append(Subject(register.__name__, "hooks", fresh(build), vectors, outside=lambda: list(LOG)))
+    SUBJECTS.append(Subject(register.__name__, "hooks", fresh(build), vectors, outside=joined))
     return register
 
 

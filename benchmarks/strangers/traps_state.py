@@ -199,7 +199,7 @@ class WrittenByNextBlock(Buffered):
     def forward(self, x):
         x = self.stem(x)
         for block in self.blocks:
-            x = block(x) * self.scale
+            x = block(x) * self.scale.sqrt()
             self.scale.mul_(0.9)
         return self.head(x)
 
@@ -207,7 +207,7 @@ class WrittenByNextBlock(Buffered):
 @trap("changed before backward")
 class WrittenInEpilogue(Buffered):
     def forward(self, x):
-        x = self.blocks[1](self.blocks[0](self.stem(x)) * self.scale)
+        x = self.blocks[1](self.blocks[0](self.stem(x)) * self.scale.exp())
         out = self.head(x)
         self.scale.lerp_(x.detach().mean(0), 0.2)
         return out - out.mean(0)
@@ -229,7 +229,7 @@ class NormTwice(Net):
 @trap("changed before backward")
 class WritesViaView(Buffered):
     def forward(self, x):
-        x = self.blocks[0](self.stem(x)) * self.scale
+        x = self.blocks[0](self.stem(x)) * self.scale.sin()
         half = self.scale[: WIDTH // 2]
         half.add_(0.1)
         return self.head(self.blocks[1](x))
@@ -248,7 +248,7 @@ class SpectralNorm(Net):
 @trap("in-place", leaf_inputs=False)
 class ScalesInputTwice(Net):
     def forward(self, x):
-        return super().forward(x.mul_(0.5)) + x.mul_(0.5).sum(-1, keepdim=True)
+        return super().forward(x.mul_(0.5).mul_(0.5)) + x.sum(-1, keepdim=True)
 
 
 @trap("in-place", lambda rows: ((list(vectors(rows)[0]) * 2,), {}))
@@ -269,7 +269,8 @@ class AddsDictEntry(Net):
 @trap("in-place", leaf_inputs=False)
 class ReturnsItsInput(Net):
     def forward(self, x):
-        return super().forward(x), x.mul_(2)
+        x.mul_(2)
+        return super().forward(x), x
 
 
 def loss_that_writes(output, target):
