@@ -74,23 +74,23 @@ class Family:
         return {"input_ids": ids}
 
 
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 29}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MOE = {**KEYS, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", KEYS),
-    "llama masked": Family("LlamaForCausalLM", KEYS, "masked"),
-    "mistral": Family("MistralForCausalLM", {**KEYS, "sliding_window": 4}),
-    "qwen2": Family("Qwen2ForCausalLM", KEYS),
+    "llama without cache": Family("LlamaForCausalLM", {**KEYS, CACHE: False}),
+    "llama masked": Family("LlamaForCausalLM", {**KEYS, CACHE: False}, "masked"),
+    "mistral": Family("MistralForCausalLM", {**KEYS, "sliding_window": 4, CACHE: False}),
+    "qwen2": Family("Qwen2ForCausalLM", {**KEYS, CACHE: False}),
     "qwen3": Family("Qwen3ForCausalLM", {**KEYS, "head_dim": 8}),
     "gemma": Family("GemmaForCausalLM", {**KEYS, "head_dim": 8}),
     "gemma2": Family("Gemma2ForCausalLM", {**KEYS, "head_dim": 8, "sliding_window": 4}),
-    "phi": Family("PhiForCausalLM", {**KEYS, "resid_pdrop": 0.0}),
+    "phi": Family("PhiForCausalLM", {**KEYS, "resid_pdrop": 0.0, CACHE: False}),
     "olmo": Family("OlmoForCausalLM", KEYS),
-    "stablelm": Family("StableLmForCausalLM", KEYS),
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 29}
-        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
+    "stablelm": Family("StableLmForCausalLM", {**KEYS, CACHE: False}),
+    "gpt2": Family("GPT2LMHeadModel", GPT2),
+    "gpt2 without cache": Family("GPT2LMHeadModel", {**GPT2, CACHE: False}),
     "gpt_neox": Family("GPTNeoXForCausalLM", {**SIZE, "max_position_embeddings": 32, "hidden_dropout": 0.0}),
     "opt": Family(
         "OPTForCausalLM",
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = {
         "FalconForCausalLM",
         {**SIZE, "hidden_dropout": 0.0, "attention_dropout": 0.0, "new_decoder_architecture": False},
     ),
-    "mixtral": Family("MixtralForCausalLM", {**KEYS, "num_local_experts": 3}, switches=(*CAUSAL, ROUTER)),
+    "mixtral": Family("MixtralForCausalLM", {**KEYS, "num_local_experts": 3, CACHE: False}, switches=(*CAUSAL, ROUTER)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {**MOE, "head_dim": 8}, switches=(*CAUSAL, ROUTER)),
     "olmoe": Family("OlmoeForCausalLM", MOE, switches=(*CAUSAL, ROUTER)),
     "mamba": Family(

@@ -31,12 +31,13 @@ def calls(family: Family) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call."""
     third = {name: True for name in (ATTENTION, ROUTER) if name in family.switches}
     if CACHE in family.switches:
-        third[CACHE] = False
-    return [{}, {HIDDEN: True}, third, {CACHE: True} if CACHE in family.switches else {}]
+        third[CACHE] = not family.config.get(CACHE, True)
+    return [{}, {HIDDEN: True}, third, {}]
 
 
-def run(family: Family, model: nn.Module, runner: Any, seed: int, seen: list[tuple[str, Any]]) -> None:
-    """Make the calls and write down what they return and leave."""
+def run(family: Family, model: nn.Module, runner: Any, seed: int, seen: list[tuple[str, Any]]) -> list[Any]:
+    """Make the calls, write down what they return and leave, and return how the first of them ran."""
+    readings: list[Any] = []
     for index, ((rows, length), asked) in enumerate(zip(SIZES, calls(family), strict=True)):
         torch.manual_seed(seed + index)
         batch = family.batch(rows, length)
@@ -47,6 +48,8 @@ def run(family: Family, model: nn.Module, runner: Any, seed: int, seen: list[tup
         if index == 0:
             first_tensor(output).square().mean().backward()
         seen.append((f"{label}: modules", module_state(model)))
+        readings += [reading(runner)] if runner is not model else []
+    return readings
 
 
 def run_family(name: str, family: Family, seed: int) -> Result:
@@ -62,8 +65,7 @@ def run_family(name: str, family: Family, seed: int) -> Result:
         try:
             with limited(600):
                 pipe: Any = autosplit(model, devices=2, chunks=3)
-                run(family, model, pipe, seed, found)
-                answer, chunks, share = reading(pipe)
+                answer, chunks, share = run(family, model, pipe, seed, found)[0]
                 after = [("unsplit: output", freeze(pipe.unsplit()(**family.batch(3, 5), **{HIDDEN: True})))]
         except Exception as caused:
             outcome = "refused" if isinstance(caused, AutosplitError) else "raw error"
