@@ -57,6 +57,7 @@ def autosplit(
     batch_norm: str = "micro",
     compile: bool = False,
     graphs: bool = False,
+    cut: str = "modules",
     mesh: Any = None,
 ) -> PipelinedModule:
     """Split a model over devices and return it as a pipelined ``torch.fx.GraphModule`` with the same state.
@@ -98,6 +99,8 @@ def autosplit(
         graphs: whether the stages' work on CUDA devices is captured in CUDA graphs, from the second step of a kind on,
             and replayed: one launch for a stage's forward or backward. The same bits; what cannot be a graph runs as it
             is, and the report says why. What a microbatch in flight saves is held for good.
+        cut: where the plan's cuts fall: "modules": between modules; inside a repeated block, or between a head and its
+            loss, only where the step gets at least 2% shorter or nothing else fits; "operations": anywhere.
         precision, mesh: reserved; only the defaults are available in this version, anything else is refused.
 
     Returns:
@@ -122,6 +125,7 @@ def autosplit(
         memory_limit=memory_limit,
         reserve=reserve,
         optimizer=optimizer,
+        cut=cut,
         pinned=pinned,
     )
     options = Options(
@@ -158,6 +162,7 @@ def plan(
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
     reserve: int | float | str | None = RESERVE,
+    cut: str = "modules",
     find: str = "best",
     plan: Plan | str | Path | None = None,
 ) -> Plan:
@@ -181,6 +186,7 @@ def plan(
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
         reserve: what each device keeps free: bytes, text such as "2GiB", or "3%" of the device, which does not count
             under a ``memory_limit``. Plans keep out of it where they can; a peak that reaches into it is borderline.
+        cut: as in `autosplit`.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
@@ -215,6 +221,7 @@ def plan(
         reserve=reserve,
         optimizer=optimizer,
         precision=precision,
+        cut=cut,
         pinned=pinned,
     )
     options = Options(devices=stand_ins(own), **asked.settings(), batch_dims=batch_dims, measure=False, machine=own)

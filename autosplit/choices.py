@@ -15,6 +15,8 @@ RECOMPUTE = ("never", "always", "except_last", "block")
 """What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master")
 """How training computes and what it keeps, for what it costs: it sets no dtype of what runs."""
+CUT = ("modules", "operations")
+"""Where cuts fall: between modules where that costs less than 2% of the step, or between any two operations."""
 FIND = ("best", "smallest", "largest_batch")
 """What a plan on paper answers: the best for these devices, the fewest devices, the largest batch."""
 EXPORTS = ("torch-csv", "torchtitan", "megatron")

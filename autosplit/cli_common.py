@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
+from autosplit.choices import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
 from autosplit.cli_interrupts import Interrupts, go_on
 from autosplit.cli_streams import answers_a_terminal, nobody_reads, tell
 from autosplit.errors import AutosplitError, DeviceError, InfeasibleError, InputError
@@ -106,6 +106,7 @@ Moves = Annotated[
     list[str] | None,
     typer.Option("--move", metavar="MODULE=STAGE", help="With --plan: put a module in another stage, and cost that."),
 ]
+Cut = Annotated[str, typer.Option(help=f"Where cuts fall: {', '.join(CUT)}.", autocompletion=complete(*CUT))]
 Seed = Annotated[int, typer.Option(help="Seed of the factory and of the inputs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -12,6 +12,7 @@ from autosplit.choices import RESERVE
 from autosplit.cli_common import (
     AsJson,
     Batch,
+    Cut,
     Debug,
     Inputs,
     Kwargs,
@@ -115,6 +116,7 @@ def plan_command(
     precision: Precision = None,
     memory_limit: MemoryLimit = None,
     reserve: Reserve = RESERVE,
+    cut: Cut = "modules",
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
     train: Mode = None,
@@ -140,7 +142,7 @@ def plan_command(
         spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
         pinned = pinned_plan(plan, move)
         order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
-        room = {"memory_limit": memory_limit, "reserve": reserve, "precision": precision}
+        room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut, "precision": precision}
         choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
         find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
         machine = _checked(_devices(devices, pinned), pinned, choices)

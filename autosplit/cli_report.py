@@ -11,6 +11,7 @@ from autosplit.cli_common import (
     MODEL_HELP,
     AsJson,
     Batch,
+    Cut,
     Debug,
     Inputs,
     Kwargs,
@@ -100,6 +101,7 @@ def report_command(
     optimizer: Optimizer = "adamw",
     memory_limit: MemoryLimit = None,
     reserve: Reserve = RESERVE,
+    cut: Cut = "modules",
     train: Mode = None,
     seed: Seed = 0,
     measure: Measure = False,
@@ -129,7 +131,7 @@ def report_command(
             own = torch_devices(devices)
             count = needed("--chunks", chunks, "a number of microbatches")
             order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
-            room = {"memory_limit": memory_limit, "reserve": reserve}
+            room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut}
             choices = {"chunks": count, "optimizer": optimizer_of(optimizer)} | order | room
             pinned = pinned_plan(plan, move)
             check_choices(own, pinned, choices)

@@ -82,6 +82,8 @@ class Options:
     measure: bool = True
     cut: Mapping[str, int] | None = None
     """The stages of modules by their paths, for all that runs inside them; None: the plan finds the cut."""
+    cut_between: str = "operations"
+    """Where the plan's cuts fall: between "modules" where that costs little, or between any "operations"."""
     microbatches: str = "tensor_split"
     """Whose sizes microbatches have: those of ``torch.tensor_split`` or of ``torch.chunk``."""
     norm_counts: str = "step"

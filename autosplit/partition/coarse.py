@@ -33,18 +33,18 @@ class Coarse:
         return tuple(stage.tolist())
 
 
-def runs(problem: Problem, graph: Graph, *, most: int) -> tuple[int, ...]:
-    """Return the unit of each work: about ``most`` runs of the graph's groups.
+def runs(problem: Problem, graph: Graph, *, most: int, places: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the unit of each work: about ``most`` runs of the graph's groups, each from one of ``places`` on.
 
     Every run takes about its share of the seconds, the static bytes and what is kept; each ends where least crosses,
     and at the end of its block where the blocks are not too many.
     """
     group_of = np.array(graph.group_of, dtype=np.int64)
-    ends = np.arange(1, graph.size)
-    if graph.size > most:
-        share = _weights(problem, group_of, graph.size).cumsum()[:-1]
-        crossing = _crossing(problem, group_of, graph.size)
-        changes = _block_ends(problem, group_of, graph.size)
+    ends = np.arange(1, graph.size) if places is None else np.array(places, dtype=np.int64)
+    if len(ends) >= most:
+        share = _weights(problem, group_of, graph.size).cumsum()[ends - 1]
+        crossing = _crossing(problem, group_of, graph.size)[ends - 1]
+        changes = np.intersect1d(_block_ends(problem, group_of, graph.size), ends)
         changes = changes if len(changes) <= most // 2 else changes[:0]
         bucket = np.floor(share * (most - len(changes)) * (1 - 1e-12)).astype(np.int64)
         order = np.lexsort((ends, crossing, bucket))

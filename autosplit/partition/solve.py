@@ -24,6 +24,7 @@ _PROVEN = 1 + 3e-9
 """A value that is no further above its bound is the least: the search stops at a billionth."""
 
 Objective = Literal["bottleneck", "step_time"]
+Status = Literal["optimal", "bounded"]
 """What is made least: the largest load of a stage, or the simulated length of a step."""
 
 
@@ -39,7 +40,7 @@ class Partition:
     objective: Objective
     value_s: float
     lower_bound_s: float
-    status: Literal["optimal", "bounded"]
+    status: Status
     costs: Costs
 
     @property

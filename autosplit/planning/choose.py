@@ -23,6 +23,7 @@ from autosplit.errors import InputError, ScheduleError
 from autosplit.options import Options
 from autosplit.partition.line_search import LineCut
 from autosplit.planning.apply import Wires, assign
+from autosplit.planning.between import note_on_inside
 from autosplit.planning.crossing import cut_sent_s
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
@@ -71,7 +72,14 @@ class Choice:
     def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = update) -> None:
         self.sweep, self._search = sweep, _Search(sweep, progress)
         with phase("searching"):
-            self._found = self._search.run()
+            self._found = self._with_room(self._search.run())
+
+    def _with_room(self, found: Finished) -> Finished:
+        """Return a cut inside modules where that fits and none between them does, else the cut that was found."""
+        if found.sure or self.sweep.pieces is None:
+            return found
+        leaner = _Search(self.sweep.anywhere(), None).leanest()
+        return leaner if leaner is not None and leaner.rank[0] < found.rank[0] else found
 
     @cached_property
     def finished(self) -> Finished:
@@ -95,6 +103,10 @@ class Choice:
         if case.warning is not None:
             warnings.warn(case.warning, UserWarning, stacklevel=2)
         plan = finished.writer.plan()
+        if pieces := self.sweep.pieces:
+            assignment = finished.writer.partition.assignment
+            inside = note_on_inside(pieces.modules, assignment, longer=finished.longer)
+            plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, (inside,)))})
         others = [each for each in self._search.alternatives() if _key(each) != _key(alternative(plan))]
         unit_of = finished.entry.sized.coarse.unit_of
         units = units_of(case.formulation, case.costs, unit_of, finished.writer.partition.assignment)

@@ -16,7 +16,9 @@ from autosplit.checks import (
     check_precision,
     check_recompute,
     check_reserve,
+    choose,
 )
+from autosplit.choices import CUT
 from autosplit.errors import PlanError
 from autosplit.planning.schedules import Asked, ask
 
@@ -37,6 +39,7 @@ class Chosen:
     reserve: int | float
     optimizer: str | int
     precision: str | None
+    cut: str
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `Options` that say this."""
@@ -50,6 +53,7 @@ class Chosen:
             "reserve": self.reserve,
             "optimizer": self.optimizer,
             "precision": self.precision,
+            "cut_between": self.cut,
         }
 
 
@@ -64,6 +68,7 @@ def chosen(
     optimizer: Any,
     precision: Any = None,
     reserve: Any = None,
+    cut: Any = "modules",
     pinned: Plan | None = None,
 ) -> Chosen:
     """Check what was chosen for so many devices; what is left at its default gives way to a pinned plan's.
@@ -86,6 +91,7 @@ def chosen(
         check_reserve(reserve),
         check_optimizer(_optimizer(optimizer, pinned)),
         check_precision(precision),
+        choose("cut", cut, CUT),
     )
 
 

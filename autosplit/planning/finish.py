@@ -12,6 +12,7 @@ from autosplit.partition.problem import again_share
 from autosplit.partition.solve import Partition
 from autosplit.partition.spread_bound import spread_bound
 from autosplit.partition.step_bound import simple_bound
+from autosplit.planning.between import INSIDE, WIDE
 from autosplit.planning.case import Case
 from autosplit.planning.sweep import Entry, Sweep
 from autosplit.planning.verdicts import Verdict
@@ -33,6 +34,8 @@ class Finished:
     writer: Writer
     limits: tuple[float, ...]
     """What each device surely has room for."""
+    longer: float | None = None
+    """How much longer the step would be with cuts between modules, where it has others for that; else None."""
 
     @property
     def peaks(self) -> list[int]:
@@ -101,22 +104,55 @@ def elsewhere(sweep: Sweep, entry: Entry, finished: Finished) -> Finished:
 def refined(sweep: Sweep, finished: Finished) -> Finished:
     """Return the cut with its boundaries moved node by node, where that is faster and fits when it is replayed.
 
-    The units next to a boundary are taken apart; all others stay whole.
+    The units next to a boundary are taken apart; all others stay whole. Where cuts fall between modules, those come
+    first, then narrow places inside for `INSIDE` of the step, then any others for `WIDE`, or for room.
     """
+    if sweep.pieces is None:
+        return bounded(_inside(sweep, finished, gain=_GAIN))
+    best = _inside(sweep, finished, gain=WIDE)
+    longer = None
+    for pieces, enough in ((sweep.pieces.modules, INSIDE), (sweep.pieces.narrow, WIDE)):
+        other = _between(sweep, best, pieces)
+        if other is None:
+            continue
+        gain = 1 - best.writer.partition.value_s / other.writer.partition.value_s
+        if gain < enough:
+            return bounded(replace(other, longer=longer))
+        longer = max(0.0, 1 / (1 - gain) - 1) if longer is None else longer
+    return bounded(replace(best, longer=longer))
+
+
+def _between(sweep: Sweep, best: Finished, pieces: tuple[int, ...]) -> Finished | None:
+    """Return the fastest cut of the same configuration between some pieces; None where none fits as the best does."""
+    stages, case = best.entry.settled.stages, best.writer.case
+    if max(pieces) + 1 < stages:
+        return None
+    coarse = coarsened(case.problem, pieces)
+    search = LineSearch(Line(coarse.problem), coarse.problem, stages=stages)
+    cut = search.listed(best.cut.recompute, best.limits)
+    if cut is None:
+        return None
+    own = replace(cut, bounds=best.cut.bounds)
+    found = _replayed(sweep, best.entry, own, case, coarse.assignment(cut.bounds))
+    return found if found.rank[0] <= best.rank[0] else None
+
+
+def _inside(sweep: Sweep, finished: Finished, *, gain: float) -> Finished:
+    """Return the cut with its boundaries moved node by node where that gains so much of the step, else as it is."""
     entry, cut, case = finished.entry, finished.cut, finished.writer.case
     apart = taken_apart(sweep.group_of, entry.sized.coarse, cut.bounds)
     if max(apart) >= _MOST:
-        return bounded(finished)
+        return finished
     fine = coarsened(case.problem, apart)
     search = LineSearch(Line(fine.problem), fine.problem, stages=entry.settled.stages)
     limits, held = finished.limits, search.device_bytes(_bounds(fine, finished.writer.partition), cut.recompute)
     above = finished.highs if finished.sure else finished.peaks
     room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, above, held, strict=False)]
     better = search.listed(cut.recompute, [*room, *limits[len(room) :]])
-    if better is None or better.step_s >= cut.step_s * (1 - _GAIN):
-        return bounded(finished)
+    if better is None or better.step_s >= cut.step_s * (1 - gain):
+        return finished
     moved = _replayed(sweep, entry, replace(better, bounds=cut.bounds), case, fine.assignment(better.bounds))
-    return bounded(min(finished, moved, key=lambda each: each.rank))
+    return min(finished, moved, key=lambda each: each.rank)
 
 
 def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:

@@ -12,9 +12,12 @@ from torch import nn
 
 from autosplit.errors import InfeasibleError
 from autosplit.options import Options
+from autosplit.partition.graph import base_graph
 from autosplit.partition.infeasible import over_capacity
 from autosplit.partition.problem import Problem
-from autosplit.partition.solve import Partition, solve, solve_evenly
+from autosplit.partition.solve import Partition, Status, solve, solve_evenly
+from autosplit.partition.step_bound import simple_bound
+from autosplit.planning.between import INSIDE, WIDE, Pieces, in_pieces, note_on_inside, pieces_of
 from autosplit.planning.case import Case, prepare
 from autosplit.planning.given import given
 from autosplit.planning.plan import Plan
@@ -51,21 +54,70 @@ def _with_reserve(case: Case) -> Case:
 
 
 def _planned(case: Case, found: Trace, options: Options) -> Plan:
+    if options.cut is not None:
+        again = options.recompute or ("never",)
+        stages = len(options.devices)
+        return Writer(case, given(found.graph, case.formulation, options.cut, again, stages=stages)).plan()
+    writer, notes = _found(case, options)
+    if case.warning is not None:
+        warnings.warn(case.warning, UserWarning, stacklevel=3)
+    return writer.plan(*notes)
+
+
+def _found(case: Case, options: Options) -> tuple[Writer, list[str]]:
+    """Return the best cut where cuts may fall, and what is to be said of that."""
+    if options.cut_between != "modules":
+        return _fastest(case, case.problem), []
+    pieces = pieces_of(case.formulation, case.costs, base_graph(case.problem).group_of)
+    writer, longer = _between_modules(case, pieces)
+    note = note_on_inside(pieces.modules, writer.partition.assignment, longer=longer)
+    return writer, [note] if note else []
+
+
+def _between_modules(case: Case, pieces: Pieces) -> tuple[Writer, float | None]:
+    """Return the best cut between modules, at narrow places where that gains `INSIDE`, or anywhere, for `WIDE`.
+
+    And how much longer the step is between modules; None where there is no such cut.
+    """
+    stages = len(case.problem.devices or ()) * case.problem.virtual_stages
+    lower_s = simple_bound(case.problem, stages=stages)
+    best: Writer | None = None
+    steps: list[float | None] = []
+    for own, gain in ((pieces.modules, 0.0), (pieces.narrow, INSIDE), (None, WIDE)):
+        if best is not None and _step_s(best) <= lower_s / (1 - gain):
+            break
+        with contextlib.suppress(InfeasibleError):
+            if own is None or max(own) + 1 >= stages:
+                found = _fastest(case, case.problem if own is None else in_pieces(case.problem, own))
+                lower_s = max(lower_s, found.partition.lower_bound_s) if own is None else lower_s
+                best = found if best is None or _step_s(found) < _step_s(best) * (1 - gain) else best
+        steps.append(None if best is None else _step_s(best))
+    if best is None:
+        return _fastest(case, case.problem), None
+    step_s = _step_s(best)
+    lower_s = min(lower_s, step_s)
+    status: Status = "optimal" if step_s <= lower_s * (1 + 1e-9) else "bounded"
+    best.partition = replace(best.partition, lower_bound_s=lower_s, status=status)
+    return best, None if steps[0] is None else steps[0] / step_s - 1
+
+
+def _step_s(writer: Writer) -> float:
+    return writer.partition.costs.step_s
+
+
+def _fastest(case: Case, problem: Problem) -> Writer:
+    """Return the fastest cut of a case's problem, or of one like it, among the ways to recompute that fit."""
+    recompute = case.options.recompute
+
     def written(partition: Partition) -> Writer:
         return Writer(case, partition)
 
-    def cut(recompute: tuple[str, ...]) -> Writer:
-        if options.cut is not None:
-            stages = len(options.devices)
-            return written(given(found.graph, case.formulation, options.cut, recompute, stages=stages))
-        if len(set(recompute)) > 1 and options.recompute is not None:
-            return _listed(case.problem, written, recompute)
-        return _cut(replace(case.problem, recompute=recompute), written)
+    def cut(way: tuple[str, ...]) -> Writer:
+        if len(set(way)) > 1 and recompute is not None:
+            return _listed(problem, written, way)
+        return _cut(replace(problem, recompute=way), written)
 
-    writer = fastest_that_fits(options.recompute, cut, least_s=lambda: _least_s(case.problem))
-    if case.warning is not None and options.cut is None:
-        warnings.warn(case.warning, UserWarning, stacklevel=2)
-    return writer.plan()
+    return fastest_that_fits(recompute, cut, least_s=lambda: _least_s(problem))
 
 
 def _least_s(problem: Problem) -> float:

@@ -22,6 +22,7 @@ from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_search import Learned, LineCut, LineSearch
 from autosplit.partition.problem import RECOMPUTE, Problem
+from autosplit.planning.between import Pieces, pieces_of
 from autosplit.planning.case import Case, profiled, slowdowns, slowed
 from autosplit.planning.formulate import Formulation, formulate, scheduled
 from autosplit.planning.outline import Outline
@@ -35,6 +36,8 @@ from autosplit.trace.ladder import Trace
 
 _WORTH = 500
 """Nodes times sizes from which on the profile of some sizes is made aside."""
+_FEW = 4
+"""Pieces per device from which on the search looks at no other cuts than between them."""
 _UNITS = 320
 """About as many units a model is cut into at most."""
 
@@ -142,12 +145,19 @@ class Sweep:
         shared: Shared | None = None,
     ) -> None:
         self.model, self.found, self.options, self.space, self.rows = model, found, options, space, rows
-        shared = shared or Shared(found)
+        self._shared = shared = shared or Shared(found)
         self.memo, self._costs, self._outline = shared.memo, shared.costs, shared.outline
         self._units: tuple[int, ...] | None = None
         self._parts = 0
         self.group_of: tuple[int, ...] = ()
         """Of each work the group that cannot be separated, in an order that may be cut anywhere."""
+        self.pieces: Pieces | None = None
+        """What lies between two places between modules; None where cuts may fall anywhere."""
+
+    def anywhere(self) -> Sweep:
+        """Return the like sweep whose cuts may fall between any operations."""
+        options = replace(self.options, cut_between="operations")
+        return Sweep(self.model, self.found, options, self.space, rows=self.rows, shared=self._shared)
 
     def entries(self, meanwhile: Callable[[], bool] = lambda: False) -> Iterator[Entry]:
         """Yield every configuration that may have a schedule, each pair of sizes and schedule once.
@@ -187,11 +197,22 @@ class Sweep:
         problem = own.formulation.problem
         if self._units is None:
             graph = base_graph(problem)
-            self.group_of = graph.group_of
-            self._parts, self._units = graph.size, runs(problem, graph, most=self._most(graph))
+            self.group_of, self._parts = graph.group_of, graph.size
+            places = self._module_places(own, graph)
+            if places is not None:
+                self._parts = len(places) + 1
+            self._units = runs(problem, graph, most=self._most(graph), places=places)
         coarse = coarsened(problem, self._units)
         once_s = shared_s(self.found.graph, own.costs)
         return Sized(own.sizes, own.costs, own.formulation, coarse, Line(coarse.problem), once_s)
+
+    def _module_places(self, own: _Priced, graph: Graph) -> tuple[int, ...] | None:
+        """Return where units begin: between modules and at narrow places, None: anywhere, for these are too few."""
+        if self.options.cut_between != "modules":
+            return None
+        self.pieces = pieces_of(own.formulation, own.costs, graph.group_of)
+        places = self.pieces.places
+        return places if len(places) + 1 >= _FEW * len(self.options.devices) else None
 
     def _most(self, graph: Graph) -> int:
         stages = max(virtual_stages for _, virtual_stages in self.space.schedules) * len(self.options.devices)

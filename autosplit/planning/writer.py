@@ -101,8 +101,8 @@ class Writer:
             limit is not None and peak > limit for peak, limit in zip(self.peaks(), limits, strict=False)
         )
 
-    def plan(self) -> Plan:
-        """Return the plan with its prediction."""
+    def plan(self, *notes: str) -> Plan:
+        """Return the plan with its prediction; further notes come behind its own."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of, wires=self._wires))
         transfers = self.partition.costs.transfers
@@ -144,7 +144,7 @@ class Writer:
             class_flops=self._class_flops(),
             measured=self.costs.measured,
             curves=lane_curves(self.fullest, self.schedule),
-            notes=tuple(self._notes()),
+            notes=(*self._notes(), *notes),
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
         )
