@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, computed_field
 
 from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.errors import PlanError, ScheduleError
@@ -39,6 +40,8 @@ _NOT_NEGATIVE = tuple(
     f"{name}_bytes" for name in "parameter buffer gradient optimizer peak capacity reserve low high".split()
 )
 """What a stage's memory has none less of; the rest may be differences."""
+_DERIVED = ("parameters", "rows_per_s", "tokens_per_s", "mfu")
+"""What the JSON of a plan says beside its fields."""
 _WAY_OUT = "write one with plan.save(path)"
 _REASONS = {"extra_forbidden": "there is no such field", "missing": "this field is missing"}
 _FITS = {"fits": True, "borderline": None, "no": False}
@@ -86,6 +89,14 @@ class Plan(Record):
     class_flops: dict[str, float]
     """Share of the forward FLOPs in each node class."""
     measured: bool
+    dtype: str | None = None
+    """What most of the model's parameters are in; older files have none, as likewise the next three."""
+    sequence: Count | None = None
+    """Tokens of a row; None where no input is a table of integers."""
+    model_flops: Annotated[float, Field(ge=0)] | None = None
+    """Of the forwards and backwards of a step, without what is recomputed."""
+    peak_flops_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Of all devices, by their data sheets, in the dtype of the arithmetic; None where there is no such rate."""
     notes: tuple[str, ...] = ()
     rung: Literal["recorded", "module tree"] = "recorded"
     """How the model was followed: its calls recorded, or its own Python run module by module."""
@@ -111,6 +122,32 @@ class Plan(Record):
     """Why the plan is as it is, in words."""
     proofs: tuple[Proof, ...] = ()
     """What was proved of the recording that was planned: a call that records the same is not proved again."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def parameters(self) -> int:
+        """Number of parameter elements."""
+        return sum(stage.parameters for stage in self.stages)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def rows_per_s(self) -> float | None:
+        """Rows of the batch per second of the step."""
+        return sum(self.microbatch_rows) / self.step_s if self.step_s else None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of the step; None where rows have no tokens."""
+        return None if self.sequence is None or self.rows_per_s is None else self.sequence * self.rows_per_s
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: the model's FLOPs of a step over what the devices could do meanwhile."""
+        if self.model_flops is None or self.peak_flops_per_s is None or not self.step_s:
+            return None
+        return self.model_flops / self.step_s / self.peak_flops_per_s
 
     def stage_of(self) -> dict[str, int]:
         """Map stable node names to stage numbers."""
@@ -190,7 +227,7 @@ class Plan(Record):
                 raise PlanError(
                     f"{str(path)!r} is a plan of version {version}, this autosplit reads {VERSION}; plan again"
                 )
-            plan = cls.model_validate_json(text, strict=True)
+            plan = cls.model_validate_json(_fields_of(text), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
@@ -202,6 +239,17 @@ class Plan(Record):
         if problem is not None:
             raise PlanError(f"{str(path)!r} contradicts itself: {problem}; undo the edit, or plan again")
         return plan
+
+
+def _fields_of(text: str) -> str:
+    """Return a plan's JSON without what it derives from its fields; what is no JSON object as it is."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(data, dict) or data.keys().isdisjoint(_DERIVED):
+        return text
+    return json.dumps({name: value for name, value in data.items() if name not in _DERIVED})
 
 
 def _contradiction(plan: Plan) -> str | None:

@@ -30,6 +30,7 @@ from autosplit.planning.reasons import GRAPHS
 from autosplit.planning.records import StageMemory, StagePlan, Transfer
 from autosplit.planning.specs import notes_on_unknown
 from autosplit.planning.step_overhead import overhead_s
+from autosplit.planning.throughput import model_flops, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.verdicts import verdict_of
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
@@ -143,6 +144,10 @@ class Writer:
             verdict="borderline" if fits is None else "fits" if fits else "no",
             class_flops=self._class_flops(),
             measured=self.costs.measured,
+            dtype=(dtype := parameter_dtype(self.traced)),
+            sequence=tokens_per_row(self.case.found.inputs),
+            model_flops=model_flops(self.traced, self.costs, self.sizes, backward=self.schedule.has_backward),
+            peak_flops_per_s=peak_flops_per_s(self.options, dtype),
             curves=lane_curves(self.fullest, self.schedule),
             notes=(*self._notes(), *notes),
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),

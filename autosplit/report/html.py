@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from autosplit.report.document import Section, printable
 from autosplit.report.html_data import as_script, page_data
 from autosplit.report.prediction import memory_words, needs_words, proof
 from autosplit.report.sections import sections
-from autosplit.report.words import repeats, schedule_words
+from autosplit.report.words import format_count, format_rate, plural, repeats, schedule_words
 from autosplit.units import format_bytes, format_seconds
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -105,10 +105,12 @@ def _titled(found: Iterable[Section], starts: tuple[str, ...]) -> Iterable[Secti
 def _what(plan: Plan) -> str:
     """Return what was planned in one line: devices, schedule, batch, optimizer."""
     rows = plan.microbatch_rows
-    batch = f"{sum(rows)} rows in {len(rows)} microbatch{'es' * (len(rows) != 1)}"
-    precision = f", {plan.precision}" if plan.precision is not None else ""
+    tokens = "" if plan.sequence is None else f" of {plural(plan.sequence, 'token')}"
+    batch = f"{sum(rows)} rows{tokens} in {len(rows)} microbatch{'es' * (len(rows) != 1)}"
+    precision = "" if (plan.precision or plan.dtype) is None else f", {plan.precision or plan.dtype}"
+    size = f"{format_count(plan.parameters)} parameters"
     schedule = schedule_words(plan.schedule, plan.virtual_stages)
-    return f"{repeats(plan.devices)} · {schedule} · {batch} · {plan.optimizer}{precision}"
+    return f"{size} · {repeats(plan.devices)} · {schedule} · {batch} · {plan.optimizer}{precision}"
 
 
 def _answer(plan: Plan) -> str:
@@ -139,10 +141,20 @@ def _figures(plan: Plan, measured: StepTimeline | None) -> list[tuple[str, str, 
         memory = (*memory[:2], memory[2] + (f"; measured {format_bytes(max(peaks))}" if peaks else ""))
     return [
         ("step", format_seconds(plan.step_s), step),
+        *_speed(plan),
         ("bubble", f"{plan.bubble:.1%}", "of the devices' time is idle"),
         ("bottleneck", format_seconds(plan.bottleneck_s), slowest),
         memory,
     ]
+
+
+def _speed(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Yield the figure of tokens or rows per second, with the share of the devices' arithmetic."""
+    if plan.rows_per_s is None:
+        return
+    rate, unit = (plan.rows_per_s, "rows/s") if plan.tokens_per_s is None else (plan.tokens_per_s, "tokens/s")
+    used = "no rate of the devices is known" if plan.mfu is None else f"{plan.mfu:.1%} model FLOPs utilisation"
+    yield unit, format_rate(rate), used
 
 
 def _legend(data: dict[str, Any]) -> list[tuple[str, str]]:

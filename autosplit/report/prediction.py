@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autosplit.planning.plan import Plan
 from autosplit.planning.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.report.document import Section
-from autosplit.report.words import plural
+from autosplit.report.words import format_rate, plural
 from autosplit.units import format_bytes, format_seconds
 
 COLLAPSED_SHARE = 0.5
@@ -40,6 +40,7 @@ def prediction(plan: Plan) -> Section:
     bottleneck = f"{format_seconds(plan.bottleneck_s)} per microbatch"
     facts = (
         ("step", f"{step}, {proof(plan)}" if steps else step),
+        *_speed(plan),
         ("imbalance", f"{ratio} (slowest {unit} over the mean; the slowest is {unit} {slowest})"),
         ("bottleneck", bottleneck if steps else f"{bottleneck}, {proof(plan)}"),
         *_classes(plan),
@@ -58,6 +59,16 @@ def proof(plan: Plan) -> str:
         return f"the least of all cuts with the same {fixed}"
     bound = f"lower bound {format_seconds(plan.lower_bound_s)}"
     return f"at most {plan.gap:.1%} above the least of all cuts with the same {fixed} ({bound})"
+
+
+def _speed(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield how many tokens or rows a second has, and which part of the devices' arithmetic the model uses."""
+    if plan.rows_per_s is None:
+        return
+    rows = f"{format_rate(plan.rows_per_s)} rows/s"
+    speed = rows if plan.tokens_per_s is None else f"{format_rate(plan.tokens_per_s)} tokens/s ({rows})"
+    used = "" if plan.mfu is None else f", {plan.mfu:.1%} model FLOPs utilisation (MFU)"
+    yield "speed", f"{speed}{used}"
 
 
 def _classes(plan: Plan) -> Iterator[tuple[str, str]]:

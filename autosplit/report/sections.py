@@ -63,15 +63,23 @@ def _header(plan: Plan) -> Section:
     each = f", up to {plan.virtual_stages} stages on each" if plan.virtual_stages > 1 else ""
     own = " (from an action file)" if plan.actions else ""
     times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
-    precision = f", precision {plan.precision}" if plan.precision is not None else ""
     facts = (
+        ("model", model_words(plan)),
         ("devices", f"{len(plan.devices)}: {repeats(plan.devices)}{each}"),
         ("chunks", _microbatches(plan)),
-        ("schedule", f"{plan.schedule}{own}, optimizer {plan.optimizer}{precision}"),
+        ("schedule", f"{plan.schedule}{own}, optimizer {plan.optimizer}"),
         ("basis", f"{times}, torch {plan.fingerprint.torch}"),
         ("traced", _traced(plan)),
     )
     return Section(f"Partition of {plan.fingerprint.model}", facts=facts)
+
+
+def model_words(plan: Plan) -> str:
+    """Return how large the model is, what it trains in, and how long its rows are."""
+    own = "" if plan.dtype is None else f" in {plan.dtype}"
+    precision = f"{own}, as the model is" if plan.precision is None else f", precision {plan.precision}"
+    rows = "" if plan.sequence is None else f", rows of {plural(plan.sequence, 'token')}"
+    return f"{format_count(plan.parameters)} parameters{precision}{rows}"
 
 
 def _traced(plan: Plan) -> str:

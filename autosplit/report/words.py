@@ -116,6 +116,11 @@ def format_count(count: int) -> str:
     return f"{size:.2f} T"
 
 
+def format_rate(rate: float) -> str:
+    """Return a number per second: ``"7,085"``, ``"42.1"``, ``"0.173"``."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.3g}"
+
+
 def recompute_words(options: Sequence[str]) -> str:
     """Return what stages recompute: ``"never"``, or ``"block on 0-2, else never"`` with the commonest last."""
     if len(set(options)) <= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -110,13 +111,14 @@ def test_where_nothing_fits_what_is_fuller_by_an_exact_formula_is_not_replayed(
     assert peak(few) <= 1.01 * peak(every)
 
 
-def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: Trace) -> None:
+def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: Trace, tmp_path: Path) -> None:
     best = chosen(model, found, WIDE)
     assert alternative(best) in best.frontier
     for faster, slower in pairwise(best.frontier):
         assert faster.step_s < slower.step_s
         assert faster.peak_bytes > slower.peak_bytes
-    assert Plan.model_validate_json(best.to_json()) == best
+    best.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == best
 
 
 def test_devices_of_other_speeds_get_other_shares() -> None:

@@ -97,7 +97,7 @@ def test_a_stage_lists_whole_subtrees_and_says_what_it_shares() -> None:
         make_stage(1, modules=("h.1.attn", "h.1", "h.2.norm", "h.2", "h.3.norm", "Net")),
         make_stage(2, modules=("Net", "head.proj", "head.norm")),
     )
-    rows = [line.split("  ") for line in render(make_plan(stages=stages), width=160).splitlines()[10:13]]
+    rows = [line.split("  ") for line in render(make_plan(stages=stages), width=160).splitlines()[11:14]]
     modules = [next(cell.strip() for cell in row if "h" in cell) for row in rows]
     assert modules == [
         "embed, h.0, h.1.norm, h.1 (part)",
@@ -225,5 +225,5 @@ def test_fewer_microbatches_than_chunks_are_said() -> None:
     [(0, "0"), (768, "768"), (999, "999"), (1000, "1.00 k"), (32_505_856, "32.5 M"), (7_000_000_000, "7.00 G")],
 )
 def test_parameters_have_three_digits(count: int, text: str) -> None:
-    row = render(make_plan(stages=(make_stage(0, parameters=count),), boundaries=())).splitlines()[10]
+    row = render(make_plan(stages=(make_stage(0, parameters=count),), boundaries=())).splitlines()[11]
     assert f"  {text}  12.3 ms" in row
