@@ -34,6 +34,8 @@ class Finished:
     writer: Writer
     limits: tuple[float, ...]
     """What each device surely has room for."""
+    capacities: tuple[float, ...]
+    """That and what it keeps in reserve."""
     longer: float | None = None
     """How much longer the step would be with cuts between modules, where it has others for that; else None."""
 
@@ -67,9 +69,8 @@ class Finished:
         """Whether it fits, by the ranges of all devices."""
         if self.sure:
             return "fits"
-        capacities = map(self.entry.options.capacity_bytes, range(len(self.limits)))
-        lows = zip(self.writer.lows(), capacities, strict=False)
-        return "borderline" if all(own is None or low <= own for low, own in lows) else "no"
+        lows = zip(self.writer.lows(), self.capacities, strict=False)
+        return "borderline" if all(low <= own for low, own in lows) else "no"
 
     @property
     def rank(self) -> tuple[float, ...]:
@@ -167,7 +168,9 @@ def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: Case, assignment: 
     costs = check(case.problem, assignment, recompute=cut.recompute)
     partition = Partition(assignment, "step_time", costs.step_s, 0.0, "bounded", costs)
     limits = sweep.room(case.problem) or [float("inf")] * len(sweep.options.devices)
-    return Finished(entry, cut, Writer(case, partition), tuple(limits))
+    capacities = (entry.options.capacity_bytes(lane) for lane in range(len(limits)))
+    whole = tuple(float("inf") if own is None else float(own) for own in capacities)
+    return Finished(entry, cut, Writer(case, partition), tuple(limits), whole)
 
 
 def bounded(finished: Finished) -> Finished:

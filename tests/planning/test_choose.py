@@ -171,7 +171,7 @@ def cut(step_s: float, low: int, peak: int, high: int) -> Finished:
     partition = SimpleNamespace(value_s=step_s)
     writer = SimpleNamespace(partition=partition, lows=lambda: [low], peaks=lambda: [peak], highs=lambda: [high])
     nothing: Any = None
-    return Finished(nothing, nothing, cast(Any, writer), (100.0,))
+    return Finished(nothing, nothing, cast(Any, writer), (100.0,), (100.0,))
 
 
 def ranked(step_s: float, low: int, peak: int, high: int) -> tuple[float, ...]:
