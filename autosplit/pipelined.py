@@ -21,7 +21,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.timeline import StepTimeline
 from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, free_names
-from autosplit.recordings import Recordings
+from autosplit.recordings import RECORDING, Recordings
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.clock import StepClock, Whole
@@ -96,7 +96,7 @@ class PipelinedModule(Measured, fx.GraphModule):
 
         Raises what the recording and the planning raise; the model is then as it was.
         """
-        with random_state():
+        with RECORDING, random_state():
             step = self._prepare(sample.args, sample.kwargs)
         if isinstance(step, PreparedTree):
             self._show_tree(step)

@@ -6,7 +6,6 @@ A kind of call that no graph can follow is run by the model's own Python, its mo
 from __future__ import annotations
 
 import enum
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -31,7 +30,7 @@ from autosplit.planning.tree import plan_tree
 from autosplit.progress_lines import shown
 from autosplit.recorded import Recorded
 from autosplit.runtime.ambient import without_saved_tensor_hooks
-from autosplit.runtime.changed_inputs import refusal
+from autosplit.runtime.changed_inputs import as_called, refusal
 from autosplit.runtime.graphs import Graphs
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
@@ -39,6 +38,7 @@ from autosplit.schedule.action import Schedule
 from autosplit.trace.findings import Findings
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
+from autosplit.trace.other_threads import Recording
 from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
 
 _KEPT = 32
@@ -48,7 +48,7 @@ _CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, 
 """Inputs that are no tensors and tell by themselves what they are."""
 _VARIANTS = 8
 """How many recordings of one signature are kept that hold for different values."""
-_RECORDING = threading.RLock()
+RECORDING = Recording()
 """Held while a model is recorded: that patches torch for the whole process."""
 
 
@@ -116,15 +116,15 @@ class Recordings:
         if found is not None:
             _used(self.kept, key)
         else:
-            with _RECORDING, shown(self._work()):
-                found = self._recorded(key, _as_called(sample))
+            with RECORDING, shown(self._work()):
+                found = self._recorded(key, as_called(sample))
                 if found is None:
                     _used(self._refused, key.rest)
                     return self._tree(key, sample, self._refused[key.rest])
         tensors = [leaf for leaf in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
         if why := refusal(found.traced, tensors, self.model):
             self._apart[why] = None
-            with _RECORDING:
+            with RECORDING:
                 return self._tree(key, sample, why)
         return found
 
@@ -170,7 +170,7 @@ class Recordings:
             batch_dims=self.options.batch_dims,
             threads=self.options.lanes == "threads",
             timeout_s=self.options.lane_timeout_s,
-            lock=_RECORDING,
+            lock=RECORDING,
         )
         if findings is not None:
             self.tree.learn(sample.args, sample.kwargs, key, findings)
@@ -369,21 +369,6 @@ class Recordings:
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
         graphs = Graphs(lowered, self.lanes) if self.options.graphs else None
         return Recorded(found.graph, lowered, found, kind, self.lanes, graphs=graphs)
-
-
-def _as_called(sample: Sample) -> Sample:
-    """Return a sample as a recording, which has gradients on, takes it: without them leaves may be changed in place."""
-    if torch.is_grad_enabled():
-        return sample
-
-    def taken(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not (leaf.requires_grad and leaf.is_leaf) or leaf.is_inference():
-            return leaf
-        return leaf.view_as(leaf)
-
-    with torch.enable_grad(), torch.inference_mode(False):
-        args, kwargs = pytree.tree_map(taken, (sample.args, sample.kwargs))
-    return Sample(*args, **kwargs)
 
 
 def _used(cache: OrderedDict[Any, Any], key: Any) -> None:

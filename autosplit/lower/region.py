@@ -241,8 +241,7 @@ class Region:
         own = [made for node in unit.nodes for made in self.made[node]]
         region = self._module(take_out(self.graph, own, attribute=f"unit{number}"), f"Unit{number}")
         run = Compiled(region, unit.place) if self.compiled else None
-        writes = written(unit.nodes, self.traced.root)
-        return Recomputed(region, self.traced.root, writes=writes, place=unit.place, run=run)
+        return recomputed(region, self.layout, unit.nodes, place=unit.place, run=run)
 
 
 class RegionModule(fx.GraphModule):
@@ -313,10 +312,30 @@ class RegionModule(fx.GraphModule):
                 yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())
 
 
-def written(nodes: Iterable[fx.Node], root: nn.Module) -> list[str]:
-    """Return the names of what nodes write while they run; norms that count write when the step is over."""
-    own = (node for node in nodes if INFO in node.meta and not counts_by_microbatch(node, root))
-    return [name for node in own for name in node.meta[INFO].writes]
+def recomputed(
+    region: RegionModule,
+    layout: Layout,
+    nodes: Iterable[fx.Node],
+    *,
+    copied: Sequence[int] = (),
+    place: str,
+    run: Compiled | None,
+) -> Recomputed:
+    """Return what runs recorded ``nodes``, which ``region`` holds, so that they run again in the backward."""
+    infos = [node.meta[INFO] for node in nodes if INFO in node.meta]
+    writes = {name for info in infos for name in info.writes}
+    traced = layout.traced
+    aliased = dict.fromkeys(name for _, info in traced.compute_nodes() for name in info.rewritten)
+    return Recomputed(
+        region,
+        traced.root,
+        rewritten={name: name in writes for info in infos for name in info.rewritten},
+        aliased=tuple(aliased),
+        written=traced.written,
+        copied=copied,
+        place=place,
+        run=run,
+    )
 
 
 def _behind(node: fx.Node) -> list[fx.Node]:

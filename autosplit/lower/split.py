@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out
-from autosplit.lower.region import Region, RegionModule, written
+from autosplit.lower.region import Region, RegionModule, recomputed
 from autosplit.profile.stage_pieces import block_paths, in_units
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import OUT
@@ -168,8 +168,7 @@ def _recomputed(layout: Layout, index: int, stage: RegionModule, run: Compiled |
     inputs = {n.name: n.meta[INFO] for n in layout.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta}
     own = layout.stages[index]
     copied = [position for position, slot in enumerate(own.inputs) if inputs[slot.value].mutated]
-    root = layout.traced.root
-    return Recomputed(stage, root, writes=written(own.nodes, root), copied=copied, place=f"stage {index}", run=run)
+    return recomputed(stage, layout, own.nodes, copied=copied, place=f"stage {index}", run=run)
 
 
 def _stage(

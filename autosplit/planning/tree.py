@@ -46,14 +46,8 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
     """Return the plan with the least bottleneck for a model that no graph can follow, for ``reason``.
 
     The model runs on the sample; its state, gradients and all random states are as before at the end. Raises what its
-    forward raises, InfeasibleError when the memory limit cannot hold, and InputError when recompute is asked for.
+    forward raises, and InfeasibleError when the memory limit cannot hold.
     """
-    asked = list(options.recompute or ())
-    if set(asked) - {"never"} and options.cut is None:
-        raise InputError(
-            f"recompute={asked} is for models that a graph can follow; this one runs by its own Python ({reason}): "
-            "leave recompute out, or use torch.utils.checkpoint in the model"
-        )
     found = _findings(model, sample, options)
     rows = _rows(model, sample, options)
     sizes = tuple(sizes_of(rows, min(rows, options.chunks))) if found.why is None else (rows,)
@@ -245,7 +239,10 @@ class _Writer:
         else:
             yield f"one chunk, the stages run one after the other: {self.why}"
         if set(self.options.recompute or ()) - {"never"}:
-            yield f"recompute={list(self.options.recompute or ())} has no effect: no graph can follow this model"
+            yield (
+                f"recompute={list(self.options.recompute or ())} is ignored: the model runs by its own Python, where "
+                "torch.utils.checkpoint in the model does the same"
+            )
         if not self.costs.measured:
             yield "costs of modules are estimates"
 

@@ -83,7 +83,15 @@ class Kinds:
         names = (operand.meta[INFO].name if INFO in operand.meta else None for operand in takes)
         picked = tuple(name is not None and info.name.startswith(f"{name}.") for name in names)
         tied = info.reads if not self._tied.isdisjoint(info.reads) else ()
-        known = info.node_class, info.tensors, info.random, info.mutated, bool(info.writes), info.whole
+        known = (
+            info.node_class,
+            info.tensors,
+            info.random,
+            info.mutated,
+            bool(info.writes),
+            info.whole,
+            len(info.rewritten),
+        )
         return called, known, picked, len(info.reads), tied
 
     def target(self, node: fx.Node, root: nn.Module) -> tuple[Hashable, tuple[torch.Tensor, ...]]:

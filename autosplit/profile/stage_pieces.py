@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +34,9 @@ class Runner(Protocol):
     def unit(self) -> AbstractContextManager[None]:
         """Return the context in which a unit's nodes run, for the first time or again in the backward."""
 
+    def copied(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+        """Return copies of the buffers that nodes take and the forward writes: they are kept for the second run."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -53,7 +57,7 @@ class Piece:
         taken = list(dict.fromkeys(o for n in self.nodes for o in n.all_input_nodes if o not in own))
         given = [n for n in self.nodes if n in run.outputs or any(user not in own for user in n.users)]
 
-        def forward(*values: Any) -> tuple[Any, ...]:
+        def forward(_copies: Any, *values: Any) -> tuple[Any, ...]:
             inside = dict(zip(taken, values, strict=True))
             with run.unit():
                 for node in self.nodes:
@@ -62,7 +66,7 @@ class Piece:
                         inside.pop(dead, None)
             return tuple(inside[node] for node in given)
 
-        results = checkpoint(forward, *(env[node] for node in taken), use_reentrant=False)
+        results = checkpoint(forward, run.copied(self.nodes), *(env[node] for node in taken), use_reentrant=False)
         env |= zip(given, results, strict=True)
         del results
         for node in self.nodes:

@@ -265,6 +265,15 @@ class _Run:
             for tensor in inputs:
                 tensor.grad = None
 
+    def copied(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+        """Copy the buffers that nodes take and the forward writes, for their second run."""
+        infos = [node.meta[INFO] for node in nodes if INFO in node.meta]
+        names = dict.fromkeys(name for info in infos for name in info.rewritten)
+        if not names:
+            return []
+        with self.labels.forward(infos[0].name):
+            return [self.root.get_buffer(name).clone() for name in names]
+
     @contextlib.contextmanager
     def unit(self) -> Iterator[None]:
         """Note that a unit's nodes run; the autocast context in which they run again ends with it, also when early."""

@@ -7,10 +7,13 @@ there. That is not possible for every tensor; the model's own Python then runs o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
+from autosplit.options import Sample
 from autosplit.trace.graph import INFO, TracedGraph
 
 
@@ -33,6 +36,21 @@ def refusal(traced: TracedGraph, tensors: Sequence[torch.Tensor], model: nn.Modu
             continue
         return f"the model changes its input {traced.inputs[place].name!r} in place, {why}"
     return ""
+
+
+def as_called(sample: Sample) -> Sample:
+    """Return a sample as a recording, which has gradients on, takes it: without them leaves may be changed in place."""
+    if torch.is_grad_enabled():
+        return sample
+
+    def taken(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not (leaf.requires_grad and leaf.is_leaf) or leaf.is_inference():
+            return leaf
+        return leaf.view_as(leaf)
+
+    with torch.enable_grad(), torch.inference_mode(False):
+        args, kwargs = pytree.tree_map(taken, (sample.args, sample.kwargs))
+    return Sample(*args, **kwargs)
 
 
 def _memory(tensor: torch.Tensor) -> int:

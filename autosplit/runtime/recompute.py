@@ -4,15 +4,17 @@
     backward   inputs ─► region ─► what was saved ─► gradients
 
 Autograd's graph is that of the first run, so gradients add in the same order, to the same bits. Random operations take
-the key of their cell among the inputs and draw the same again. The second run writes buffers to copies: statistics are
-counted once.
+the key of their cell among the inputs and draw the same again. The second run finds what the first one found: copies of
+buffers that the forward writes, and the modules' attributes, parameters and buffers of then. What was changed in place
+since, and is no such buffer, is an error. What the second run writes to buffers is thrown away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.runtime.ambient import may_hook_saved_tensors
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import Key
+from autosplit.runtime.surroundings import Surroundings
 
 _HERE = threading.local()
 """Which run of a region that runs twice is under way in this thread."""
@@ -52,16 +55,21 @@ class Recomputed(nn.Module):
 
     Attributes:
         region: the GraphModule; ``region.parameters()`` are those that it reads.
-        root: where the buffers are that it writes, ``writes`` by their names.
-        copied: positions in the bundle "inputs" of what the model changes in place: it is copied, so that the second
-            run finds what the first one found.
+        root: where its modules, parameters and buffers are.
+        rewritten: names of the buffers that it reads or writes and that the same forward writes, anywhere, each with
+            whether the region writes it: they are copied for the second run.
+        aliased: names of all such buffers: what is given that is a part of one is copied too.
+        written: names of what the forward may change without an error: those, and what norms and tables write.
+        copied: positions in the bundle "inputs" of what the model changes in place, which is copied too.
         place: what to call the region in a note on an exception of the second run.
         run: what runs the region: itself, or what compiles it.
     """
 
     region: Any
     root: nn.Module
-    writes: tuple[str, ...]
+    rewritten: Mapping[str, bool]
+    aliased: tuple[str, ...]
+    written: frozenset[str]
     copied: tuple[int, ...]
     place: str
     run: Any
@@ -71,14 +79,16 @@ class Recomputed(nn.Module):
         region: Any,
         root: nn.Module,
         *,
-        writes: Sequence[str] = (),
+        rewritten: Mapping[str, bool] = MappingProxyType({}),
+        aliased: Sequence[str] = (),
+        written: frozenset[str] = frozenset(),
         copied: Sequence[int] = (),
         place: str,
         run: Compiled | None = None,
     ) -> None:
         super().__init__()
-        self.__dict__.update(region=region, root=root, writes=tuple(writes), copied=tuple(copied), place=place)
-        self.__dict__["run"] = run or region
+        self.__dict__.update(region=region, root=root, rewritten=dict(rewritten), aliased=tuple(aliased))
+        self.__dict__.update(written=written, copied=tuple(copied), place=place, run=run or region)
 
     def forward(self, *given: Any, recompute: bool = True) -> Any:
         """Run the region; with ``recompute`` and gradients it runs again in the backward."""
@@ -89,20 +99,18 @@ class Recomputed(nn.Module):
         return checkpoint(again, *flat, use_reentrant=False, preserve_rng_state=False)
 
     def _changed(self, given: Sequence[Any], flat: list[Any]) -> dict[int, torch.Tensor]:
-        """Replace in ``flat`` inputs that the model changes by copies; return them themselves by position."""
-        if not self.copied:
-            return {}
-        names = self.region.takes
-        start = len(spread(given[: names.index("inputs")])[0])
-        found = {start + place: flat[start + place] for place in self.copied}
+        """Replace in ``flat`` what the forward changes in place by copies; return what was there by position."""
+        found: dict[int, torch.Tensor] = {}
+        if self.copied:
+            start = len(spread(given[: self.region.takes.index("inputs")])[0])
+            found = {start + place: flat[start + place] for place in self.copied}
+        if self.aliased:
+            storages = {_storage(self.root.get_buffer(name)) for name in self.aliased}
+            tensors = ((place, value) for place, value in enumerate(flat) if isinstance(value, torch.Tensor))
+            found |= {place: value for place, value in tensors if _storage(value) in storages}
         for place, copy in _copies(found).items():
             flat[place] = copy
         return found
-
-    def versions(self) -> tuple[int, ...]:
-        """Return how often each parameter was changed in place, but for those that the region changes itself."""
-        own = ((name, p) for name, p in self.region.named_parameters() if name not in self.writes)
-        return tuple(parameter._version for _, parameter in own if not parameter.is_inference())
 
 
 class _Again:
@@ -110,28 +118,26 @@ class _Again:
 
     def __init__(self, part: Recomputed, sizes: Sequence[int | None], first: dict[int, torch.Tensor]) -> None:
         self.part, self.sizes, self.first, self.places = part, sizes, first, tuple(first)
-        self.versions: tuple[int, ...] | None = None
+        self.found: Surroundings | None = None
 
     def __call__(self, *flat: Any) -> Any:
         own = list(flat)
-        if self.versions is None:
-            for place in self.places:
-                own[place] = self.first.pop(place)
-            self.versions = self.part.versions()
-            with _during("first"):
-                return self.part.run(*gathered(own, self.sizes))
-        if self.part.versions() != self.versions:
-            raise RuntimeError(
-                f"a parameter of {self.part.place} was changed in place between the forward and the backward, which "
-                "runs the forward again: call backward before the optimizer's step, or split with recompute='never'"
-            )
-        return self._second(own)
+        if self.found is not None:
+            return self._second(own, self.found)
+        steady = [value for place, value in enumerate(own) if place not in self.places]
+        part = self.part
+        self.found = Surroundings.of(part.region, part.root, steady, rewritten=part.rewritten, written=part.written)
+        for place in self.places:
+            own[place] = self.first.pop(place)
+        with _during("first"):
+            return self.part.run(*gathered(own, self.sizes))
 
-    def _second(self, own: list[Any]) -> Any:
+    def _second(self, own: list[Any], found: Surroundings) -> Any:
+        found.check(self.part.place)
         for place, copy in _copies({place: own[place] for place in self.places}).items():
             own[place] = copy
         try:
-            with _copied(self.part.root, self.part.writes), _during("second"):
+            with found.restored(), _during("second"):
                 return self.part.run(*gathered(own, self.sizes))
         except Exception as error:
             error.add_note(f"raised when {self.part.place} ran again for its backward")
@@ -161,22 +167,5 @@ def gathered(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
     return [next(rest) if size is None else tuple(next(rest) for _ in range(size)) for size in sizes]
 
 
-@contextlib.contextmanager
-def _copied(root: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Put copies in the places of buffers; their own come back at the end, unchanged and with no new version.
-
-    Whoever uses a buffer that is written lies in one stage, whose cells run one after the other.
-    """
-    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    copies: dict[int, torch.Tensor] = {}
-    for path, _, name in (full.rpartition(".") for full in names):
-        table = root.get_submodule(path)._buffers
-        buffer = table.get(name)
-        if buffer is not None:
-            kept.append((table, name, buffer))
-            table[name] = copies.setdefault(id(buffer), buffer.detach().clone())
-    try:
-        yield
-    finally:
-        for table, name, buffer in kept:
-            table[name] = buffer
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)

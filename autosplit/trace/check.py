@@ -32,6 +32,7 @@ from autosplit.trace.borrow import stand_ins
 from autosplit.trace.digest import Digest, digest, distance
 from autosplit.trace.graph import INFO
 from autosplit.trace.meta_kernels import MetaKernels
+from autosplit.trace.other_threads import for_this_thread
 from autosplit.trace.probe import probe_rows, slow_attention
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.structure import flatten_output
@@ -327,11 +328,14 @@ def _python_draws(share: float) -> Iterator[None]:
         drawn = low + (high - low) * share
         return drawn if size is None else np.full(size, drawn)
 
-    with (
-        patch.object(random, "random", lambda: share),
-        patch.object(random, "uniform", uniform),
-        patch.object(np.random, "rand", lambda *size: uniform(size=size or None)),
-        patch.object(np.random, "random", lambda size=None: uniform(size=size)),
-        patch.object(np.random, "uniform", uniform),
-    ):
+    shares: list[tuple[Any, str, Callable[..., Any]]] = [
+        (random, "random", lambda: share),
+        (random, "uniform", uniform),
+        (np.random, "rand", lambda *size: uniform(size=size or None)),
+        (np.random, "random", lambda size=None: uniform(size=size)),
+        (np.random, "uniform", uniform),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, own in shares:
+            stack.enter_context(patch.object(module, name, for_this_thread(own, getattr(module, name))))
         yield

@@ -47,7 +47,7 @@ def effects(calls: Sequence[Call], nodes: Mapping[int, fx.Node]) -> Effects:
     for index, call in enumerate(calls):
         if index not in nodes:
             continue
-        for register in dict.fromkeys((*call.storages, *call.reads_storages, *call.reads, *call.writes)):
+        for register in dict.fromkeys((*call.storages, *call.reads_storages, *call.reads, *call.views, *call.writes)):
             touched[register].append(index)
         for name in call.writes:
             changed[name].add(index)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -113,6 +114,8 @@ class TracedNode:
     """Qualified names of the parameters and buffers that the node reads (a leaf module: all of its own)."""
     writes: tuple[str, ...] = ()
     """Qualified names of the buffers that the node changes."""
+    rewritten: tuple[str, ...] = ()
+    """Qualified names of the buffers that the node reads or changes and that some node of the forward changes."""
     random: bool = False
     """The node draws random numbers."""
     draws: tuple[Draw, ...] | None = ()
@@ -174,6 +177,11 @@ class TracedGraph:
         for node in self.graph.nodes:
             if node.op != "placeholder" and INFO in node.meta:
                 yield node, node.meta[INFO]
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """The names of the buffers, and tables with ``max_norm``, that the forward changes."""
+        return frozenset(name for _, info in self.compute_nodes() for name in info.writes)
 
     def info(self, node: fx.Node) -> TracedNode | None:
         """Return what the recording knows about ``node``; None for ``rows``, lengths, sizes, get_attr and output."""

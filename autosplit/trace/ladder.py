@@ -31,6 +31,7 @@ from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.kinds import function_of
 from autosplit.trace.merge import MergedRecording
+from autosplit.trace.norms import note_rewritten
 from autosplit.trace.probe import run_probe
 from autosplit.trace.proof import identity
 from autosplit.trace.readings import Shares, best, shares
@@ -305,6 +306,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, findings: Find
     classes = classify(raw.graph, raw.root, found, batched, findings, whole_norms=merged.scope.whole_norms)
     with_classes(raw.graph, classes)
     _colour(raw, found, merged.recording)
+    note_rewritten(raw.graph, raw.root)
     dims = tuple(
         v.meta[INFO].tensors[0].batch_dim
         if isinstance(v, fx.Node) and INFO in v.meta and v.meta[INFO].node_class is NodeClass.MICRO

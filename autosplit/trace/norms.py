@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx, nn
 from torch.nn import functional as F
@@ -30,6 +31,25 @@ def counts_by_microbatch(node: fx.Node, root: nn.Module) -> bool:
     info = node.meta.get(INFO)
     micro = info is not None and bool(info.writes) and info.node_class is NodeClass.MICRO
     return micro and keeps_statistics(node, root)
+
+
+def note_rewritten(graph: fx.Graph, root: nn.Module) -> None:
+    """Write down at the nodes of a classified graph which buffers they take that the forward changes.
+
+    What norms count by microbatch is changed when the step is over, and their second run does not read it.
+    """
+    written = {name for node in graph.nodes if INFO in node.meta for name in node.meta[INFO].writes}
+    buffers = {name for name, _ in root.named_buffers()} & written
+    for node in graph.nodes if buffers else ():
+        if INFO in node.meta and not counts_by_microbatch(node, root):
+            taken = tuple(name for name in sorted(buffers) if any(map(name.startswith, _paths(node))))
+            node.meta[INFO] = replace(node.meta[INFO], rewritten=taken)
+
+
+def _paths(node: fx.Node) -> list[str]:
+    """Return what names of tensors begin with that a node takes from the model itself."""
+    taken = [str(operand.target) for operand in node.all_input_nodes if operand.op == "get_attr"]
+    return [*taken, f"{node.target}."] if node.op == "call_module" else taken
 
 
 def norm_notes(traced: TracedGraph) -> Iterator[str]:

@@ -258,6 +258,8 @@ class Recorder(TorchFunctionMode):
                     "changes a tensor in place that is a plain attribute; a graph would hold its "
                     "own: register it as a buffer"
                 )
+            if key in self.owners and id(tensor) not in self.attributes:
+                call.views.append(self.owners[key])
             if tensor._version != version and key in self.owners:
                 call.writes += [self.owners[key]] if self.owners[key] not in call.writes else []
             if storage >= 0:

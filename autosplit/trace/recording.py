@@ -75,6 +75,8 @@ class Call:
     dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
     reads: list[str] = dataclasses.field(default_factory=list)
     writes: list[str] = dataclasses.field(default_factory=list)
+    views: list[str] = dataclasses.field(default_factory=list)
+    """Parameters and buffers of which the call takes a view, or writes through one."""
     leaf: str | None = None
     """The leaf module that the call runs, also when it is wrapped in an ambient state."""
     random: bool = False

@@ -292,6 +292,7 @@ class _Namer:
             dtypes=list(call.dtypes),
             reads=[self.name(name) for name in call.reads],
             writes=[self.name(name) for name in call.writes],
+            views=[self.name(name) for name in call.views],
             leaf=None if call.leaf is None else self.name(call.leaf),
             mutates=[storages[n] for n in call.mutates],
             storages=[storages[n] for n in call.storages],
