@@ -291,10 +291,15 @@ class _Search:
         held: Sequence[int],
         replayed: Verdict | None = None,
     ) -> Alternative:
-        """``replayed`` is the verdict of a replay; without one the formula's peaks are held against the limits."""
+        """``replayed`` is the verdict of a replay; without one the formula's peaks are held against the limits.
+
+        They count as much above the formula as replays of cuts of their kind came out at least.
+        """
         limits = self.sweep.room(entry.problem)
-        fits = limits is not None and within(held, limits)
-        near = limits is None or within(held, [limit * _NEAR for limit in limits])
+        above = self.above.get(frozenset(cut.recompute), 1.0)
+        expected = [above * own for own in held]
+        fits = limits is not None and within(expected, limits)
+        near = limits is None or within(expected, [limit * _NEAR for limit in limits])
         found = Alternative(
             chunks=entry.options.chunks,
             schedule=entry.settled.schedule,

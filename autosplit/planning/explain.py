@@ -13,6 +13,7 @@ from autosplit.planning.paper import OnPaper, stand_ins
 from autosplit.planning.paper_loss import note_on_no_loss
 from autosplit.planning.plan import Plan
 from autosplit.planning.reasons import reasons
+from autosplit.planning.single import one_is_enough
 from autosplit.progress import phase
 
 _PLANNED_NODES = 1000
@@ -70,7 +71,8 @@ def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:
     with phase("pricing changes"):
         found = changes(plan, options, space, replan=replan if small else None)
     hopeless = tried(plan, options, space) if plan.verdict == "no" and not found else None
-    return plan.model_copy(update={"reasons": (*reasons(plan), *filter(None, (hopeless,))), "changes": found})
+    single = one_is_enough(plan, options.links)
+    return plan.model_copy(update={"reasons": (*reasons(plan), *filter(None, (hopeless, single))), "changes": found})
 
 
 def replanned(plan: Plan, paper: OnPaper, space: Space, arguments: Arguments) -> Plan | None:

@@ -84,7 +84,8 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
     """
     rows, shared = batch_rows(paper.found.inputs), Shared(paper.found)
     first = Choice(Sweep(paper.model, paper.found, paper.options, space, rows=rows, shared=shared)).plan
-    chunks, fewest = len(first.microbatch_rows), paper.found.graph.min_rows
+    chunks = space.chunks[0] if len(space.chunks) == 1 else len(first.microbatch_rows)
+    fewest = paper.found.graph.min_rows
     if all(stage.memory.capacity_bytes is None for stage in first.stages):
         raise InputError("no capacity is known, so any batch fits; give memory_limit=, or devices with a known memory")
     batches = Batches(paper, space, chunks, fewest, MOST_ROWS, shared)
