@@ -43,7 +43,8 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
         )
     elif answers := paper.found.gathered.scope.answers:
         found.append(
-            f"the forward asks {len(answers)} times whether values are finite (first: {answers[0].name}); planned "
+            f"the forward asks {'once' if len(answers) == 1 else f'{len(answers)} times'} whether values are finite "
+            f"(first: {answers[0].name}); planned "
             "as it goes on when they are, and autosplit() runs the modules that ask whole"
         )
     return plan.model_copy(update={"notes": (*plan.notes, *(note for note in found if note is not None))})

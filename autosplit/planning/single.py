@@ -40,6 +40,7 @@ def one_is_enough(plan: Plan, links: Sequence[Link]) -> str | None:
     held, step_s = format_bytes(alone.peak_bytes), format_seconds(alone.step_s)
     return (
         f"one {plan.devices[0]} holds the model with room (about {held} of {format_bytes(room)}, {each} "
-        f"row{'s' * (each > 1)} at a time): data parallel (DDP) over the {count} has no bubble and would take about {step_s} "
-        f"a step and up to {format_seconds(ring_s)} more to sum gradients, this plan takes {format_seconds(plan.step_s)}"
+        f"row{'s' * (each > 1)} at a time): data parallel (DDP) over the {count} has no bubble and would take about "
+        f"{step_s} a step, and up to {format_seconds(ring_s)} more to sum gradients; this plan takes "
+        f"{format_seconds(plan.step_s)}"
     )

@@ -77,3 +77,10 @@ def test_a_backward_that_does_not_run_on_fakes_is_a_note_and_the_formula_stays()
     [note] = [note for note in found.notes if "not replayed" in note]
     assert "a backward does not run on fake tensors" in note
     assert all(stage.memory.peak_bytes > 0 for stage in found.stages)
+
+
+def test_the_largest_batch_is_in_the_microbatches_that_were_asked_for() -> None:
+    """Also where the sample has fewer rows than that."""
+    found = plan(mlp(2), "2xH100-SXM5-80GB", 48, sample=rows(), find="largest_batch", memory_limit="40MiB")
+    assert (found.chunks, len(found.microbatch_rows)) == (48, 48)
+    assert "fits in 48 microbatches" in found.reasons[0]
