@@ -51,14 +51,15 @@ def changes(before: dict[Place, Any], after: dict[Place, Any]) -> list[Place]:
     return [key for key, value in before.items() if key in after and _differs(value, after[key])]
 
 
-def signature(value: Any, seen: set[int]) -> Any:
+def signature(value: Any, seen: set[int], other: Callable[[Any], Any] = lambda _: _OTHER) -> Any:
     """Return what tells whether a plain object or container is as it was; None for any other value.
 
-    ``seen`` are the ids of the objects that were looked at already: modules share configs.
+    ``seen`` are the ids of the objects that were looked at already: modules share configs. ``other`` tells parts that
+    are no plain values from each other: functions, tensors.
     """
     if isinstance(value, _SCALARS) or value is None or isinstance(value, _OPAQUE):
         return None
-    plain = _plain(value, _DEPTH, seen)
+    plain = _plain(value, _DEPTH, seen, other)
     return None if plain is _OTHER else _frozen(plain)
 
 
@@ -143,7 +144,7 @@ def _is_object(value: Any) -> bool:
     )
 
 
-def _plain(value: Any, depth: int, seen: set[int]) -> Any:
+def _plain(value: Any, depth: int, seen: set[int], other: Callable[[Any], Any] = lambda _: _OTHER) -> Any:
     if isinstance(value, _SCALARS) or value is None:
         return value
     if isinstance(value, np.generic):
@@ -155,14 +156,14 @@ def _plain(value: Any, depth: int, seen: set[int]) -> Any:
     if type(value) in _SEQUENCES and len(value) <= _ENTRIES:
         seen.add(id(value))
         parts = value if type(value) in (list, tuple, deque) else sorted(value, key=repr)
-        return [_plain(part, depth - 1, seen) for part in parts]
+        return [_plain(part, depth - 1, seen, other) for part in parts]
     if type(value) in _MAPPINGS and len(value) <= _ENTRIES:
         seen.add(id(value))
-        return {key: _plain(part, depth - 1, seen) for key, part in value.items()}
+        return {key: _plain(part, depth - 1, seen, other) for key, part in value.items()}
     if _is_object(value):
         seen.add(id(value))
-        return {key: _plain(part, depth - 1, seen) for key, part in vars(value).items()}
-    return _OTHER
+        return {key: _plain(part, depth - 1, seen, other) for key, part in vars(value).items()}
+    return other(value)
 
 
 def _differs(before: Any, after: Any) -> bool:

@@ -110,16 +110,21 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
                 elif value is None:
                     structure.append(None)
                 elif callable(value) or isinstance(value, torch.Tensor):
-                    structure += (Identity(value), signature(value, seen))
+                    structure += (Identity(value), signature(value, seen, _part))
                 elif type(value) in (list, tuple, dict, set) and _is_plain(value):
                     structure.append(repr(value))
-                elif (plain := signature(value, seen)) is not None:
+                elif (plain := signature(value, seen, _part)) is not None:
                     structure.append(plain)
         elif isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
     shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+
+
+def _part(value: Any) -> Any:
+    """Return what tells a part of an attribute, which is no number or text, from another."""
+    return value if isinstance(value, (torch.dtype, torch.device)) else Identity(value)
 
 
 def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, Any]:
