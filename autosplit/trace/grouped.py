@@ -22,7 +22,7 @@ from autosplit.trace.graph import INFO, TensorInfo
 from autosplit.trace.kinds import called, takes_shape_only
 
 _CASTS = frozenset("to float double half bfloat16 int long short type contiguous clone detach reshape view".split())
-_PRODUCTS = frozenset(("grouped_mm", "grouped_mm_fallback"))
+_PRODUCTS = frozenset(("grouped_mm", "_grouped_mm", "grouped_mm_fallback"))
 _COUNTS = frozenset(("histc", "bincount"))
 _INDEX = frozenset(("getitem", "index_select"))
 _ADDS = frozenset(("index_add", "index_add_", "index_copy", "index_copy_"))

@@ -20,6 +20,7 @@ import torch
 
 _aten = torch.ops.aten
 _FLOATS = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+_GROUPED = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _WIDE = frozenset((torch.float32, torch.float64))
 _COUNTED = _WIDE | {torch.int32, torch.int64}
 _Shape = tuple[int, ...]
@@ -171,6 +172,17 @@ def _mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
     """A product of two matrices, or of two rows of them; their own strides do not matter."""
     one, other = args if len(args) == 2 and not kwargs else (None, None)
     return None if one is None or other is None else _product(one, other)
+
+
+def _grouped_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
+    """Products of groups of rows: torch's own rule takes bfloat16 only, its kernels for the CPU any dtype."""
+    one, other, *rest = args
+    groups = (rest[0] if rest else kwargs.get("offs")) if one.dim() == other.dim() == 2 else None
+    if one.dtype is not other.dtype or one.dtype not in _GROUPED or len(rest) > 1 or kwargs.keys() - {"offs"}:
+        return None
+    leads = ((len(groups),) if groups is not None else ()) if one.dim() == other.dim() == 2 else one.shape[:-2]
+    rows, width = one.shape[-2], other.shape[-1]
+    return Results((New((*(leads if other.dim() == one.dim() else ()), rows, width), one.dtype),))
 
 
 def _addmm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Results | None:
@@ -366,6 +378,7 @@ _RULES: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Results | None]] 
     _aten.mm.default: _mm,
     _aten.bmm.default: _mm,
     _aten.addmm.default: _addmm,
+    _aten._grouped_mm.default: _grouped_mm,
     _aten._softmax.default: _softmax,
     _aten._log_softmax.default: _softmax,
     _aten._softmax_backward_data.default: _softmax_gradient,

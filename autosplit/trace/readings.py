@@ -31,7 +31,9 @@ ALIKE = 0.05
 _PER_SIZE = 12
 _SEVERAL = 6
 """Readings that are tried when the plain one could be recorded, or when the model's own Python was in the way."""
-_CONTRACTED = frozenset("linear matmul mm bmm baddbmm einsum scaled_dot_product_attention invoke grouped_mm".split())
+_CONTRACTED = frozenset(
+    "linear matmul mm bmm baddbmm einsum scaled_dot_product_attention invoke grouped_mm _grouped_mm".split()
+)
 
 
 @dataclass(frozen=True)

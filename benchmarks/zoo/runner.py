@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,12 +43,14 @@ class _Child:
     started: float
 
 
-def run_all(cases: Sequence[Case], *, jobs: int, limits: Limits) -> Iterator[dict[str, Any]]:
-    """Yield each case's result as it comes, with at most ``jobs`` processes at a time."""
+def run_all(
+    cases: Sequence[Case], *, jobs: int, limits: Limits, measure: Callable[[Case], dict[str, Any]] = measure
+) -> Iterator[dict[str, Any]]:
+    """Yield what ``measure`` returns of each case, as it comes, with at most ``jobs`` processes at a time."""
     waiting, running = list(cases), []
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(_start(waiting.pop(0), limits))
+            running.append(_start(waiting.pop(0), limits, measure))
         wait([child.results for child in running], timeout=_POLL_S)
         for child in list(running):
             result = _result(child, limits)
@@ -57,15 +59,15 @@ def run_all(cases: Sequence[Case], *, jobs: int, limits: Limits) -> Iterator[dic
                 yield result | {"seconds": time.perf_counter() - child.started}
 
 
-def _start(case: Case, limits: Limits) -> _Child:
+def _start(case: Case, limits: Limits, measure: Callable[[Case], dict[str, Any]]) -> _Child:
     receiver, sender = _FORK.Pipe(duplex=False)
-    process = _FORK.Process(target=_child, args=(case, sender, limits), daemon=True)
+    process = _FORK.Process(target=_child, args=(case, sender, limits, measure), daemon=True)
     process.start()
     sender.close()
     return _Child(case, process, receiver, time.perf_counter())
 
 
-def _child(case: Case, results: Connection, limits: Limits) -> None:
+def _child(case: Case, results: Connection, limits: Limits, measure: Callable[[Case], dict[str, Any]]) -> None:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         torch.set_num_threads(1)
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
