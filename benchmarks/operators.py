@@ -144,7 +144,14 @@ def measure(case: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pipe = autosplit(
-            model, devices=case.devices, chunks=MICROBATCHES, sample=batch, batch_dims=case.batch_dims, lanes="inline"
+            model,
+            devices=case.devices,
+            chunks=MICROBATCHES,
+            sample=batch,
+            batch_dims=case.batch_dims,
+            lanes="inline",
+            schedule="gpipe",
+            recompute="never",
         )
         pipe(*batch.args, **batch.kwargs)
         found = compared(model, pipe, sample, batch)

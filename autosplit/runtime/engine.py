@@ -17,8 +17,9 @@ from autosplit.runtime.clock import Whole
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.loss_calls import Counted
 from autosplit.runtime.loss_outputs import Outputs
+from autosplit.runtime.loss_wants import used_outputs
 from autosplit.runtime.ops import bring
-from autosplit.runtime.proof import WRITES, Proof, Proofs, WholeCheck, prove
+from autosplit.runtime.proof import WRITES, Proof, Proofs, WholeCheck, identity, prove
 from autosplit.runtime.targets import split_target
 from autosplit.runtime.threads import LaneThreads
 from autosplit.trace import state
@@ -51,8 +52,9 @@ def train_step(
     outputs = Outputs(step)
     target = _with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
-    if outputs.by_rows and len(step.sizes) > 1 and not _has_graph(target):
-        found = _Loss(step, outputs, loss_fn, target, targets).find(reduction, proofs, whole)
+    wants = _wants(outputs, loss_fn, target, proofs)
+    if outputs.by_rows(wants) and len(step.sizes) > 1 and not _has_graph(target):
+        found = _Loss(step, outputs, loss_fn, target, targets, wants).find(reduction, proofs, whole)
         if found is not None:
             return train_cells.run(step, found.parts, found.check, threads)
     return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, timed=_timed(step))
@@ -75,6 +77,7 @@ class _Loss:
     loss_fn: Any
     target: Any
     targets: Sequence[Any]
+    wants: frozenset[str] | None
 
     def find(self, reduction: str, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
         """Return how the losses of microbatches add up: by the caller's word, or as known or proved."""
@@ -84,8 +87,7 @@ class _Loss:
 
     def known(self, proofs: Proofs) -> _Found | None:
         """Return torch's own loss where every value of it belongs to one row; asked once for the same shapes."""
-        tensors = [leaf for leaf in flatten_output(self.target)[0] if isinstance(leaf, torch.Tensor)]
-        question = self.step.sizes, tuple((t.shape, t.dtype) for t in tensors), tuple(self.outputs.shapes())
+        question = self.step.sizes, *_shapes(self.outputs, self.target)
         answer = proofs.find(self.loss_fn, question)
         if isinstance(answer, tuple):  # numbers that the shapes decide
             return _Found(self._parts("counted", answer))
@@ -120,7 +122,7 @@ class _Loss:
         return _Found(parts, WholeCheck(parts, self.target))
 
     def _parts(self, kind: str, counted: Sequence[Counted] = ()) -> losses.Parts:
-        return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted)
+        return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted, self.wants)
 
     def _count(self) -> tuple[Counted, ...] | None:
         """Return torch's losses in the loss of the whole batch."""
@@ -137,6 +139,23 @@ class _Loss:
         for m, target in enumerate(self.targets):
             parts.append(losses.count(self.loss_fn, self.outputs.stand_in(m), target, device) or ())
         return losses.adds_up(counted, [[call.values for call in calls] for calls in parts])
+
+
+def _shapes(outputs: Outputs, target: Any) -> tuple[Any, ...]:
+    tensors = [leaf for leaf in flatten_output(target)[0] if isinstance(leaf, torch.Tensor)]
+    return tuple((t.shape, t.dtype) for t in tensors), tuple(outputs.shapes())
+
+
+def _wants(outputs: Outputs, loss_fn: Any, target: Any, proofs: Proofs) -> frozenset[str] | None:
+    """Return which outputs a loss uses; asked once for the same shapes, and the same whole numbers that it holds."""
+    if len(outputs.nodes) < 2:
+        return None
+    question = "wants", identity(loss_fn, numbers=True), *_shapes(outputs, target)
+    found = proofs.find(loss_fn, question)
+    if found is None:
+        found = proofs.keep(loss_fn, question, (used_outputs(loss_fn, outputs, target),))
+    wants: frozenset[str] | None = found[0]
+    return wants
 
 
 def _has_graph(target: Any) -> bool:

@@ -106,6 +106,7 @@ class Parts:
     Attributes:
         kind: one of the kinds in this module's docstring.
         counted: torch's losses on the whole batch, for the kinds that count.
+        wants: the names of the outputs that the loss uses; None: all.
         values: per microbatch that was called, how many values each of them had.
         sizes_of_losses: the absolute values of what was returned, added up.
     """
@@ -119,7 +120,9 @@ class Parts:
         sizes: Sequence[int],
         targets: Sequence[Any],
         counted: Sequence[Counted] = (),
+        wants: frozenset[str] | None = None,
     ) -> None:
+        self.wants = wants
         self.kind, self.loss_fn, self.sizes, self.targets, self.counted = kind, loss_fn, sizes, targets, counted
         self.values: dict[int, list[int]] = {}
         rows = sum(sizes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,12 +38,11 @@ class Outputs:
         self.nodes: tuple[Any, ...] = step.lowered.outputs
         """The flat outputs: fx nodes, and constants as they are."""
 
-    @cached_property
-    def by_rows(self) -> bool:
-        """Whether every output is known per microbatch: it is the batch's rows, or a constant."""
+    def by_rows(self, wants: frozenset[str] | None) -> bool:
+        """Tell whether every output that is used is known per microbatch: it is the batch's rows, or a constant."""
+        used = [n for n in self.nodes if isinstance(n, fx.Node) and (wants is None or n.name in wants)]
         return self.step.lowered.epilogue is None and not any(
-            isinstance(node, fx.Node) and (INFO not in node.meta or node.meta[INFO].node_class is not NodeClass.MICRO)
-            for node in self.nodes
+            INFO not in node.meta or node.meta[INFO].node_class is not NodeClass.MICRO for node in used
         )
 
     def shapes(self) -> list[Shape]:

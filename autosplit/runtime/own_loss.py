@@ -24,6 +24,7 @@ class OwnLoss:
 
     def __init__(self, step: Step, form: Form) -> None:
         self.form, self.step = form, step
+        self.wants: frozenset[str] | None = frozenset(half.rows.name for half in form.halves.values())
         self._ahead = _ahead(form, step)
 
     def __call__(self, values: Mapping[str, torch.Tensor], microbatch: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.runtime.loss import WAY_OUT, Parts, adds_up, call_loss
 from autosplit.runtime.loss_calls import Count, Counted
+from autosplit.runtime.loss_wants import Placeholder, joined
 from autosplit.trace import state
 from autosplit.trace.graph import TracedGraph
 
@@ -68,27 +69,29 @@ class Proofs:
         return answer
 
 
-def identity(value: Any, depth: int = 4) -> Any:
+def identity(value: Any, depth: int = 4, *, numbers: bool = False) -> Any:
     """Return what a loss is: a lambda that a loop makes anew in every round is the same one.
 
-    Numbers and tensors that it holds may be others in the next round, functions and other objects may not.
+    Numbers and tensors that it holds may be others in the next round, functions and other objects may not; with
+    ``numbers`` whole numbers may not either.
     """
+    inner = partial(identity, depth=depth - 1, numbers=numbers)
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         return "tensor", value.shape, value.dtype
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, (int, float)):
-        return type(value)
+        return value if numbers and isinstance(value, int) else type(value)
     if depth and isinstance(value, partial):
-        named = tuple((name, identity(v, depth - 1)) for name, v in sorted(value.keywords.items()))
-        return identity(value.func, depth - 1), tuple(identity(v, depth - 1) for v in value.args), named
+        named = tuple((name, inner(v)) for name, v in sorted(value.keywords.items()))
+        return inner(value.func), tuple(inner(v) for v in value.args), named
     if depth and isinstance(value, types.MethodType):
-        return id(value.__self__), identity(value.__func__, depth - 1)
+        return id(value.__self__), inner(value.__func__)
     if depth and isinstance(value, types.FunctionType):
         cells = [cell.cell_contents if _is_filled(cell) else None for cell in value.__closure__ or ()]
         outer = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
         held = (*cells, *outer, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return id(value.__code__), tuple(identity(v, depth - 1) for v in held)
+        return id(value.__code__), tuple(inner(v) for v in held)
     return id(value)
 
 
@@ -191,15 +194,17 @@ class WholeCheck:
         """Keep the flat outputs of one microbatch, unless all together are too large."""
         if self.kept is None:
             return
-        self.bytes += sum(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))
+        tensors = [t for t in flat if isinstance(t, torch.Tensor) and not isinstance(t, Placeholder)]
+        self.bytes += sum(t.numel() * t.element_size() for t in tensors)
         if self.bytes > _KEPT_BYTES:
             self.kept = None
         else:
-            self.kept[microbatch] = [t.detach() if isinstance(t, torch.Tensor) else t for t in flat]
+            self.kept[microbatch] = [t.detach() if any(t is own for own in tensors) else t for t in flat]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept."""
-        return [leaf for flat in (self.kept or {}).values() for leaf in flat if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for flat in (self.kept or {}).values() for leaf in flat]
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
 
     def compare(self, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
         """Raise InputError when the loss of the whole batch is not what the microbatches add up to.
@@ -211,7 +216,7 @@ class WholeCheck:
             return
         kept = [self.kept[microbatch] for microbatch in sorted(self.kept)]
         flat = [
-            torch.cat(parts, dim) if dim is not None else parts[0]
+            joined(parts, dim) if dim is not None else parts[0]
             for parts, dim in zip(zip(*kept, strict=True), traced.batch_outputs, strict=True)
         ]
         with torch.no_grad():

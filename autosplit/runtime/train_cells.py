@@ -17,6 +17,8 @@ from autosplit.errors import InputError
 from autosplit.runtime.ambient import ThreadState
 from autosplit.runtime.cells import Border, Cells, Step, held_back
 from autosplit.runtime.handed import handed
+from autosplit.runtime.loss_outputs import Outputs
+from autosplit.runtime.loss_wants import with_placeholders
 from autosplit.runtime.ops import OUT, rows_along, transfer, update_statistics
 from autosplit.runtime.proof import WholeCheck
 from autosplit.runtime.threads import LaneThreads
@@ -30,6 +32,8 @@ class Loss(Protocol):
     """What a microbatch adds to the loss: of the model's output, or of all that stages give, by name."""
 
     takes_values: bool
+    wants: frozenset[str] | None
+    """The names of the values of stages that it uses; None: all."""
 
     def __call__(self, output: Any, microbatch: int, /) -> torch.Tensor:
         """Return what a microbatch adds."""
@@ -81,7 +85,8 @@ class _TrainCells(Cells):
         self.roots: dict[int, torch.Tensor] = {}
         """The loss of each microbatch, until its backward."""
         self.free: list[torch.Tensor] = []
-        self.passed = [value for value in self.lowered.outputs if _is_input(value)]
+        self.wants = loss.wants if self.graphs is None else None
+        self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
 
     def order(self) -> Sequence[Action]:
@@ -90,16 +95,31 @@ class _TrainCells(Cells):
 
     def turns(self) -> Turns:
         """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
-        return self.step.once(("turns", len(self.step.sizes)), lambda: turns(self.step.schedule, self._sources()))
+        key = ("turns", len(self.step.sizes), self.wants)
+        return self.step.once(key, lambda: turns(self.step.schedule, self._sources()))
 
     def _sources(self) -> list[set[int]]:
         found = [set(layout.received) for layout in self.layout.stages]
-        found[-1] |= {stage for stage, layout in enumerate(self.layout.stages) if layout.sent.get(OUT)} - {self.last}
+        found[-1] |= {stage for stage in range(len(found)) if self._slots(stage)} - {self.last}
         return found
+
+    def _wanted(self, name: str) -> bool:
+        return self.wants is None or name in self.wants
+
+    def _slots(self, stage: int) -> list[Any]:
+        """Return the slots of what a stage gives the loss."""
+        return [slot for slot in self.layout.stages[stage].sent.get(OUT, ()) if self._wanted(slot.value)]
+
+    def _leave_out(self, border: Border, stage: int) -> None:
+        """Let go of what a stage gives the caller and the loss does not use."""
+        if self.wants is not None and OUT in border.sent:
+            pairs = zip(self.layout.stages[stage].sent[OUT], border.sent[OUT], strict=True)
+            border.sent = border.sent | {OUT: tuple(t for slot, t in pairs if self._wanted(slot.value))}
 
     def forward(self, stage: int, microbatch: int) -> Border:
         """Run a stage on a microbatch, and behind the last one the loss."""
         border = super().forward(stage, microbatch)
+        self._leave_out(border, stage)
         if stage == self.last:
             passed = {value.name: self._input(value, microbatch) for value in self.passed}
             with self.step.lanes[stage].active():
@@ -107,7 +127,11 @@ class _TrainCells(Cells):
                 flat: list[Any] = list(values.values())
                 given: Any = values
                 if not self.loss.takes_values:
-                    flat = [_flat(value, values) for value in self.lowered.outputs]
+                    flat = [
+                        None if isinstance(value, fx.Node) and not self._wanted(value.name) else _flat(value, values)
+                        for value in self.lowered.outputs
+                    ]
+                    flat = with_placeholders(Outputs(self.step), flat, microbatch)
                     given = self.lowered.traced.unflatten(flat)
                 if self.check is not None:
                     self.check.keep(flat, microbatch)
@@ -158,8 +182,8 @@ class _TrainCells(Cells):
 
         ``values`` are the inputs among them by name; the others are added.
         """
-        for stage, layout in enumerate(self.layout.stages):
-            slots = layout.sent.get(OUT)
+        for stage in range(len(self.layout.stages)):
+            slots = self._slots(stage)
             if not slots:
                 continue  # its cell may not have run yet: the last stage waits for those that it takes values of
             own = stage == self.last

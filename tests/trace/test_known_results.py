@@ -208,4 +208,20 @@ def test_every_rule_is_tried() -> None:
         aten.native_batch_norm.default,
         aten.native_batch_norm_backward.default,
     }  # in test_norm_looks
+    norms.add(aten._grouped_mm.default)  # in test_grouped_products
     assert tried | norms == set(_RULES) | _IN_PLACE
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [((6, 8), (3, 8, 4)), ((3, 6, 8), (8, 12)), ((6, 9), (9, 4)), ((3, 6, 8), (3, 8, 4))]
+)
+def test_grouped_products(one: tuple[int, ...], other: tuple[int, ...]) -> None:
+    """They are those of the CPU's kernel, for which torch has no rule."""
+    along = {(2, 3): 6, (3, 2): 12, (2, 2): 9}.get((len(one), len(other)))
+    bounds = None if along is None else torch.tensor([1, 2, along], dtype=torch.int32)
+    left, right = torch.randn(one), torch.randn(other)
+    if one == (6, 9):
+        left = torch.randn(9, 8)[:, :6].t()
+    results = known_results(aten._grouped_mm.default, (left, right), {"offs": bounds})
+    assert results is not None
+    assert told(results)[0] == tuple(torch._grouped_mm(left, right, offs=bounds).shape)

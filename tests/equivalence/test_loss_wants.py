@@ -1,0 +1,116 @@
+"""A training step keeps, moves and merges only the outputs that its loss uses."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import InputError, autosplit
+from autosplit.runtime import cells
+from autosplit.runtime.loss_wants import Placeholder
+
+X = torch.randn(8, 6, dtype=torch.float64)
+
+
+class Cache:
+    """What each layer made."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+class Net(nn.Module):
+    """Returns a value per layer beside its result, and with labels a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> dict[str, Any]:
+        """Return the result, what each layer made, and the loss."""
+        cache, scale = Cache(), torch.ones(3, dtype=torch.float64)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            cache.kept.append(x.repeat(1, 50))
+        loss = None if y is None else nn.functional.mse_loss(x, y)
+        return {"loss": loss, "out": x, "cache": cache, "scale": scale}
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+class Watch:
+    """Notes the bytes of what reaches the last stage for the loss."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        plain = cells.Cells.received
+
+        def received(*args: Any, **kwargs: Any) -> Any:
+            bundle = plain(*args, **kwargs)
+            if args[5:] and args[5] == "out":
+                self.bytes += sum(t.numel() * t.element_size() for t in bundle)
+            return bundle
+
+        monkeypatch.setattr(cells.Cells, "received", received)
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+@pytest.mark.parametrize("layer", [None, 0, 2])
+def test_what_a_loss_uses(lanes: str, layer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_fn(output: dict[str, Any], target: torch.Tensor) -> torch.Tensor:
+        extra = 0.0 if layer is None else output["cache"].kept[layer].square().mean()
+        return (output["out"] - target).square().mean() + extra
+
+    model, target = Net(), torch.randn(8, 6, dtype=torch.float64)
+    pipe = autosplit(model, devices=2, chunks=4, sample=X, lanes=lanes, schedule="1f1b", recompute="never")
+    watch = Watch(monkeypatch)
+    for _ in range(2):
+        wanted = loss_fn(model(X), target)
+        wanted.backward()
+        expected = gradients(model)
+        watch.bytes = 0
+        torch.testing.assert_close(pipe.train_step(X, target=target, loss_fn=loss_fn), wanted.detach())
+        torch.testing.assert_close(gradients(model), expected)
+        assert watch.bytes == 0 or layer is not None
+
+
+def test_the_models_own_loss_leaves_the_cache_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, y = Net(), torch.randn(8, 6, dtype=torch.float64)
+    pipe = autosplit(model, devices=2, chunks=4, sample=(X, y), schedule="1f1b", recompute="never")
+    watch = Watch(monkeypatch)
+    wanted = model(X, y)["loss"]
+    wanted.backward()
+    expected = gradients(model)
+    torch.testing.assert_close(pipe.train_step(X, y), wanted.detach())
+    torch.testing.assert_close(gradients(model), expected)
+    assert watch.bytes == 0
+
+
+def test_a_loss_that_uses_more_later_is_refused() -> None:
+    class Own(nn.Module):
+        more = False
+
+        def forward(self, output: dict[str, Any], target: torch.Tensor) -> torch.Tensor:
+            """Use the cache from some step on."""
+            extra = output["cache"].kept[0].mean() if self.more else 0.0
+            assert output["cache"].kept[0].shape[1] == 300
+            return (output["out"] - target).square().mean() + extra
+
+    model, loss = Net(), Own()
+    pipe = autosplit(model, devices=2, chunks=4, sample=X)
+    pipe.train_step(X, target=X, loss_fn=loss)
+    model.zero_grad()
+    loss.more = True
+    with pytest.raises(InputError, match="did not use before"):
+        pipe.train_step(X, target=X, loss_fn=loss)
+    assert all(p.grad is None for p in model.parameters())
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Placeholder]
