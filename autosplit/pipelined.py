@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from autosplit.errors import DeviceError
@@ -31,6 +30,7 @@ from autosplit.runtime.proof import Proofs
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.formula import lengths_in
+from autosplit.trace.objects import leaves_of, take_apart
 from autosplit.trace.settled import settle
 from autosplit.trace.signature import key_of, rows_of
 from autosplit.trace.state import random_state
@@ -190,7 +190,7 @@ class PipelinedModule(Measured, fx.GraphModule):
         self._core.recordings.check_backward()
         engine.check_loss(target, loss_fn, reduction)
         if self._forward_hooks or self._forward_pre_hooks:
-            caller = _caller(pytree.tree_leaves((args, kwargs)))
+            caller = _caller(leaves_of((args, kwargs)))
             return engine.whole_step(
                 lambda: self(*args, **kwargs),
                 target=target,
@@ -300,12 +300,12 @@ class PipelinedModule(Measured, fx.GraphModule):
         """Prepare a call, and leave the model's attributes as its own call would."""
         step, core = self._prepare(args, kwargs), self._core
         if isinstance(step, PreparedStep) and settle(core.model, step.recorded.traced.settled):
-            core.recordings.keep_settled(step.recorded, key_of(core.model, *pytree.tree_flatten((args, kwargs))))
+            core.recordings.keep_settled(step.recorded, key_of(core.model, *take_apart((args, kwargs))))
         return step
 
     def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
         core = self._core
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = take_apart((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key = key_of(core.model, leaves, spec)
         recorded = core.recordings.find(key, Sample(*args, **kwargs))

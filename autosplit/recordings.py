@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.errors import ScheduleError, TraceError
@@ -38,6 +37,7 @@ from autosplit.schedule.action import Schedule
 from autosplit.trace.findings import Findings
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
+from autosplit.trace.objects import leaves_of
 from autosplit.trace.other_threads import Recording
 from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
 
@@ -121,7 +121,7 @@ class Recordings:
                 if found is None:
                     _used(self._refused, key.rest)
                     return self._tree(key, sample, self._refused[key.rest])
-        tensors = [leaf for leaf in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves_of((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
         if why := refusal(found.traced, tensors, self.model):
             self._apart[why] = None
             with RECORDING:
@@ -290,7 +290,7 @@ class Recordings:
             guard = recorded.trace.guard
             if guard is None:
                 return recorded
-            leaves = pytree.tree_leaves((sample.args, sample.kwargs))
+            leaves = leaves_of((sample.args, sample.kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if guard.holds(tensors, rows_of(key.shapes, recorded.kind.batch_dims)):
                 return recorded
@@ -343,7 +343,7 @@ class Recordings:
 
     def _check_constants(self, key: Key, sample: Sample) -> None:
         """Raise TraceError for inputs that a recording cannot hold as constants."""
-        leaves = pytree.tree_leaves((sample.args, sample.kwargs))
+        leaves = leaves_of((sample.args, sample.kwargs))
         if self.options.batch_dims is None and _has_uneven_list(sample):
             raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
         opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)

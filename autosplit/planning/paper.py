@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.errors import InputError, TraceError
@@ -23,6 +22,7 @@ from autosplit.planning.paper_loss import paper_loss
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.shadow import shadow
 from autosplit.trace.ladder import Trace, trace
+from autosplit.trace.objects import mapped
 from cost_models.machines import MachineSpec
 
 _DTYPES = {"fp32": torch.float32, "amp_bf16": torch.float32, "amp_fp16": torch.float32}
@@ -149,5 +149,5 @@ def _blank(sample: Sample, dtype: torch.dtype | None) -> Sample:
             return leaf
         return torch.empty(leaf.shape, dtype=_kind(leaf, dtype), device="meta").requires_grad_(leaf.requires_grad)
 
-    args, kwargs = pytree.tree_map(blank, (sample.args, sample.kwargs))
+    args, kwargs = mapped(blank, (sample.args, sample.kwargs))
     return Sample(*args, **kwargs)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.options import Sample
 from autosplit.trace.graph import INFO, TracedGraph
+from autosplit.trace.objects import mapped
 
 
 def refusal(traced: TracedGraph, tensors: Sequence[torch.Tensor], model: nn.Module) -> str:
@@ -49,7 +49,7 @@ def as_called(sample: Sample) -> Sample:
         return leaf.view_as(leaf)
 
     with torch.enable_grad(), torch.inference_mode(False):
-        args, kwargs = pytree.tree_map(taken, (sample.args, sample.kwargs))
+        args, kwargs = mapped(taken, (sample.args, sample.kwargs))
     return Sample(*args, **kwargs)
 
 

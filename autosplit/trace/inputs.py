@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Sample
+from autosplit.trace.objects import with_paths
 from autosplit.trace.run import FlatInputs
 
 UNTOLD = object()
@@ -27,7 +27,7 @@ def flatten(model: nn.Module, sample: Sample, batch_dims: Any = None) -> FlatInp
     Raises InputError when ``batch_dims`` does not fit the inputs, when the sizes that it tells contradict each other,
     or when the batch is empty. Sizes that nobody told may contradict each other: see `readings`.
     """
-    pairs, spec = pytree.tree_flatten_with_path((sample.args, sample.kwargs))
+    pairs, spec = with_paths((sample.args, sample.kwargs))
     leaves = tuple(leaf for _, leaf in pairs)
     paths = [path for path, _ in pairs]
     names = tuple(_unique(_input_names(model, paths)))

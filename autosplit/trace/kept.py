@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autosplit.trace.objects import objects_in
+from autosplit.trace.objects import Structure, objects_in, take_apart
 from autosplit.trace.recording import Call, Ref, Refusal
 
 Place = tuple[str, str]
@@ -45,6 +45,33 @@ def check_own(model: nn.Module, output: Any) -> None:
     own = next((value for value in objects_in(output) if id(value) in held), None)
     if own is not None:
         raise Refusal(f"forward returns a {type(own).__name__} that the model keeps; a graph would return a copy", "")
+
+
+def check_given(given: Any, structure: Structure, leaves: Sequence[Any], output: Any) -> None:
+    """Raise Refusal where the forward changed the attributes of an object that it was given, or returns that object.
+
+    ``structure`` and ``leaves`` are what the inputs were made of before the run. A graph works on copies of objects.
+    """
+    objects = objects_in(given)
+    if not objects:
+        return
+    left, after = take_apart(given)
+    same = after == structure and all(a is b or (type(a) is type(b) and a == b) for a, b in _untensored(left, leaves))
+    held = {id(each) for each in objects}
+    if not same or any(id(each) in held for each in objects_in(output)):
+        kind = type(objects[0]).__name__
+        raise Refusal(
+            f"forward changes or returns an object that it is given (a {kind}, or one inside of it); a graph works on "
+            "copies of objects: pass tensors, or tuples, lists and dicts of them",
+            "",
+        )
+
+
+def _untensored(left: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of leaves; of tensors it is their identity that counts."""
+    for one, other in zip(left, leaves, strict=True):
+        tensors = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
+        yield (id(one), id(other)) if tensors else (one, other)
 
 
 def _from_inputs(calls: Sequence[Call]) -> set[int]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from autosplit.aside import later
@@ -32,6 +31,7 @@ from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.kinds import function_of
 from autosplit.trace.merge import MergedRecording
 from autosplit.trace.norms import note_rewritten
+from autosplit.trace.objects import leaves_of
 from autosplit.trace.probe import run_probe
 from autosplit.trace.proof import identity
 from autosplit.trace.readings import Shares, best, shares
@@ -72,7 +72,7 @@ class Trace:
 
     def check_rows(self, model: nn.Module, sample: Sample, rows: int) -> None:
         """Record once more at a batch size of the caller's; raise TraceError when the graph does not hold there."""
-        flat = replace(self.inputs, leaves=tuple(pytree.tree_leaves((sample.args, sample.kwargs))))
+        flat = replace(self.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
         try:
             self.gathered.check_rows(model, flat, rows)
         except Unexpected as error:
@@ -153,7 +153,7 @@ def widen(
     ``before`` are the shapes of the input tensors for which ``base`` was recorded; see
     :mod:`autosplit.trace.generalise`.
     """
-    flat = replace(base.inputs, leaves=tuple(pytree.tree_leaves((sample.args, sample.kwargs))))
+    flat = replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
     rows, merged, scope = batch_rows(flat), base.gathered.recording, base.gathered.scope
     found = generalise(model, merged, scope, flat, rows=rows, lengths=lengths, before=before)
     if found is None:
@@ -174,7 +174,7 @@ def widen(
 def widen_to_one_row(model: nn.Module, wide: Trace, sample: Sample) -> Trace | None:
     """Return a recording for all lengths with the lengths for which it holds for one row too; None: for none."""
     assert wide.domain is not None
-    flat = replace(wide.inputs, leaves=tuple(pytree.tree_leaves((sample.args, sample.kwargs))))
+    flat = replace(wide.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
     domain = for_one_row(model, wide.gathered.recording, wide.gathered.scope, flat, wide.domain)
     return None if domain is None else replace(wide, domain=domain)
 

@@ -12,7 +12,7 @@ import enum
 import sys
 import types
 from collections import OrderedDict, UserDict, UserList
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,26 +123,31 @@ class Structure:
 @dataclass
 class _Apart:
     leaves: list[Any] = field(default_factory=list)
+    paths: list[tuple[Any, ...]] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
 
-    def form(self, value: Any) -> Leaf | Again | Tree | Object:
+    def form(self, value: Any, path: tuple[Any, ...] = ()) -> Leaf | Again | Tree | Object:
         if id(value) in self.numbers:
             return Again(self.numbers[id(value)])
         if is_object(value):
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
             items, attributes = items_of(value), attributes_of(value)
-            own = None if items is None else self.form(items)
-            return Object(type(value), tuple(attributes), tuple(map(self.form, attributes.values())), own)
+            own = None if items is None else self.form(items, path)
+            state = tuple(self.form(part, (*path, pytree.GetAttrKey(name))) for name, part in attributes.items())
+            return Object(type(value), tuple(attributes), state, own)
         if isinstance(value, torch.Tensor):
-            self.leaves.append(value)
-            return Leaf()
-        parts, spec = pytree.tree_flatten(value, is_leaf=is_object)
-        if len(parts) == 1 and parts[0] is value:
-            self.leaves.append(value)
-            return Leaf()
-        return Tree(spec, tuple(map(self.form, parts)))
+            return self._leaf(value, path)
+        parts, spec = pytree.tree_flatten_with_path(value, is_leaf=is_object)
+        if len(parts) == 1 and parts[0][1] is value:
+            return self._leaf(value, path)
+        return Tree(spec, tuple(self.form(part, (*path, *below)) for below, part in parts))
+
+    def _leaf(self, value: Any, path: tuple[Any, ...]) -> Leaf:
+        self.leaves.append(value)
+        self.paths.append(path)
+        return Leaf()
 
 
 def take_apart(value: Any) -> tuple[list[Any], Structure]:
@@ -150,6 +155,24 @@ def take_apart(value: Any) -> tuple[list[Any], Structure]:
     apart = _Apart()
     form = apart.form(value)
     return apart.leaves, Structure(form)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return the flat leaves of a nested value."""
+    return take_apart(value)[0]
+
+
+def with_paths(value: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Structure]:
+    """Return the flat leaves with the steps that lead to them, as torch's pytree has them, and how they are built."""
+    apart = _Apart()
+    form = apart.form(value)
+    return list(zip(apart.paths, apart.leaves, strict=True)), Structure(form)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a nested value with ``function`` of each leaf in its place; its objects are new ones."""
+    leaves, structure = take_apart(value)
+    return structure([function(leaf) for leaf in leaves])
 
 
 def objects_in(value: Any) -> list[Any]:

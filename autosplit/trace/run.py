@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from autosplit.trace import python_state, settled, state
 from autosplit.trace.foreseen import same
 from autosplit.trace.grad_mode import GradModeWatch
-from autosplit.trace.kept import Place, kept_for_next_call
+from autosplit.trace.kept import Place, check_given, kept_for_next_call
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.random_watch import RandomWatch
@@ -57,7 +56,7 @@ class FlatInputs:
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments made of other leaves."""
-        args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
+        args, kwargs = self.spec(leaves)
         return args, kwargs
 
 
@@ -174,6 +173,7 @@ def _run(
     watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
     asked = GradModeWatch()
     output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch, asked))
+    check_given((args, kwargs), inputs.spec, leaves, output)
     after = python_state.snapshot(model)
     _check_kept(model, scope, recorder, held)
     if torch.initial_seed() != seed:

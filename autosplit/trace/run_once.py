@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.options import Sample
 from autosplit.trace.check import cotangent, seed_all
 from autosplit.trace.norm_watch import NormWatch, Pieces
+from autosplit.trace.objects import take_apart
 from autosplit.trace.structure import flatten_output
 
 
@@ -46,9 +46,9 @@ def run_once(
     ``of_loss``: None where ``call`` returns outputs; where it returns a loss whose backward has been done, the loss's
     own leaves.
     """
-    inputs, spec = pytree.tree_flatten((sample.args, sample.kwargs))
+    inputs, build = take_apart((sample.args, sample.kwargs))
     given = [_fresh(leaf) for leaf in inputs]
-    args, kwargs = pytree.tree_unflatten(given, spec)
+    args, kwargs = build(given)
     own = {**leaves, **(of_loss or {})}
     own |= {f"input {i}": leaf for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     seed_all(seed)

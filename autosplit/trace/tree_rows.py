@@ -25,6 +25,7 @@ from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.trace import state
 from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.objects import is_object
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.structure import flatten_output
@@ -103,6 +104,9 @@ def _refused(model: nn.Module, sample: Sample, batch_dims: Any) -> str | None:
         return "parameters have hooks, which a proof on rows would call"
     if any(p.is_meta for p in model.parameters()):
         return "on meta there are no values that could prove rows independent"
+    given = next((leaf for leaf in pytree.tree_leaves((sample.args, sample.kwargs)) if is_object(leaf)), None)
+    if given is not None:
+        return f"an input is a {type(given).__name__}, which cannot be cut into rows"
     if batch_dims is not None:
         return None
     for path, leaf in pytree.tree_flatten_with_path((sample.args, sample.kwargs))[0]:

@@ -166,3 +166,52 @@ def test_an_object_that_the_model_keeps_is_not_copied() -> None:
     out, info = pipe(X.float())
     assert info is model.info
     torch.testing.assert_close(out, model(X.float())[0])
+
+
+class Pair:
+    """A batch as an object: tensors in a list and in attributes, and a number."""
+
+    def __init__(self, x: torch.Tensor, mask: torch.Tensor, scale: float = 2.0) -> None:
+        self.parts = [x, x + 1]
+        self.mask, self.scale = mask, scale
+
+
+class Takes(nn.Module):
+    """Reads a batch object; with ``keeps`` it changes it as well."""
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)))
+        self.keeps = keeps
+
+    def forward(self, batch: Pair) -> torch.Tensor:
+        """Return what the layers make of both parts."""
+        x = self.layers(batch.parts[0] + batch.scale * batch.parts[1]) * batch.mask
+        if self.keeps:
+            batch.parts[1] = x
+        return x
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+def test_objects_as_inputs(lanes: str) -> None:
+    model = Takes()
+    pipe = autosplit(model, devices=2, chunks=4, lanes=lanes)
+    for rows, scale in ((8, 2.0), (6, 2.0), (8, 3.0)):
+        x = torch.randn(rows, 6, dtype=torch.float64, requires_grad=True)
+        given = Pair(x, torch.rand(rows, 6, dtype=torch.float64) + 0.5, scale)
+        wanted, got = model(given), pipe(given)
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x) for out in (got, wanted)))
+        assert len(pipe.graph.find_nodes(op="call_module", target="stage0")) == 4
+
+
+def test_an_object_that_the_forward_changes_is_the_callers_own() -> None:
+    model = Takes(keeps=True)
+    pipe = autosplit(model, devices=2, chunks=4)
+    mine, other = (Pair(X, torch.ones(8, 6, dtype=torch.float64)) for _ in range(2))
+    for _ in range(2):
+        torch.testing.assert_close(pipe(mine), model(other))
+        torch.testing.assert_close(mine.parts[1], other.parts[1])
+    assert pipe.plan is not None
+    assert pipe.plan.rung == "module tree"
+    assert any("object that it is given" in note for note in pipe.plan.notes)
