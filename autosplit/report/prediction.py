@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autosplit.planning.host import host_step
 from autosplit.planning.plan import Plan
 from autosplit.planning.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.report.document import Section
@@ -68,7 +69,15 @@ def _speed(plan: Plan) -> Iterator[tuple[str, str]]:
     rows = f"{format_rate(plan.rows_per_s)} rows/s"
     speed = rows if plan.tokens_per_s is None else f"{format_rate(plan.tokens_per_s)} tokens/s ({rows})"
     used = "" if plan.mfu is None else f", {plan.mfu:.1%} model FLOPs utilisation (MFU)"
-    yield "speed", f"{speed}{used}"
+    yield "speed", f"{speed}{used}{_held_up(plan)}"
+
+
+def _held_up(plan: Plan) -> str:
+    """Return which part of the speed is left where host threads issue kernels more slowly than devices run them."""
+    host = host_step(plan)
+    if host is None or not host.binds:
+        return ""
+    return f"; {host.devices_s / host.step_s:.0%} of that while the host binds (see the reasons)"
 
 
 def _classes(plan: Plan) -> Iterator[tuple[str, str]]:
