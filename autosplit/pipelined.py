@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from autosplit.delegation import Delegating, forward_like, forward_overrides
 from autosplit.errors import DeviceError
 from autosplit.lower.locate import Locate
 from autosplit.lower.program import STATE, emit
@@ -54,9 +55,15 @@ class _Core:
     """Those of the call that was prepared last."""
     measured: StepTimeline | None = None
     """What the profiled steps found."""
+    forward: Any = None
+    """The forward of the pipe's class."""
+    untraced: Any = None
+    """What `torch.compile` calls as it is; None until dynamo is there."""
+    twin: Any = None
+    """The ``self`` of the model's methods; None until one is asked for."""
 
 
-class PipelinedModule(Measured, fx.GraphModule):
+class PipelinedModule(Delegating, Measured, fx.GraphModule):
     """A model that runs as a pipeline over several devices; made by :func:`autosplit.autosplit`.
 
     It shares the model's own tree: parameters, buffers and child modules are the same objects under the same names, so
@@ -73,7 +80,10 @@ class PipelinedModule(Measured, fx.GraphModule):
             if name in model.__dict__:
                 self.__dict__[name] = model.__dict__[name]
         self.__dict__["training"] = model.training
-        self.__dict__["_autosplit"] = _Core(model, options, Recordings(model, options, plan))
+        core = _Core(model, options, Recordings(model, options, plan), forward=forward_like(model))
+        forward_overrides(self, model)
+        type(self).forward = core.forward
+        self.__dict__["_autosplit"] = core
 
     # -- what the caller sees ------------------------------------------------------------------------------------
     @property
@@ -180,7 +190,7 @@ class PipelinedModule(Measured, fx.GraphModule):
             if self._graph in core.compiled:
                 core.edited.add(self._graph)
             core.compiled[self._graph] = kind.forward, code.src
-        kind.forward = PipelinedModule._dispatch
+        kind.forward = PipelinedModule._dispatch if core is None else core.forward
         kind.__call__ = nn.Module.__call__  # type: ignore[method-assign]
         return code
 
@@ -363,7 +373,7 @@ class PipelinedModule(Measured, fx.GraphModule):
         """Change the dtype; a device is refused when stages lie on others: it would collapse the placement."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         self._refuse_collapse(device)
-        super().to(*args, **kwargs)
+        self._core.model.to(*args, **kwargs)
         return self
 
     def cpu(self) -> PipelinedModule:

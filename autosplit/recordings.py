@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import ScheduleError, TraceError
 from autosplit.lower.place import place
 from autosplit.lower.split import lower
@@ -75,8 +76,7 @@ class Recordings:
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self._findings: OrderedDict[Any, Findings] = OrderedDict()
         self._refused: OrderedDict[Any, str] = OrderedDict()
-        self._apart: dict[str, None] = {}
-        """Why calls of a kind that has a recording ran by the model's own Python."""
+        self._collapses = Collapses(model, options)
         self._numbers: dict[Any, set[Any]] = {}
         self._batch_dims: dict[str, int | None] = {}
 
@@ -104,7 +104,7 @@ class Recordings:
         lines += dict.fromkeys(f"graphs: {stage.line()}" for own in graphs for stage in own.stages)
         if self.options.graphs and self.tree is not None:
             lines.append("graphs: none where the model runs by its own Python")
-        lines += (f"one chunk by the model's own Python: {why}" for why in self._apart)
+        lines += self._collapses.found()
         return "".join(f"\n{line}" for line in lines)
 
     def find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
@@ -120,10 +120,13 @@ class Recordings:
                 found = self._recorded(key, as_called(sample))
                 if found is None:
                     _used(self._refused, key.rest)
+                    self._collapses.note(key.rest, OWN_PYTHON.format(self._refused[key.rest]))
                     return self._tree(key, sample, self._refused[key.rest])
+                rows = rows_of(key.shapes, found.kind.batch_dims)
+                self._collapses.check(key.rest, found.traced, rows)
         tensors = [leaf for leaf in leaves_of((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
         if why := refusal(found.traced, tensors, self.model):
-            self._apart[why] = None
+            self._collapses.note(why, OWN_PYTHON.format(why))
             with RECORDING:
                 return self._tree(key, sample, why)
         return found

@@ -6,6 +6,7 @@ What is found has the least largest partition, proven by the solver, where torch
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.compat.chain import PipeSequential
 from autosplit.compat.skip import on_their_own
 from autosplit.partition.problem import Net, Problem, Work
 from autosplit.partition.solve import solve
@@ -32,7 +34,8 @@ def balance_by_time(
 
     Copies of the layers run forward and backward in training mode, again and again for ``timeout`` seconds, on
     ``device`` (default: the current CUDA device, without one the CPU). The module, its gradients, its buffers and the
-    random states stay as they are. ``sample`` is an input, of any batch size.
+    random states stay as they are. ``sample`` is an input, of any batch size: a tensor, or a tuple of tensors, which a
+    layer is given as one argument (`GPipe`), or as several where it takes several (`Pipe`).
 
     Raises ValueError where a parameter has a gradient already, or for fewer layers than partitions.
     """
@@ -46,7 +49,7 @@ def balance_by_time(
         inputs = _moved(sample, place)
         for index, layer in _sandbox(module, place):
             tick = _now(place)
-            outputs = layer(inputs)
+            outputs = _called(layer, inputs)
             wanted = [part for part in _parts(outputs) if part.requires_grad]
             if wanted:
                 torch.autograd.backward(wanted, [part.detach() for part in wanted])
@@ -114,8 +117,19 @@ def _left_bytes(layer: nn.Module, inputs: Any) -> tuple[Any, int]:
         ledger.storage(known)
     before = ledger.live_bytes
     with ledger:
-        outputs = layer(inputs)
+        outputs = _called(layer, inputs)
     return outputs, ledger.live_bytes - before
+
+
+def _called(layer: nn.Module, inputs: Any) -> Any:
+    """Call a layer as the pipe will: with a tuple as one argument, or with its parts where it takes several."""
+    if not isinstance(inputs, tuple):
+        return layer(inputs)
+    try:
+        one = not isinstance(layer, PipeSequential) and inspect.signature(layer.forward).bind(inputs)
+    except TypeError:
+        one = False
+    return layer(inputs) if one else layer(*inputs)
 
 
 def _place(device: torch.device | int | str | None) -> torch.device:

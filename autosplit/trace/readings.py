@@ -173,15 +173,21 @@ def _text(flat: FlatInputs) -> str:
 
 
 def shares(graph: TracedGraph, model: nn.Module) -> Shares:
-    """Return the parts of the work by a rough count of multiplications, without a profile."""
-    weights = {name: p.numel() / max(1, p.shape[0]) for name, p in model.named_parameters() if p.dim() > 1}
+    """Return the parts of the work, for a few rows."""
     work = {NodeClass.FULL: 0.0, NodeClass.MICRO: 0.0, NodeClass.SHARED: 0.0}
-    for node, info in graph.compute_nodes():
-        if info.tensors and not rearranges(node, graph.root):
-            made = max(math.prod(tensor.shape_at(8)) for tensor in info.tensors)
-            work[info.node_class] += made * _products(node, info, weights)
+    for info, amount in work_of(graph, model, rows=8):
+        work[info.node_class] += amount
     total = max(1.0, sum(work.values()))
     return Shares(work[NodeClass.MICRO] / total, work[NodeClass.FULL] / total)
+
+
+def work_of(graph: TracedGraph, model: nn.Module, *, rows: int) -> Iterator[tuple[TracedNode, float]]:
+    """Yield the operations with a rough count of their multiplications, without a profile."""
+    weights = {name: p.numel() / max(1, p.shape[0]) for name, p in model.named_parameters() if p.dim() > 1}
+    for node, info in graph.compute_nodes():
+        if info.tensors and not rearranges(node, graph.root):
+            made = max(math.prod(tensor.shape_at(rows)) for tensor in info.tensors)
+            yield info, made * _products(node, info, weights)
 
 
 def _products(node: fx.Node, info: TracedNode, weights: Mapping[str, float]) -> float:

@@ -1,0 +1,106 @@
+"""Warnings of kinds of call that hardly are a pipeline, with the cause and the way out."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, OrderedDict
+from typing import Any
+
+from torch import fx, nn
+
+from autosplit.options import Options
+from autosplit.planning.sizes import sizes_of
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+from autosplit.trace.readings import work_of
+
+MOST_OUTSIDE = 0.3
+"""The part of the work that may run once per step before that is a collapse."""
+OWN_PYTHON = "its own Python runs, module by module, since {}"
+_KEPT = 32
+_NAMED = 3
+
+
+class Collapses:
+    """Warns once per kind of call, and keeps what it said for the report."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.model, self.options = model, options
+        self._seen: OrderedDict[Any, str | None] = OrderedDict()
+
+    @property
+    def _overlaps(self) -> bool:
+        return len(self.options.devices) > 1 and self.options.chunks > 1
+
+    def found(self) -> list[str]:
+        """Return what was warned of, each once."""
+        return list(dict.fromkeys(filter(None, self._seen.values())))
+
+    def check(self, kind: Any, graph: TracedGraph, rows: int) -> None:
+        """Warn where a recording is no pipeline: one microbatch, or much of the work outside of the microbatches."""
+        if not self._overlaps:
+            return
+        sizes = sizes_of(rows, self.options.chunks, graph.min_rows, like=self.options.microbatches)
+        self.note(kind, _one_microbatch(graph, rows) if len(sizes) == 1 else _outside(graph, self.model, rows))
+
+    def note(self, kind: Any, what: str | None) -> None:
+        """Keep what was found at the first call of a kind, and warn of it where stages could overlap."""
+        if kind in self._seen:
+            return
+        said = what and f"The pipeline of {type(self.model).__name__} has collapsed: {what}"
+        self._seen[kind] = said
+        if len(self._seen) > _KEPT:
+            self._seen.popitem(last=False)
+        if said is not None and self._overlaps:
+            warnings.warn(said, UserWarning, stacklevel=2)
+
+
+def _one_microbatch(graph: TracedGraph, rows: int) -> str:
+    least = f"; this model needs {graph.min_rows} rows in each" if graph.min_rows > 1 else ""
+    return (
+        f"the batch of {rows} row{'s' * (rows > 1)} is one microbatch, and stages run one after the other{least}: "
+        "give a larger batch"
+    )
+
+
+def _outside(graph: TracedGraph, model: nn.Module, rows: int) -> str | None:
+    """Return how much of the work runs once per step, where, why, and what to do; None where that is little."""
+    work = [(info, amount) for info, amount in work_of(graph, model, rows=rows) if amount]
+    total = sum(amount for _, amount in work)
+    parts = dict.fromkeys(NodeClass, 0.0)
+    modules: Counter[str] = Counter()
+    for info, amount in work:
+        parts[info.node_class] += amount / total
+        if info.node_class is not NodeClass.MICRO:
+            modules[".".join(info.module.split(".")[:2]) or "the root"] += amount / total  # type: ignore[assignment]
+    full, shared = parts[NodeClass.FULL], parts[NodeClass.SHARED]
+    if full + shared <= MOST_OUTSIDE:
+        return None
+    named = ", ".join(f"{module} {share:.0%}" for module, share in modules.most_common(_NAMED))
+    said = []
+    if full:
+        said.append(f"{full:.0%} of the work runs once per step, on the whole batch, from {_causes(graph)} on")
+    if shared:
+        said.append(f"{shared:.0%} of the work runs once per step: it depends on no row")
+    if full:
+        way_out = "compute row by row, or in the loss_fn of train_step, what need not see all rows"
+    else:
+        way_out = "give a larger batch, or say by batch_dims= where it is"
+    return f"{'; '.join(said)}. By module: {named}. What helps: {way_out}"
+
+
+def _causes(graph: TracedGraph) -> str:
+    """Name the first operations that see the whole batch."""
+    full = ((node, info) for node, info in graph.compute_nodes() if info.node_class is NodeClass.FULL)
+    first = [_place(node, info) for node, info in full if not any(map(_is_full, node.all_input_nodes))]
+    more = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
+    return ", ".join(first[:_NAMED]) + more
+
+
+def _is_full(node: fx.Node) -> bool:
+    info = node.meta.get(INFO)
+    return isinstance(info, TracedNode) and info.node_class is NodeClass.FULL
+
+
+def _place(node: fx.Node, info: TracedNode) -> str:
+    target = getattr(node.target, "__name__", str(node.target))
+    return f"{info.module or 'the root'} ({target}{', ' * bool(info.source)}{info.source})"

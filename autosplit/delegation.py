@@ -1,0 +1,176 @@
+"""A pipe answers for its model: attributes, methods and assignments that are not the pipe's own are the model's.
+
+pipe.config           ─► model.config
+pipe.temperature = 2  ─► model.temperature = 2
+pipe.training_step(b) ─► the model's method; its ``self`` is a twin of the model: an object of the same attributes
+                         (the same ``__dict__``) whose call is the pipe's
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from autosplit.errors import InputError
+
+if TYPE_CHECKING:
+    from autosplit.pipelined import PipelinedModule
+
+_SPECIAL = frozenset("__len__ __iter__ __reversed__ __getitem__ __setitem__ __delitem__ __contains__".split())
+"""Python looks these up in the class, never in the instance."""
+_CALLS = frozenset(("forward", "_call_impl", "_wrapped_call_impl"))
+
+
+class Delegating:
+    """The part of a pipe that answers for its model."""
+
+    def _class(self) -> type:
+        core = self.__dict__.get("_autosplit")
+        return type(self) if core is None else type(core.model)
+
+    __class__ = property(_class, doc="The model's class: ``isinstance(pipe, Model)`` holds.")
+
+    def __getattr__(self, name: str) -> Any:
+        core = self.__dict__.get("_autosplit")
+        if core is None or hasattr(type(self), name):  # a property of the pipe failed: its own error
+            return object.__getattribute__(self, name)
+        for registered in ("_parameters", "_buffers", "_modules"):
+            if name in self.__dict__[registered]:
+                return self.__dict__[registered][name]
+        return _answer(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        core = self.__dict__.get("_autosplit")
+        if core is None or hasattr(type(self), name) or name in self.__dict__:
+            fx.GraphModule.__setattr__(self, name, value)  # type: ignore[arg-type]
+            if core is not None and name == "training":
+                core.model.training = value
+        elif getattr(value, "__self__", None) is self:  # accelerate keeps the forward of the pipe in the pipe
+            self.__dict__[name] = value
+        else:
+            setattr(core.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.__dict__["_autosplit"].model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self.__dict__["_autosplit"].model)})
+
+
+class _Twin:
+    """What the model's methods are given as ``self``: the model's attributes, and the call of the pipe."""
+
+    _autosplit_pipe: Callable[[], Any]
+    """A weak reference."""
+    __class__ = property(lambda self: type(self).__mro__[2])
+
+    def __init_subclass__(cls) -> None:
+        """Keep the class from the model's own ``__init_subclass__``, which may list its subclasses."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._autosplit_pipe()(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._autosplit_pipe().forward(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        return self._autosplit_pipe().train(mode)
+
+
+class _Forwarded:
+    """A method of ``nn.Module`` that the model's class overrides, or a special one, in the class of the pipe."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, pipe: Any, kind: type) -> Any:
+        return self if pipe is None else _answer(pipe, self.name)
+
+
+def forward_overrides(pipe: PipelinedModule, model: nn.Module) -> None:
+    """Give the class of the pipe what Python would not look up in the model: its special methods and overrides."""
+    kinds = type(pipe).__mro__
+    own = {name for kind in kinds[: kinds.index(nn.Module)] for name in vars(kind)}
+    for kind in type(model).__mro__:
+        if kind is nn.Module:
+            return
+        for name in vars(kind).keys() - own - _CALLS:
+            special = name.startswith("__")
+            if name in _SPECIAL or (not special and callable(getattr(nn.Module, name, None))):
+                setattr(type(pipe), name, _Forwarded(name))
+
+
+def forward_like(model: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a pipe with the signature of the model's; torch.compile does not trace into it."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return self._dispatch(*args, **kwargs)
+        core = self.__dict__["_autosplit"]
+        if core.untraced is None:
+            core.untraced = torch.compiler.disable(type(self)._dispatch, reason="a pipe issues its stages on lanes")
+        return core.untraced(self, *args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a ScriptModule's
+        return forward
+    forward.__signature__ = signature.replace(parameters=(own, *signature.parameters.values()))  # type: ignore[attr-defined]
+    forward.__doc__ = model.forward.__doc__
+    return forward
+
+
+def _answer(pipe: Any, name: str) -> Any:
+    """Return an attribute of the model; its methods run through the pipe."""
+    core = pipe.__dict__["_autosplit"]
+    if name == "hf_device_map" and len(set(core.options.devices)) > 1:  # Trainer and accelerate do not move such models
+        return {f"stage{index}": str(device) for index, device in enumerate(core.options.devices)}
+    if core.twin is None:
+        core.twin = _twin(pipe, core.model)
+    kind = type(core.twin)
+    member = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    if isinstance(member, classmethod):
+        return getattr(type(core.model), name)
+    # A property that fails gives its own error; by getattr torch would say that there is none.
+    value = member.__get__(core.twin, kind) if isinstance(member, property) else getattr(core.twin, name)
+    if isinstance(value, types.MethodType) and value.__self__ is core.twin:
+        return _method(pipe, value)
+    return pipe if value is core.twin else value
+
+
+def _method(pipe: Any, method: types.MethodType) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        return pipe if result is method.__self__ else result
+
+    return call
+
+
+def _twin(pipe: Any, model: nn.Module) -> Any:
+    kind = type(model)
+    members: dict[str, Any] = {"__module__": kind.__module__, "_autosplit_pipe": weakref.ref(pipe)}
+    if hasattr(kind, "generate"):
+        members["generate"] = _refuse_generate
+    twin: Any = object.__new__(types.new_class(kind.__name__, (_Twin, kind), {}, lambda space: space.update(members)))
+    object.__setattr__(twin, "__dict__", model.__dict__)
+    return twin
+
+
+def _refuse_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise InputError(
+        "generate() is not pipelined: it calls the model token by token; call pipe.unsplit().generate(...), the model "
+        "itself with the weights of the pipe"
+    )
