@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.objects import leaves_of, take_apart
+from autosplit.trace.recording import FirstCall
 from autosplit.trace.settled import settle
 from autosplit.trace.signature import key_of, rows_of
 from autosplit.trace.state import random_state
@@ -199,28 +200,28 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
     ) -> torch.Tensor:
         self._core.recordings.check_backward()
         engine.check_loss(target, loss_fn, reduction)
+        caller = _caller(leaves_of((args, kwargs)))
+
+        def at_once(call: Callable[[], Any], why: str, lanes: Sequence[Lane] | None = None) -> torch.Tensor:
+            """Run a step as one call and one backward."""
+            timed = None if clock is None else Whole(clock, why)
+            return engine.whole_step(
+                call,
+                target=target,
+                loss_fn=loss_fn,
+                lanes=lambda: lanes or (*(self._core.recordings.lanes or (caller,)), caller),
+                timed=timed,
+            )
+
         if self._forward_hooks or self._forward_pre_hooks:
-            caller = _caller(leaves_of((args, kwargs)))
-            return engine.whole_step(
-                lambda: self(*args, **kwargs),
-                target=target,
-                loss_fn=loss_fn,
-                lanes=lambda: (*self._core.recordings.lanes, caller),
-                timed=None
-                if clock is None
-                else Whole(clock, "the pipe has forward hooks, which want its whole output"),
-            )
-        step = self._called(args, kwargs)
+            return at_once(lambda: self(*args, **kwargs), "the pipe has forward hooks, which want its whole output")
+        try:
+            step = self._called(args, kwargs)
+        except FirstCall:
+            return at_once(lambda: self._core.model(*args, **kwargs), "the call completes the model")
         if isinstance(step, PreparedTree):
-            return engine.whole_step(
-                lambda: self._run(step),
-                target=target,
-                loss_fn=loss_fn,
-                lanes=lambda: step.lanes,
-                timed=None
-                if clock is None
-                else Whole(clock, "the model runs by its own Python, whose backward is one"),
-            )
+            why = "the model runs by its own Python, whose backward is one"
+            return at_once(lambda: self._run(step), why, step.lanes)
         step.clock = clock
         return engine.train_step(
             step,
@@ -233,7 +234,11 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
         )
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._called(args, kwargs))
+        try:
+            step = self._called(args, kwargs)
+        except FirstCall:  # the model is complete after this call; the next one is planned
+            return self._core.model(*args, **kwargs)
+        return self._run(step)
 
     def _run(self, step: PreparedStep | PreparedTree) -> Any:
         if isinstance(step, PreparedTree):

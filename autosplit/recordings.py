@@ -40,6 +40,7 @@ from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
 from autosplit.trace.objects import leaves_of
 from autosplit.trace.other_threads import Recording
+from autosplit.trace.recording import FirstCall
 from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
 
 _KEPT = 32
@@ -59,8 +60,7 @@ class Recordings:
     Attributes:
         plan: what all recordings are cut by; None before the first one when none was given.
         lanes: the lane of each stage, the same object for stages of one lane; empty before the first recording.
-        kept: the recordings by call signature, the one that ran last at the end; several where they hold for different
-            values only.
+        kept: the recordings by call signature, the last run at the end; several where they hold for some values only.
     """
 
     tree: TreeRun | None = None
@@ -74,6 +74,7 @@ class Recordings:
         self.kept: OrderedDict[Key, tuple[Recorded, ...]] = OrderedDict()
         self.made = 0
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
+        self.first_calls = 0
         self._findings: OrderedDict[Any, Findings] = OrderedDict()
         self._refused: OrderedDict[Any, str] = OrderedDict()
         self._collapses = Collapses(model, options)
@@ -137,6 +138,11 @@ class Recordings:
             if key.rest not in self._refused:
                 return self._found(key, sample)
         except TraceError as error:
+            self.first_calls += isinstance(error, FirstCall)
+            if (
+                isinstance(error, FirstCall) and self.first_calls <= 2
+            ):  # one that makes modules at every call is refused
+                raise
             reason, notes = str(error), getattr(error, "__notes__", ())
             self._refuse(key, reason + "".join(f" ({note})" for note in notes))
         return None

@@ -20,8 +20,8 @@ from dataclasses import replace
 from torch import fx, nn
 
 from autosplit.trace.effects import Effects
-from autosplit.trace.findings import Findings
-from autosplit.trace.graph import INFO, LENGTH, NodeClass
+from autosplit.trace.findings import Findings, key_of_opaque
+from autosplit.trace.graph import INFO, LENGTH, NodeClass, TracedNode
 from autosplit.trace.grouped import Grouped, grouped
 from autosplit.trace.kinds import (
     mixes_gradients,
@@ -63,8 +63,10 @@ def batched_nodes(graph: fx.Graph, effects: Effects, batched_inputs: Collection[
     return batched
 
 
-def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the batch-dependent nodes that certainly mix rows."""
+def mixing_nodes(
+    graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node], alone: Collection[str]
+) -> set[fx.Node]:
+    """Return the batch-dependent nodes that certainly mix rows; ``alone`` are modules of which the probe says no."""
     return {
         node
         for node in graph.nodes
@@ -74,12 +76,16 @@ def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node])
         and not takes_shape_only(node, root)
         and (
             any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
-            or node.meta[INFO].whole
+            or (node.meta[INFO].whole and not _is_alone(node.meta[INFO], root, alone))
             or permutes_at_random(node, root)
             or runs_along_batch(node, root)
             or mixes_gradients(node, root)
         )
     }
+
+
+def _is_alone(info: TracedNode, root: nn.Module, alone: Collection[str]) -> bool:
+    return bool(info.module) and key_of_opaque(info.name, root.get_submodule(info.module)) in alone
 
 
 def classify(
@@ -129,7 +135,7 @@ def _spread(
     sorts: Grouped,
 ) -> set[fx.Node]:
     """Return all suspects: those that the probe saw, those that mix, and what is computed from them unhealed."""
-    mixing = {node for node in mixing_nodes(graph, root, batched) if node not in sorts.sorting}
+    mixing = {node for node in mixing_nodes(graph, root, batched, findings.alone) if node not in sorts.sorting}
     mixing |= {node for node in batched if INFO in node.meta and node.meta[INFO].name in findings.mixing}
     suspect = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects} | mixing
     for node in graph.nodes:

@@ -6,20 +6,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autosplit.trace.run import FlatInputs
+
+
+def key_of_opaque(name: str, module: nn.Module) -> str:
+    """Return the name of an opaque module's node and the module's mode: its Python may read values in one mode only."""
+    return f"{name} in {'training' if module.training else 'eval'}"
 
 
 @dataclass(frozen=True)
 class Findings:
     """Names of the nodes that the value probe has seen, and of those in which rows influence each other.
 
-    In ``mixing`` no later operation puts it right: an operation by itself, or its backward, mixes rows. They hold
-    where the inputs' batch dimensions are ``batch_dims``.
+    In ``mixing`` no later operation puts it right: an operation by itself, or its backward, mixes rows. Those in
+    ``alone`` read values and treat each row by itself all the same. They hold where the inputs' batch dimensions are
+    ``batch_dims``.
     """
 
     probed: frozenset[str] = frozenset()
     suspects: frozenset[str] = frozenset()
     mixing: frozenset[str] = frozenset()
+    alone: frozenset[str] = frozenset()
     batch_dims: tuple[int | None, ...] = ()
 
     def joined(self, later: Findings) -> Findings:
@@ -28,6 +37,7 @@ class Findings:
             self.probed | later.probed,
             self.suspects | later.suspects,
             self.mixing | later.mixing,
+            self.alone | later.alone,
             later.batch_dims,
         )
 
@@ -39,12 +49,14 @@ class Proof:
     recording: str
     values: tuple[str, ...] = ()
     mixing: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
 
     def findings(self, names: frozenset[str], flat: FlatInputs) -> Findings:
         """Return what the probe found, for the nodes of the recording."""
-        return Findings(names, frozenset(self.values), frozenset(self.mixing), flat.batch_dims)
+        return Findings(names, frozenset(self.values), frozenset(self.mixing), frozenset(self.alone), flat.batch_dims)
 
     @classmethod
     def of(cls, recording: str, findings: Findings) -> Proof:
         """Write down what was found about a recording."""
-        return cls(recording, tuple(sorted(findings.suspects)), tuple(sorted(findings.mixing)))
+        groups = (findings.suspects, findings.mixing, findings.alone)
+        return cls(recording, *(tuple(sorted(names)) for names in groups))

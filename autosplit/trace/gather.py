@@ -11,7 +11,7 @@ import contextlib
 import io
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -40,7 +40,7 @@ from autosplit.trace.ties import all_used, tied_layers
 from autosplit.trace.twins import Twins
 
 _HIDES = 0.4
-"""Share of the parameters above which an atom that has parts is not accepted."""
+"""Share of the parameters above which an atom that has parts is not accepted, unless it runs by microbatch."""
 _ROUNDS = 64
 
 
@@ -121,7 +121,6 @@ def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | No
                 raise
             scope = scope.with_atoms(_atoms(model, scope, error))
             continue
-        _refuse_hiding(model, gathered.scope)
         return gathered
     raise Refusal(f"forward could not be recorded in {_ROUNDS} attempts", "")
 
@@ -312,17 +311,16 @@ def _atoms(model: nn.Module, scope: Scope, error: Refusal | Unexpected) -> dict[
     return {p: Atom(str(error), whole) for p in alike}
 
 
-def _refuse_hiding(model: nn.Module, scope: Scope) -> None:
-    """Raise Refusal when an atom holds so much of the model that cutting around it is no use."""
+def refuse_hiding(model: nn.Module, scope: Scope, once: Collection[str]) -> None:
+    """Raise Refusal when an atom among ``once``, which run once per step, holds too much for a cut around it."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    for path, atom in scope.atoms.items():
+    for path in scope.atoms.keys() & set(once):
         module = model.get_submodule(path)
         share = sum(parameter.numel() for parameter in module.parameters()) / max(total, 1)
         parts = [m for m in module.modules() if sum(any(True for _ in c.parameters()) for c in m.children()) > 1]
         if share > _HIDES and parts:
-            raise Refusal(
-                f"module {path!r} would stay whole and holds {share:.0%} of the parameters: {atom.reason}", ""
-            )
+            reason = scope.atoms[path].reason
+            raise Refusal(f"module {path!r} would stay whole and holds {share:.0%} of the parameters: {reason}", "")
 
 
 def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:

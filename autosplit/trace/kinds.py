@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autosplit.trace.calls import apply_function, invoke, under
 from autosplit.trace.graph import INFO
-from autosplit.trace.scope import has_hooks
+from autosplit.trace.scope import has_hooks, is_layer
 
 REARRANGING = frozenset(
     "getitem getattr view view_as reshape reshape_as transpose permute flip fliplr flipud roll unflatten flatten "
@@ -63,6 +63,11 @@ def is_torchs(node: fx.Node, root: nn.Module) -> bool:
     if isinstance(called, nn.Module):
         return type(called).__module__.startswith("torch.nn.") and not has_hooks(called)
     return called not in (apply_function, invoke)
+
+
+def is_opaque(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether a node is a module that runs by its own Python."""
+    return node.op == "call_module" and not is_layer(root.get_submodule(str(node.target)))
 
 
 def called(node: fx.Node, root: nn.Module) -> tuple[str, tuple[Any, ...]]:

@@ -6,7 +6,7 @@ record at 3, 4 and 6 rows ─► merge ─► fx graph ─► value probe (eval 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,9 +22,9 @@ from autosplit.trace.check import Runnable, check_recording
 from autosplit.trace.classes import batched_nodes, classify, with_classes
 from autosplit.trace.decompose import decompose, is_decomposed
 from autosplit.trace.effects import Effects, effects
-from autosplit.trace.findings import Findings, Proof
+from autosplit.trace.findings import Findings, Proof, key_of_opaque
 from autosplit.trace.formula import LEAST, Length
-from autosplit.trace.gather import Gathered, gather
+from autosplit.trace.gather import Gathered, gather, refuse_hiding
 from autosplit.trace.generalise import Domain, for_one_row, generalise
 from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
@@ -36,11 +36,12 @@ from autosplit.trace.probe import run_probe
 from autosplit.trace.proof import identity
 from autosplit.trace.readings import Shares, best, shares
 from autosplit.trace.reads import Guard, guard_of, without_reads
-from autosplit.trace.recording import Refusal, Unexpected
+from autosplit.trace.recording import Call, Refusal, Unexpected
 from autosplit.trace.rehearse import answering
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.scope import Scope
 from autosplit.trace.tree_watch import written_back
+from autosplit.trace.watch import READS
 
 
 @dataclass(frozen=True)
@@ -214,10 +215,11 @@ def _classified(
     proofs: Sequence[Proof],
 ) -> _Classified:
     gathered = gather(model, flat, atoms=atoms, scope=scope)
-    names = frozenset(m.call.name for m in gathered.recording.calls)
+    names = frozenset(name for merged in gathered.recording.calls for name in _probed_as(merged.call, model))
     before = findings if findings is not None and findings.batch_dims == flat.batch_dims else Findings()
     own = identity(model, flat, gathered)
-    proof = next((proof for proof in proofs if proof.recording == own), None)
+    opaque = {name for name in names if " in " in name}
+    proof = next((proof for proof in proofs if proof.recording == own and opaque <= {*proof.alone}), None)
     if proof is not None:
         before = before.joined(proof.findings(names, flat))
     elif not names <= before.probed:
@@ -233,7 +235,21 @@ def _classified(
             ) from error
         before = before.joined(replace(seen, probed=seen.probed | names, batch_dims=flat.batch_dims))
     graph = _accept(model, flat, gathered, before)
+    refuse_hiding(model, gathered.scope, _opaque_once(graph))
     return _Classified(flat, gathered, before, graph, shares(graph, model), own, proof)
+
+
+def _opaque_once(graph: TracedGraph) -> set[str]:
+    """Return the modules that are one node and run once per step."""
+    nodes = ((node, info) for node, info in graph.compute_nodes() if info.node_class is NodeClass.FULL)
+    return {info.module for node, info in nodes if node.op == "call_module"}
+
+
+def _probed_as(call: Call, model: nn.Module) -> Iterator[str]:
+    """Yield the names under which findings are kept: that of the call, and for an opaque module that of its mode."""
+    yield call.name
+    if call.leaf is not None and call.whole.startswith(READS):
+        yield key_of_opaque(call.name, model.get_submodule(call.leaf))
 
 
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
@@ -263,7 +279,7 @@ def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> Findings:
         raw = _decomposed(model, found)
         seen = run_probe(raw, flat, kept=found.min_rows)
     probed = frozenset(n.meta[INFO].name for n in raw.graph.nodes if INFO in n.meta)
-    return Findings(probed, seen.values, seen.mixing)
+    return Findings(probed, seen.values, seen.mixing, seen.alone)
 
 
 def _suspects(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> frozenset[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.graph import INFO, TracedNode
-from autosplit.trace.kinds import function_of, is_product, is_torchs, rearranges, takes_shape_only
+from autosplit.trace.kinds import function_of, is_opaque, is_product, is_torchs, rearranges, takes_shape_only
 from autosplit.trace.neighbours import FEW_KINDS, KINDS, changed_by, result_of, tensors_of, with_neighbours
 from autosplit.trace.row_layout import Layout, Layouts
 
@@ -37,6 +37,7 @@ class OperatorProbe:
         rows: the number of rows in both.
         lengths: the lengths of the inputs in both.
         same: compares two results.
+        same_in_groups: compares two results of an opaque module, which may compute rows in groups.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class OperatorProbe:
         rows: int,
         lengths: Mapping[str, int],
         same: Same,
+        same_in_groups: Same,
     ) -> None:
-        self.root, self.run, self.beside, self.rows, self.same = root, run, beside, rows, same
+        self.root, self.run, self.beside, self.rows = root, run, beside, rows
+        self.same, self.same_in_groups = same, same_in_groups
         self.lengths = lengths
         self.valued = _valued(graph, root)
         self.layouts = Layouts(root, run, rows=rows, valued=self.valued)
@@ -101,24 +104,10 @@ class OperatorProbe:
                 made = result_of(node, self.run, values)
             except Exception:  # the operation takes no such values
                 continue
-            if not self._is_kept(kept, plain, made, self._result_layouts(node, plain)):
+            same = self.same_in_groups if is_opaque(node, self.root) else self.same
+            if not _is_kept(kept, plain, made, self._result_layouts(node, plain), same):
                 return True
         return False
-
-    def _is_kept(
-        self,
-        row: int,
-        before: Sequence[torch.Tensor],
-        after: Sequence[torch.Tensor],
-        layouts: Sequence[Layout | None],
-    ) -> bool:
-        """Tell whether a row has equal values in two results."""
-        for old, new, layout in zip(before, after, layouts, strict=True):
-            if layout is not None:
-                at = layout.entries(row)
-                if not self.same(new.index_select(layout.dim, at), old.index_select(layout.dim, at)):
-                    return False
-        return True
 
     def _result_layouts(self, node: fx.Node, made: Sequence[torch.Tensor]) -> list[Layout | None]:
         if node in self.layouts.noted:
@@ -166,6 +155,22 @@ class OperatorProbe:
         own = tuple(self.layouts.of(node)) if node in self.layouts.noted else ()
         batch = [t.batch_dim for t in node.meta[INFO].tensors] if INFO in node.meta else []
         return tuple(value.shape), value.stride(), value.dtype, node in self.valued, tuple(batch), own
+
+
+def _is_kept(
+    row: int,
+    before: Sequence[torch.Tensor],
+    after: Sequence[torch.Tensor],
+    layouts: Sequence[Layout | None],
+    same: Same,
+) -> bool:
+    """Tell whether a row has equal values in two results."""
+    for old, new, layout in zip(before, after, layouts, strict=True):
+        if layout is not None:
+            at = layout.entries(row)
+            if not same(new.index_select(layout.dim, at), old.index_select(layout.dim, at)):
+                return False
+    return True
 
 
 def _valued(graph: fx.Graph, root: nn.Module) -> set[fx.Node]:

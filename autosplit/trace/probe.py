@@ -23,16 +23,21 @@ from torch import fx
 from autosplit.progress import phase
 from autosplit.trace.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.build import RawGraph
+from autosplit.trace.findings import key_of_opaque
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
 from autosplit.trace.grouped import grouped
-from autosplit.trace.kinds import leaves_unset
+from autosplit.trace.kinds import is_opaque, leaves_unset
+from autosplit.trace.opaque_probe import OpaqueProbe
 from autosplit.trace.operator_probe import OperatorProbe
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.state import random_state
 from autosplit.trace.structure import flatten_output, tensors_in
+from autosplit.trace.watch import READS
 
 _COMPARED = 1 << 18
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""How far two kernels' results are apart, where an opaque module computes groups of other sizes."""
 _LOOSE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 5e-2}
 
 
@@ -79,10 +84,14 @@ def _range(leaf: torch.Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Influence:
-    """Names of the nodes in which rows influence each other, and of those that no later operation puts right."""
+    """Names of the nodes in which rows influence each other, and of those that no later operation puts right.
+
+    In ``alone`` are opaque modules that read values and treat each row by itself; see `opaque_probe`.
+    """
 
     values: frozenset[str]
     mixing: frozenset[str]
+    alone: frozenset[str] = frozenset()
 
 
 @phase("tracing: do rows meet")
@@ -140,6 +149,7 @@ class _Lockstep:
             self.last[node] = fresh
         self.suspects: set[str] = set()
         self.mixing: set[str] = set()
+        self.alone: set[str] = set()
         self.operators = OperatorProbe(
             raw.graph,
             raw.root,
@@ -148,6 +158,7 @@ class _Lockstep:
             rows=len(rows["among"]),
             lengths=self.lengths,
             same=_same_bits,
+            same_in_groups=_same_but_rounding,
         )
         self.failed: list[fx.Node] = []
         written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
@@ -174,12 +185,16 @@ class _Lockstep:
             for gone in self.last[node]:
                 for interpreter in self.runs.values():
                     interpreter.env.pop(gone, None)
-        return Influence(frozenset(self.suspects), frozenset(self.mixing))
+        return Influence(frozenset(self.suspects), frozenset(self.mixing), frozenset(self.alone))
 
     def _ask_operator(self, node: fx.Node) -> None:
         info = node.meta[INFO]
         if node in self.sorts.sorting:
             return
+        if info.whole.startswith(READS) and is_opaque(node, self.raw.root):
+            runs, rows = [self.runs["among"], self.runs["beside"]], len(self.rows["among"])
+            if OpaqueProbe(node, self.raw.root, runs, rows=rows, same=_same_but_rounding).treats_rows_alone():
+                self.alone.add(key_of_opaque(info.name, self.raw.root.get_submodule(info.module)))
         with self._own_contents(info, self.contents["among"]):
             mixes = self.operators.mixes(node, self.suspects)
         if self.operators.is_moved(node):
@@ -239,10 +254,11 @@ class _Lockstep:
                 order = run.env[node]
                 self.orders[name, node] = order if isinstance(order, torch.Tensor) else order[1]
         values = self._put_back(node, self._values(node))
+        opaque = is_opaque(node, self.raw.root)
         loose = node in self.sorts.order or node in self.sorts.back
-        if self._differs(values, info.tensors, loose=loose):
+        if self._differs(values, info.tensors, loose=loose, rounds=opaque):
             self.suspects.add(info.name)
-        elif node in self.sorts.back:
+        elif node in self.sorts.back or opaque:
             self._equalize(values, info.tensors)
 
     def _compare_backward(self, node: fx.Node) -> None:
@@ -294,13 +310,20 @@ class _Lockstep:
         return tensor.narrow(info.batch_dim, factor, self.kept * factor)
 
     def _differs(
-        self, values: dict[str, list[torch.Tensor]], tensors: Sequence[TensorInfo], *, loose: bool = False
+        self,
+        values: dict[str, list[torch.Tensor]],
+        tensors: Sequence[TensorInfo],
+        *,
+        loose: bool = False,
+        rounds: bool = False,
     ) -> bool:
         for position, info in enumerate(tensors):
             alone, among, beside = (values[name][position] for name in ("alone", "among", "beside"))
             among, beside = self._rows(among, info), self._rows(beside, info)
             near = _LOOSE.get(among.dtype.to_real(), 0.0)
-            if not _same(among, beside, near if loose else 0.0 if among.device.type == "cpu" else 1e-6):
+            bits = 0.0 if among.device.type == "cpu" else 1e-6
+            exact = _ROUNDING.get(among.dtype.to_real(), 0.0) if rounds else bits
+            if not _same(among, beside, near if loose else exact):
                 return True
             if not _same(among, alone, near):
                 return True
@@ -328,6 +351,11 @@ def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tell whether two results for equal values and sizes are equal."""
     return _same(a, b, 0.0 if a.device.type == "cpu" else 1e-6)
+
+
+def _same_but_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two results of equal values are equal, in whatever groups they were computed."""
+    return _same(a, b, _ROUNDING.get(a.dtype.to_real(), 0.0))
 
 
 def _nearly_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from autosplit.errors import InputError
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.kinds import rearranges
-from autosplit.trace.recording import Refusal, Unexpected
+from autosplit.trace.recording import FirstCall, Refusal, Unexpected
 from autosplit.trace.run import FlatInputs
 
 ENOUGH = 0.5
@@ -141,6 +141,8 @@ def _plain(
     try:
         batch_rows(flat)
         return attempt(flat, False), None
+    except FirstCall:
+        raise
     except Exception as error:
         if not (told or isinstance(error, Refusal)):
             return None, error

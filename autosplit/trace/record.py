@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.assertions import assertion_here, record_check
 from autosplit.trace.calls import Ambient, apply_function, assign_buffer, under
+from autosplit.trace.gradient_hooks import record_hook
 from autosplit.trace.kept import check_own
 from autosplit.trace.objects import is_object
 from autosplit.trace.random_watch import RandomWatch
@@ -45,7 +46,7 @@ from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
 from autosplit.trace.stacks import is_stack, run_stack
 from autosplit.trace.state_calls import track_state
-from autosplit.trace.structure import Field, flatten_output, projections, tensors_in
+from autosplit.trace.structure import Field, flatten_output, projections, storage_key, tensors_in
 
 
 class Recorder(TorchFunctionMode):
@@ -70,6 +71,7 @@ class Recorder(TorchFunctionMode):
         self.repeats = repeats or Repeats({})
         self.failed_in: str | None = None
         """The innermost module out of which an exception came."""
+        self.modules_made: list[type] = []
         self.calls: list[Call] = []
         self.constants: dict[str, Any] = {}
         self.random = RandomWatch()
@@ -87,8 +89,8 @@ class Recorder(TorchFunctionMode):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.attributes.setdefault(id(tensor), name)
             self._keep.append(tensor)
-            self._storages.setdefault(tensor.untyped_storage()._cdata, -1)
-            self.owners.setdefault(tensor.untyped_storage()._cdata, name)
+            self._storages.setdefault(storage_key(tensor), -1)
+            self.owners.setdefault(storage_key(tensor), name)
 
     @property
     def path(self) -> str:
@@ -166,7 +168,7 @@ class Recorder(TorchFunctionMode):
 
     def storage_of(self, value: Any) -> int:
         """Return the number of a tensor's storage, -1 for the model's own and for what is no tensor."""
-        return self._storages.get(value.untyped_storage()._cdata, -1) if isinstance(value, torch.Tensor) else -1
+        return self._storages.get(storage_key(value), -1) if isinstance(value, torch.Tensor) else -1
 
     def fresh_storage(self) -> int:
         """Return the number of a storage that no tensor at hand has."""
@@ -177,7 +179,7 @@ class Recorder(TorchFunctionMode):
         self._keep.append(tensor)
         self.stand_for(tensor, index)
         made = self.calls[index].storages
-        self._storages[tensor.untyped_storage()._cdata] = made[0] if made else self.fresh_storage()
+        self._storages[storage_key(tensor)] = made[0] if made else self.fresh_storage()
 
     def stand_for(self, tensor: torch.Tensor, index: int) -> None:
         """Let the recorded call with this index stand for a tensor from now on."""
@@ -197,7 +199,9 @@ class Recorder(TorchFunctionMode):
             self._muted -= 1
 
     def _note(self, call: Call, tensor: torch.Tensor) -> None:
-        call.note(tensor, self._storages[tensor.untyped_storage()._cdata])
+        if tensor.is_nested:
+            raise self._refusal("makes a nested tensor, which has no shape; pad and mask instead")
+        call.note(tensor, self._storages[storage_key(tensor)])
         self._keep.append(tensor)
 
     # -- calls -------------------------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ class Recorder(TorchFunctionMode):
 
     def _track_mutation(self, call: Call, inputs: list[torch.Tensor], versions: list[int]) -> None:
         for tensor, version in zip(inputs, versions, strict=True):
-            key = tensor.untyped_storage()._cdata
+            key = storage_key(tensor)
             storage = self._storages.get(key, -1)
             if tensor._version != version and self.attributes.get(id(tensor), "") in self.constants:
                 raise self._refusal(
@@ -293,6 +297,8 @@ class Recorder(TorchFunctionMode):
         label = getattr(func, "__name__", type(func).__name__)
         if label in VALUE_READS and any(self.knows(t) or type(t) is not FakeTensor for t in tensors_in((args, kwargs))):
             return self._read(func, label, args, kwargs)
+        if label == "register_hook" and id(args[0]) in self._refs:
+            return record_hook(self, *args, **kwargs)
         if label in GRADIENT_CALLS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
             raise self._refusal(
                 f"calls {label} on a recorded tensor; a graph carries no hooks and computes no gradients inside forward"

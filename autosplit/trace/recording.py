@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,17 @@ class Refusal(TraceError):
         super().__init__(message)
         self.module = module
         self.whole = whole
+
+
+class FirstCall(TraceError):
+    """The model makes its own parameters, buffers or modules when it is called; ``names`` are those that it made."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        super().__init__(
+            f"the model's parameters, buffers or modules are made or taken away by its forward ({listed}), so it "
+            "cannot be planned before that: call the model once on a batch first"
+        )
 
 
 class Unexpected(Exception):

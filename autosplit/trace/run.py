@@ -35,7 +35,7 @@ from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.reads import Recall, Unanswered
 from autosplit.trace.record import Recorder
-from autosplit.trace.recording import Observed, Reader, Recording, Refusal, Unexpected, raised_line
+from autosplit.trace.recording import FirstCall, Observed, Reader, Recording, Refusal, Unexpected, raised_line
 from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import Scope
 from autosplit.trace.watch import Watcher
@@ -108,12 +108,14 @@ def record(
     fake tensors does. ``repeats`` runs entered modules, or takes over what their equals did; see
     :mod:`autosplit.trace.repeats`. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
 
-    Raises Refusal for what a graph cannot follow, Unexpected for an exception of the model's own, Unanswered for a
-    value read that has no answer.
+    Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
+    exception of the model's own, Unanswered for a value read that has no answer.
     """
     sizes = sizes or _Numbers(rows)
     plain = isinstance(sizes, _Numbers)
     mode: Any = _AsItIs() if plain and _all_on_meta(model) else sizes.fake_mode()
+    if lazy := [name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)]:
+        raise FirstCall(lazy)
     held_contents = state.contents(state.attribute_tensors(model))
     with state.random_state(), held_contents, state.attributes(model), state.fake_tensors(model, mode):
         run = partial(_run, model, inputs, rows=rows, scope=scope, observed=observed, hooks=hooks)
@@ -149,7 +151,7 @@ def _run(
     hooks: bool,
 ) -> _Ran:
     """Record one run of a model whose tensors are fake; it is left as the run leaves it."""
-    seed = torch.initial_seed()
+    seed, named = torch.initial_seed(), state.places(model)
     before, empty, held = python_state.snapshot(model), settled.empty_ones(model), state.held_tensors(model)
     random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
     np.random.seed(rows)
@@ -173,6 +175,8 @@ def _run(
     watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
     asked = GradModeWatch()
     output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch, asked))
+    if (made := state.places(model)) != named:
+        raise FirstCall([name for name in {**named, **made} if named.get(name) != made.get(name)])
     check_given((args, kwargs), inputs.spec, leaves, output)
     after = python_state.snapshot(model)
     _check_kept(model, scope, recorder, held)
@@ -220,6 +224,8 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
     except (Refusal, Unanswered):
         raise
     except Exception as error:
+        if recorder.modules_made:
+            raise FirstCall([f"a {kind.__name__}" for kind in recorder.modules_made]) from error
         raise Unexpected(error, recorder.failed_in or "") from error
 
 
@@ -288,13 +294,18 @@ def quiet_log() -> Iterator[None]:
 @contextlib.contextmanager
 def patched(recorder: Recorder | Watcher) -> Iterator[None]:
     """Show calls of modules and of autograd functions to a recorder; those of other threads go on as ever."""
-    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    call, initialize, apply = nn.Module.__call__, nn.Module.__init__, torch.autograd.Function.__dict__["apply"]
     own = threading.get_ident()
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != own:
             return call(module, *args, **kwargs)
         return recorder.call_module(call, module, args, kwargs)
+
+    def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == own and isinstance(recorder, Recorder):
+            recorder.modules_made.append(type(module))
+        initialize(module, *args, **kwargs)
 
     def apply_function(function: type, *args: Any, **kwargs: Any) -> Any:
         plain = apply.__get__(None, function)
@@ -304,6 +315,7 @@ def patched(recorder: Recorder | Watcher) -> Iterator[None]:
 
     with (
         patch.object(nn.Module, "__call__", call_module),
+        patch.object(nn.Module, "__init__", make),
         patch.object(torch.autograd.Function, "apply", classmethod(apply_function)),
     ):
         yield

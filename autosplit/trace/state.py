@@ -111,14 +111,30 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
     Those on meta have nothing to restore.
     """
-    saved = [(t, t.detach().clone()) for t in tensors if not t.is_meta]
+    saved = [(t, t.detach().clone(), t._version) for t in tensors if not t.is_meta]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, content in saved:
-                if not torch.equal(tensor, content):
+            for tensor, content, version in saved:
+                if tensor.layout is torch.strided:
+                    changed = not torch.equal(tensor, content)
+                else:
+                    changed = tensor._version != version  # sparse tensors cannot be compared
+                if changed:
                     tensor.copy_(content)
+
+
+def places(model: nn.Module) -> dict[str, bool]:
+    """Return the names of all modules, parameters and buffers, and for each whether there is one with a shape."""
+    found = dict.fromkeys((f"module {path}" for path, _ in model.named_modules()), True)
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            for table in ("_parameters", "_buffers"):
+                for name, tensor in module.__dict__[table].items():
+                    exists = tensor is not None and not nn.parameter.is_lazy(tensor)
+                    found[f"{path}.{name}" if path else name] = exists
+    return found
 
 
 def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
@@ -149,14 +165,22 @@ def quiet_layers(model: nn.Module) -> Iterator[bool]:
 @contextlib.contextmanager
 def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Replace all parameters and buffers by fake ones; use inside :func:`attributes`."""
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+                raise TraceError(
+                    f"module {path or 'root'!r} is TorchScript and has parameters or buffers, which no graph can hand "
+                    "to it; use the module that was scripted"
+                )
+            continue
         for table in ("_parameters", "_buffers"):
             entries = module.__dict__[table]
             for name, tensor in entries.items():
-                if nn.parameter.is_lazy(tensor):
+                if tensor is not None and tensor.layout not in (torch.strided, torch.sparse_coo):
+                    layout = str(tensor.layout).removeprefix("torch.")
                     raise TraceError(
-                        f"{type(module).__name__}.{name} has no shape yet (a lazy module); run the model once on one "
-                        "batch first"
+                        f"{f'{path}.{name}' if path else name} is a {layout} tensor, which cannot be recorded; "
+                        "a sparse_coo tensor can: keep it so"
                     )
                 if tensor is not None:
                     entries[name] = mode.from_tensor(tensor, static_shapes=True)

@@ -9,6 +9,7 @@ import torch
 
 from autosplit.trace.recording import Call
 from autosplit.trace.scope import STATEFUL_LEAVES, takes_statistics
+from autosplit.trace.structure import storage_key
 
 if TYPE_CHECKING:
     from autosplit.trace.record import Recorder
@@ -25,6 +26,6 @@ def track_state(recorder: Recorder, call: Call, inputs: Sequence[torch.Tensor]) 
         own = {names[id(b)] for b in module.buffers()}
         call.writes += sorted(own - set(call.writes))
     elif takes_statistics(call):
-        held = {recorder.owners.get(tensor.untyped_storage()._cdata) for tensor in inputs}
+        held = {recorder.owners.get(storage_key(tensor)) for tensor in inputs}
         own = {name for name, _ in model.named_buffers() if name in held}
         call.writes += sorted(own - set(call.writes))

@@ -45,6 +45,11 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
         found += [leaf for leaf in take_apart(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors with one storage share; a sparse or nested tensor is its own storage."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
 class Field(str):
     """An attribute name in a projection."""
 

@@ -174,7 +174,7 @@ class _Operations(TorchDispatchMode):
 
     def _batched(self, tensor: torch.Tensor) -> int:
         """Count the dimensions that the rows may lie in."""
-        return sum(size == self.rows for size in tensor.shape)
+        return sum(size == self.rows for size in (() if tensor.is_nested else tensor.shape))
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> None:
         for position, argument in enumerate(func._schema.arguments):

@@ -23,12 +23,14 @@ from autosplit.trace.assertions import assertion_here
 from autosplit.trace.random_watch import Draw, RandomWatch
 from autosplit.trace.recording import VALUE_READS, Call, Refusal
 from autosplit.trace.scope import Scope
-from autosplit.trace.structure import flatten_output, tensors_in
+from autosplit.trace.structure import flatten_output, storage_key, tensors_in
 
 _INDEX_MAKERS = frozenset("nonzero argwhere where".split())
 _PICKS = frozenset("getitem __getitem__ unbind __iter__ eq __eq__ ne __ne__ squeeze view reshape flatten to".split())
 """What may be done with indices so that reading the result tells no more than which indices there are."""
-_SIZES = frozenset("shape size numel nelement __len__".split())
+SIZES = frozenset("shape size numel nelement __len__".split())
+READS = "it reads"
+"""How the reason begins for which a module sees the whole batch, where the value probe may show that it need not."""
 _SHAPED_AS_FIRST = frozenset("index_add index_copy index_put index_fill scatter scatter_add masked_scatter".split())
 _MASKS = (torch.bool, torch.uint8)
 _BY_VALUES = frozenset("nonzero argwhere where unique unique_consecutive masked_select bincount".split())
@@ -72,7 +74,7 @@ class Watcher(TorchFunctionMode):
         self._position = 0
         self._muted = 0
         self._calls: Counter[str] = Counter()
-        self._watched: _Taint | None = None
+        self._watched: Taint | None = None
 
     # -- the seams that a recorder has too -------------------------------------------------------------------------
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -130,7 +132,7 @@ class Watcher(TorchFunctionMode):
         seen = self.seen[path, number] = Seen()
         versions = [tensor._version for tensor in inputs]
         before = _Surroundings.of(self.model)
-        self._watched = taint = _Taint(self._steady)
+        self._watched = taint = Taint(self._steady)
         self.random.begin()
         try:
             with self.random:
@@ -178,7 +180,7 @@ class Observations:
         return seen.rebuild([_made(leaf, inputs, call, needs_grad) for leaf in seen.leaves])
 
 
-class _Taint:
+class Taint:
     """Tells harmless value reads in an atom from those on which other rows' results may hang.
 
     Harmless are reads of the model's own state, and of the indices that ``nonzero`` and its like return: loops over
@@ -194,6 +196,7 @@ class _Taint:
         self.read = ""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function; write down what it reads that is not harmless."""
         label = getattr(func, "__name__", "")
         if label == "__get__":
             label = func.__self__.__name__
@@ -201,9 +204,9 @@ class _Taint:
         steady = bool(inputs) and all(id(tensor) in self.steady for tensor in inputs)
         index = bool(inputs) and all(id(tensor) in self.indices or id(tensor) in self.steady for tensor in inputs)
         if label in VALUE_READS and not index and not self.read:
-            self.read = f"it reads a tensor's value ({label.strip('_')})"
-        if label in _SIZES and not steady and not self.read and any(id(tensor) in self.sized for tensor in inputs):
-            self.read = f"it reads a size that depends on values ({label.strip('_')})"
+            self.read = f"{READS} a tensor's value ({label.strip('_')})"
+        if label in SIZES and not steady and not self.read and any(id(tensor) in self.sized for tensor in inputs):
+            self.read = f"{READS} a size that depends on values ({label.strip('_')})"
         out = func(*args, **kwargs)
         if label == "__iter__":
             found = list(out)
@@ -271,7 +274,7 @@ def _like(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> _Like:
         if other is tensor:
             return _Like(shape, tensor.dtype, position)
     for position, other in enumerate(inputs):
-        if other.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+        if storage_key(other) == storage_key(tensor):
             offset = int(tensor.storage_offset() - other.storage_offset())
             return _Like(shape, tensor.dtype, position, (tuple(tensor.stride()), offset))
     return _Like(shape, tensor.dtype)

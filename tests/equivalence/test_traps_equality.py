@@ -175,7 +175,6 @@ OWN_PYTHON = {
     "at most 8": "12 rows than at 3, 4, 6",
     "more than 8": "12 rows than at 3, 4, 6",
     "one row": "1 rows than at 3, 4, 6",
-    "a tensor hook": "calls register_hook",
     "forces": "calls grad",
     "independent of the batch": "nothing to pipeline",
 }
