@@ -24,7 +24,7 @@ def refusal(traced: TracedGraph, tensors: Sequence[torch.Tensor], model: nn.Modu
     for place in changed:
         tensor, dim = tensors[place], traced.inputs[place].batch_dim
         others = [*tensors[:place], *tensors[place + 1 :], *model.buffers()]
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if tensor.requires_grad:
             why = "which requires a gradient"
         elif any(_memory(other) == _memory(tensor) for other in others):
             why = "which shares memory with another input or a buffer"
