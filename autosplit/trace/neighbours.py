@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +19,8 @@ KINDS = ("other rows", "equal rows", "random", "far", "random", "other rows", "r
 """What the neighbours are, draw by draw."""
 FEW_KINDS = ("other rows", "equal rows")
 _FAR = 100.0
+_DRAWN = 65_537
+"""Random values that are drawn; larger tensors repeat them. A prime, so that rows do not repeat."""
 
 
 class Entries(Protocol):
@@ -39,8 +43,10 @@ def result_of(node: fx.Node, run: fx.Interpreter, values: Mapping[fx.Node, Any])
     """Run a node on copies of its operands, or of ``values`` in their place; return what it makes or changes."""
     given = {n: run.env[n] if INFO not in n.meta else _copy(values.get(n, run.env[n])) for n in node.all_input_nodes}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
-    with random_state():
-        torch.manual_seed(0)
+    with contextlib.ExitStack() as stack:
+        if node.meta[INFO].random:
+            stack.enter_context(random_state())
+            torch.manual_seed(0)
         made = getattr(run, node.op)(node.target, args, kwargs)
     return tensors_of(made) if node.meta[INFO].tensors else [t for n in changed_by(node) for t in tensors_of(given[n])]
 
@@ -98,13 +104,23 @@ def _random(tensor: torch.Tensor, generator: torch.Generator, scale: float) -> t
         if tensor.dtype == torch.bool:
             return torch.randint(2, tensor.shape, generator=generator).bool()
         return flat[torch.randint(max(1, flat.numel()), tensor.shape, generator=generator)]
-    finite = tensor[tensor.isfinite()].double()
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    low, high = _range(tensor)
     if scale != 1.0 or low == high:
         reach = scale * max(abs(low), abs(high), 1.0)
         low, high = -reach, reach
-    drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
-    return (low + (high - low) * drawn).to(tensor.dtype)
+    drawn = torch.rand(min(_DRAWN, tensor.numel()), generator=generator, dtype=torch.float64).mul_(high - low).add_(low)
+    repeated = drawn.to(tensor.dtype).repeat(tensor.numel() // max(1, len(drawn)) + 1)
+    return repeated[: tensor.numel()].reshape(tensor.shape)
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
+    if not tensor.numel():
+        return 0.0, 1.0
+    low, high = map(float, tensor.aminmax())
+    if math.isfinite(low) and math.isfinite(high):
+        return low, high
+    finite = tensor[tensor.isfinite()]
+    return (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
 
 
 def _copy(value: Any) -> Any:

@@ -71,15 +71,15 @@ class OperatorProbe:
             return False
         if any(tensor.batch_dim is None for tensor in info.tensors):
             return False  # certain by its shape
+        kind = self._kind(node)
         if rearranges(node, self.root):
-            followed = self.layouts.moved(node, suspects)
+            followed = self.layouts.moved(node, kind, suspects)
             if followed is not None:
                 return not followed
         if not self.layouts.computed(node, operands, [t.shape_at(self.rows, self.lengths) for t in info.tensors]):
             return True
         if is_product(node, self.root) and all(self._is_generic(n) for n in operands):
             return False
-        kind = self._kind(node)
         if kind is None:
             return self._is_influenced(node, operands)
         if kind not in self.asked:

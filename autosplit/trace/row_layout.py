@@ -12,7 +12,7 @@ must pick from the row itself, whichever row's index stands there: ``x[arange(B)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,10 @@ class Layout:
     def of(cls, numbers: torch.Tensor, info: TensorInfo, rows: int) -> Layout | None:
         """Return the layout of a tensor of row numbers; None where rows do not lie along the batch dimension alone."""
         dim = info.batch_dim
-        if dim is None or not numbers.numel():
+        if dim is None:
             return None
+        if not numbers.numel():
+            return cls.stack(dim, numbers.shape[dim], rows)
         others = [d for d in range(numbers.dim()) if d != dim]
         least, most = (numbers.amin(others), numbers.amax(others)) if others else (numbers, numbers)
         found = tuple(least.tolist())
@@ -64,7 +66,7 @@ class Layout:
         """Return row numbers in the shape of a tensor."""
         shape = [1] * tensor.dim()
         shape[self.dim] = len(self.rows)
-        return torch.tensor(self.rows).reshape(shape).expand(tensor.shape)
+        return torch.tensor(self.rows, dtype=torch.int16).reshape(shape).expand(tensor.shape)
 
     def after(self, dim: int, size: int) -> Layout | None:
         """Return the layout of a result with this batch dimension, computed entry by entry; None for another size."""
@@ -87,6 +89,7 @@ class Layouts:
         self.root, self.run, self.rows, self.valued = root, run, rows, valued
         self.noted: dict[fx.Node, list[Layout | None]] = {}
         """How rows lie in nodes that are no stacks; None: in no order along the batch dimension."""
+        self.known: dict[Hashable, list[Layout | None]] = {}
 
     def of(self, node: fx.Node) -> list[Layout | None]:
         """Return how rows lie in each tensor of a node that has been run; None for tensors without rows."""
@@ -110,10 +113,11 @@ class Layouts:
         self.noted[node] = [next(iter(orders)) for orders in found]
         return True
 
-    def moved(self, node: fx.Node, suspects: Collection[str]) -> bool | None:
+    def moved(self, node: fx.Node, kind: Hashable, suspects: Collection[str]) -> bool | None:
         """Follow rows through an operation that moves values: False where its index may pick from other rows.
 
-        None where the operation cannot be followed: it moves nothing that depends on rows, or knows no integers.
+        None where the operation cannot be followed: it moves nothing that depends on rows, or knows no integers. What
+        is known of one operation without an index holds for all of its kind.
         """
         operands, picking = moved_and_index(node, self.root)
         index = [n for n in picking if n in self.valued]
@@ -123,12 +127,14 @@ class Layouts:
             self.noted[node] = [None]
             return True
         try:
-            numbers = {n: self._numbers(n) for n in operands}
-            found = self._after(node, numbers)
+            numbers = {n: self._numbers(n) for n in operands} if picking or kind not in self.known else {}
+            found = self.known[kind] if not numbers else self._after(node, numbers)
             if index:
                 return self._picks_own(node, numbers, index, suspects)
         except Exception:
             return None
+        if not picking:
+            self.known[kind] = found
         if not all(layout is not None and layout.is_stack for layout in found):
             self.noted[node] = found
         return True
@@ -165,6 +171,6 @@ class Layouts:
 
         def numbered(tensor: torch.Tensor) -> torch.Tensor:
             layout = next(layouts, None)
-            return torch.full(tensor.shape, -1) if layout is None else layout.numbers(tensor)
+            return torch.full(tensor.shape, -1, dtype=torch.int16) if layout is None else layout.numbers(tensor)
 
         return rebuild([numbered(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
