@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, computed_field
 
@@ -208,6 +208,12 @@ class Plan(Record):
         """Return the plan as JSON text."""
         return self.model_dump_json(indent=2)
 
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **choices: Any) -> Plan:
+        """Return the plan of a JSON text; what that derives from the fields is left out."""
+        text = json_data if isinstance(json_data, str) else bytes(json_data).decode()
+        return super().model_validate_json(_fields_of(text), **choices)
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
@@ -227,7 +233,7 @@ class Plan(Record):
                 raise PlanError(
                     f"{str(path)!r} is a plan of version {version}, this autosplit reads {VERSION}; plan again"
                 )
-            plan = cls.model_validate_json(_fields_of(text), strict=True)
+            plan = cls.model_validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"

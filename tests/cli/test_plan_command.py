@@ -30,10 +30,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     return call
 
 
+SIZE = "  model      1.09 k parameters in float32, as the model is\n"
+
+
 def test_the_table_is_that_of_the_devices_on_paper(run: Run) -> None:
     result = run(f"{NETS}:make_mlp", *TWO, *X)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("Partition of Mlp\n  devices    2: 2 x L4-24GB\n  chunks     4: 4 x 2 rows")
+    assert result.stdout.startswith(f"Partition of Mlp\n{SIZE}  devices    2: 2 x L4-24GB\n  chunks     4: 4 x 2 rows")
 
 
 def test_what_is_asked_for_is_in_the_plan(run: Run, tmp_path: Path) -> None:

@@ -49,7 +49,10 @@ def error_of(result: Any) -> str:
 def test_the_table_is_printed(run: Run) -> None:
     result = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("Partition of Mlp\n  devices    2: 2 x cpu\n  chunks     4: 4 x 2 rows")
+    assert result.stdout.startswith(
+        "Partition of Mlp\n  model      1.09 k parameters in float32, as the model is\n  devices    2: 2 x cpu"
+    )
+    assert "chunks     4: 4 x 2 rows" in result.stdout
     assert "Prediction" in result.stdout
     assert result.stderr == "a factory that talks\n"
 

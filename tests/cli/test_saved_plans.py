@@ -56,7 +56,7 @@ def test_a_saved_plan_is_shown_and_exported_without_torch(saved: Path, tmp_path:
     csv, parts, page = tmp_path / "schedule.csv", tmp_path / "modules.json", tmp_path / "plan.html"
     exports = ("--export", f"torch-csv:{csv}", "--export", f"torchtitan:{parts}", "--html", str(page))
     done = without_torch("report", str(saved), *exports)
-    assert (done.returncode, done.stdout.startswith("Partition of Mlp\n  devices    2: 2 x L4-24GB\n")) == (0, True)
+    assert (done.returncode, done.stdout.startswith("Partition of Mlp\n  model      ")) == (0, True)
     assert done.stderr.splitlines() == [f"wrote {path}" for path in (page, csv, parts)]
     plan = Plan.load(saved)
     assert csv.read_bytes().decode() == plan.export("torch-csv")
