@@ -20,12 +20,12 @@ from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan import Plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.timeline import StepTimeline
-from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, free_names
+from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, free_names, lane_of_caller
 from autosplit.recordings import RECORDING, Recordings
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
 from autosplit.runtime.clock import StepClock, Whole
-from autosplit.runtime.lanes import Lane, caller_lane
+from autosplit.runtime.lanes import Lane
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.proof import Proofs
 from autosplit.runtime.threads import LaneThreads
@@ -200,7 +200,7 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
     ) -> torch.Tensor:
         self._core.recordings.check_backward()
         engine.check_loss(target, loss_fn, reduction)
-        caller = _caller(leaves_of((args, kwargs)))
+        caller = lane_of_caller(leaves_of((args, kwargs)))
 
         def at_once(call: Callable[[], Any], why: str, lanes: Sequence[Lane] | None = None) -> torch.Tensor:
             """Run a step as one call and one backward."""
@@ -327,7 +327,7 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
         self._settle(core.recordings.lanes)
         if isinstance(recorded, TreeRun):
             core.off_tape, core.stages = (), ()
-            return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, _caller(tensors)))
+            return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, lane_of_caller(tensors)))
         core.off_tape, core.stages = recorded.lowered.off_tape, recorded.lowered.stages
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
@@ -341,7 +341,7 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
             rows,
             lengths,
             sizes,
-            (*recorded.lanes, _caller(tensors)),
+            (*recorded.lanes, lane_of_caller(tensors)),
             recorded.call_state(core.options, sizes, lengths),
             core.recordings.schedule_for,
             recorded.orders,
@@ -396,8 +396,3 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
                 f"the stages lie on {', '.join(sorted(own))}; moving all to {device} would collapse the pipeline. "
                 f"Take the model back with pipe.unsplit().to({str(device)!r}), or split it anew with devices="
             )
-
-
-def _caller(leaves: Sequence[Any]) -> Lane:
-    """Return the lane of the caller: on the device of the batch."""
-    return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))

@@ -16,7 +16,7 @@ from autosplit.options import Options
 from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.cells import Step
 from autosplit.runtime.graphs import Graphs
-from autosplit.runtime.lanes import Lane
+from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, on_lane
 from autosplit.runtime.running_statistics import Collected
 from autosplit.runtime.tape import Tape
@@ -128,3 +128,8 @@ def free_names(model: nn.Module, stages: int) -> dict[str, str]:
             name = f"pipe_{name}"
         names[part] = name
     return names
+
+
+def lane_of_caller(leaves: Sequence[Any]) -> Lane:
+    """Return the lane of the caller: on the device of the batch."""
+    return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))

@@ -36,7 +36,7 @@ from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.findings import Findings
-from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.inputs import batch_rows, flatten, has_uneven_list
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
 from autosplit.trace.objects import leaves_of
 from autosplit.trace.other_threads import Recording
@@ -353,7 +353,7 @@ class Recordings:
     def _check_constants(self, key: Key, sample: Sample) -> None:
         """Raise TraceError for inputs that a recording cannot hold as constants."""
         leaves = leaves_of((sample.args, sample.kwargs))
-        if self.options.batch_dims is None and _has_uneven_list(sample):
+        if self.options.batch_dims is None and has_uneven_list(sample):
             raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
         opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
         if opaque is not None:
@@ -391,12 +391,3 @@ def _lacks_one_row(wide: Recorded, key: Key) -> bool:
     domain = wide.trace.domain
     one = rows_of(key.shapes, wide.kind.batch_dims) == 1
     return domain is not None and domain.single is None and one and wide.kind.lengths_in(key) is not None
-
-
-def _has_uneven_list(sample: Sample) -> bool:
-    """Tell whether an input is a list of tensors of different shapes, such as images as they come."""
-    lists = [value for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, (list, tuple))]
-    return any(
-        all(isinstance(part, torch.Tensor) for part in value) and len({tuple(part.shape) for part in value}) > 1
-        for value in lists
-    )

@@ -163,3 +163,12 @@ def _unique(names: Iterator[str]) -> Iterator[str]:
             fresh, number = f"{name}_{number}", number + 1
         seen.add(fresh)
         yield fresh
+
+
+def has_uneven_list(sample: Sample) -> bool:
+    """Tell whether an input is a list of tensors of different shapes, such as images as they come."""
+    lists = [value for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, (list, tuple))]
+    return any(
+        all(isinstance(part, torch.Tensor) for part in value) and len({tuple(part.shape) for part in value}) > 1
+        for value in lists
+    )
