@@ -42,6 +42,7 @@ from autosplit.trace.objects import leaves_of
 from autosplit.trace.other_threads import Recording
 from autosplit.trace.recording import FirstCall
 from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
+from autosplit.trace.state import attributes
 
 _KEPT = 32
 _ATTEMPTS = 3
@@ -317,38 +318,45 @@ class Recordings:
         """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
         self._check_constants(key, sample)
         with torch.inference_mode(False), without_saved_tensor_hooks():
-            told = self.options.batch_dims
-            values = key.rest[1:], without_rows(key.shapes, flatten(self.model, sample, told).batch_dims)
-            found = trace(
-                self.model,
-                sample,
-                batch_dims=told,
-                findings=self._findings.get(values),
-                before=self._batch_dims,
-                proofs=() if self.plan is None else self.plan.proofs,
-                whole_norms=self.options.batch_norm == "full",
-            )
-            if found.graph.asks_grad_mode and not key.rest[0][0].grad:
-                raise TraceError(
-                    f"forward asks whether gradients are on ({found.graph.asks_grad_mode}) and is called without them; "
-                    "a recording has them on"
-                )
-            self.made += 1
-            self._findings[values] = found.findings
-            _used(self._findings, values)
-            while len(self._findings) > _KEPT:
-                self._findings.popitem(last=False)
-            self._batch_dims = dict(zip(found.inputs.names, found.inputs.batch_dims, strict=True))
-            rows = batch_rows(found.inputs)
-            if self.plan is None:
-                least, like = found.graph.min_rows, self.options.microbatches
-                sizes = sizes_of(rows, self.options.chunks, least, like=like)
-                self.plan = make_plan(self.model, found, self.options, sizes=sizes)
-            elif not self.kept:
-                check_plan(self.plan, self.model, devices=len(self.options.devices))
-                if self.plan.edited:
-                    self.plan = recosted(self.model, found, self.options, self.plan)
+            with attributes(self.model):
+                found = self._planned(key, sample)
+            assert self.plan is not None
             return self._cut(found, self.plan, key)
+
+    def _planned(self, key: Key, sample: Sample) -> Trace:
+        """Record this kind of call, and plan if there is no plan yet."""
+        told = self.options.batch_dims
+        values = key.rest[1:], without_rows(key.shapes, flatten(self.model, sample, told).batch_dims)
+        found = trace(
+            self.model,
+            sample,
+            batch_dims=told,
+            findings=self._findings.get(values),
+            before=self._batch_dims,
+            proofs=() if self.plan is None else self.plan.proofs,
+            whole_norms=self.options.batch_norm == "full",
+        )
+        if found.graph.asks_grad_mode and not key.rest[0][0].grad:
+            raise TraceError(
+                f"forward asks whether gradients are on ({found.graph.asks_grad_mode}) and is called without them; "
+                "a recording has them on"
+            )
+        self.made += 1
+        self._findings[values] = found.findings
+        _used(self._findings, values)
+        while len(self._findings) > _KEPT:
+            self._findings.popitem(last=False)
+        self._batch_dims = dict(zip(found.inputs.names, found.inputs.batch_dims, strict=True))
+        rows = batch_rows(found.inputs)
+        if self.plan is None:
+            least, like = found.graph.min_rows, self.options.microbatches
+            sizes = sizes_of(rows, self.options.chunks, least, like=like)
+            self.plan = make_plan(self.model, found, self.options, sizes=sizes)
+        elif not self.kept:
+            check_plan(self.plan, self.model, devices=len(self.options.devices))
+            if self.plan.edited:
+                self.plan = recosted(self.model, found, self.options, self.plan)
+        return found
 
     def _check_constants(self, key: Key, sample: Sample) -> None:
         """Raise TraceError for inputs that a recording cannot hold as constants."""

@@ -115,7 +115,7 @@ def prove(
     ``output(m)`` returns the model's output for microbatch ``m``, or for the whole batch when ``m`` is None. Raises
     InputError when the loss is neither a mean nor a sum, draws random numbers, or changes its own buffers.
     """
-    with torch.no_grad(), state.random_state():
+    with torch.no_grad(), state.random_state(), state.attributes(functions=[loss_fn]):
         given = [leaf for leaf in pytree.tree_leaves((output(None), target)) if isinstance(leaf, torch.Tensor)]
         versions = [leaf._version for leaf in given if not leaf.is_inference()]
         with _pure(loss_fn), state.contents(given):

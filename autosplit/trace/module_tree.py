@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from autosplit.trace.state import Passing
+from autosplit.trace.python_state import Passing
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PART = 0.1

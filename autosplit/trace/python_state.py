@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,14 @@ _LIBRARIES = frozenset("torch builtins logging functools weakref abc typing thre
 _OPAQUE = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 _WITHOUT_PARTS = frozenset((*_SCALARS, *_OPAQUE, type(None), nn.Parameter, torch.dtype, torch.device))
 """Types of which it is known without a look that there is nothing inside."""
-_TO_ADD = frozenset((list, deque))
-_TO_UPDATE = frozenset((set, *_MAPPINGS))
-_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 _OWN = frozenset(nn.Module().__dict__)
 _OTHER = object()
+
+
+class Passing:
+    """What a call under way in another thread may have put among a module's attributes: no state of the model's."""
+
+    __slots__ = ()
 
 
 def snapshot(model: nn.Module) -> dict[Place, Any]:
@@ -63,22 +65,6 @@ def signature(value: Any, seen: set[int], other: Callable[[Any], Any] = lambda _
     return None if plain is _OTHER else _frozen(plain)
 
 
-def restorers(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Return functions that give the containers and plain objects in modules their present contents back."""
-    found: list[Callable[[], None]] = []
-    seen: set[int] = set()
-    for module in modules:
-        for key, value in module.__dict__.items():
-            kind = type(value)
-            if kind in _WITHOUT_PARTS or key in _TABLES:
-                continue
-            if kind in _MAPPINGS and not value:  # the most: a module has a dozen tables of hooks
-                found.append(value.clear)
-            else:
-                _collect(value, _DEPTH, seen, found)
-    return found
-
-
 def tensors_inside(value: Any, known: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
     """Return the tensors in a container or plain object.
 
@@ -104,36 +90,16 @@ def _tensors_inside(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _collect(value: Any, depth: int, seen: set[int], found: list[Callable[[], None]]) -> None:
-    kind = type(value)
-    if kind in _WITHOUT_PARTS or depth == 0 or id(value) in seen or isinstance(value, (*_SCALARS, *_OPAQUE)):
-        return
-    seen.add(id(value))
-    if kind in _TO_ADD:
-        found.append(partial(_refill, value, value.extend, list(value)))
-    elif kind in _TO_UPDATE:
-        found.append(partial(_refill, value, value.update, value.copy()))
-    elif _is_object(value):
-        found.append(partial(_refill, vars(value), vars(value).update, dict(vars(value))))
-    for part in _parts(value):
-        _collect(part, depth - 1, seen, found)
-
-
-def _refill(container: Any, fill: Callable[[Any], None], content: Any) -> None:
-    container.clear()
-    fill(content)
-
-
 def _parts(value: Any) -> Iterator[Any]:
     if type(value) in _MAPPINGS and len(value) <= _ENTRIES:
         yield from value.values()
     elif type(value) in _SEQUENCES and len(value) <= _ENTRIES:
         yield from value
-    elif _is_object(value):
+    elif is_object(value):
         yield from vars(value).values()
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     """Tell whether a value is a plain object with attributes of its own."""
     kind = type(value)
     return (
@@ -160,7 +126,7 @@ def _plain(value: Any, depth: int, seen: set[int], other: Callable[[Any], Any] =
     if type(value) in _MAPPINGS and len(value) <= _ENTRIES:
         seen.add(id(value))
         return {key: _plain(part, depth - 1, seen, other) for key, part in value.items()}
-    if _is_object(value):
+    if is_object(value):
         seen.add(id(value))
         return {key: _plain(part, depth - 1, seen, other) for key, part in vars(value).items()}
     return other(value)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from autosplit.trace.recording import Call
+from autosplit.trace.silence import COLLECTS
 
 CONTAINERS = (
     nn.Sequential,
@@ -35,7 +36,6 @@ _STATISTICS = {
     torch.instance_norm: ("use_input_stats", 5),
     torch.native_batch_norm: ("training", 5),
 }
-_COLLECTS = "transformers.utils.output_capturing"
 _ATTENTION = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
 
 
@@ -98,7 +98,7 @@ def has_hooks(module: nn.Module) -> bool:
     The hooks by which transformers' models collect their own hidden states and router logits are part of the model:
     they are recorded with it.
     """
-    own = all(getattr(hook, "__module__", "") == _COLLECTS for hook in module._forward_hooks.values())
+    own = all(getattr(hook, "__module__", "") == COLLECTS for hook in module._forward_hooks.values())
     return bool(not own or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 

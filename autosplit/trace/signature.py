@@ -14,9 +14,8 @@ from torch import nn
 from autosplit.trace.calls import Ambient
 from autosplit.trace.formula import Length
 from autosplit.trace.lengths import consistent, sizes_at, varying, without_lengths
-from autosplit.trace.python_state import signature
+from autosplit.trace.python_state import Passing, signature
 from autosplit.trace.scope import CONTAINERS
-from autosplit.trace.state import Passing
 
 _SHORT = 32
 _OWN = frozenset(nn.Module().__dict__)

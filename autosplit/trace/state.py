@@ -6,8 +6,7 @@ import contextlib
 import random
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import TraceError
 from autosplit.trace import python_state
+from autosplit.trace.holders import Holders
+from autosplit.trace.silence import silence
 
 QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
-_TABLES = ("_parameters", "_buffers", "_modules")
-_ABSENT = object()
+_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 _CONTAINERS = frozenset((dict, OrderedDict, set))
 _PLAIN = frozenset((bool, int, float, str, type(None), types.FunctionType, types.MethodType, *_CONTAINERS))
-"""Types of which it is known without a look that their objects are no tensors and no generators."""
-
-
-class Passing:
-    """What a call under way in another thread may have put among a module's attributes: no state of the model's."""
-
-    __slots__ = ()
+"""Types of which it is known without a look that their objects are no tensors."""
+_SMALL = 1 << 22
 
 
 @contextlib.contextmanager
@@ -46,55 +41,25 @@ def random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attributes(*models: nn.Module) -> Iterator[None]:
-    """Restore every module's attributes and tables of parameters, buffers and children at the end.
+def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ()) -> Iterator[Holders]:
+    """Restore every module's attributes, tables, hooks and class at the end; yield where all of that lives.
 
-    Lists, dicts and plain objects that modules hold are restored too; the contents of tensors are not.
+    Restored is all Python state in :class:`autosplit.trace.holders.Holders`, which reaches outside of the modules too,
+    and what is written inside to small tensors that are held there; parameters and buffers are not. Hooks of the
+    caller's that only observe are not called inside. ``functions`` run inside too.
     """
-    every = list(dict.fromkeys(module for model in models for module in model.modules()))
-    modules = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
-    saved = [(m, m.__dict__.copy(), [dict(m.__dict__[t]) for t in _TABLES]) for m in modules]
-    held = [value for m in modules for value in m.__dict__.values() if type(value) not in _PLAIN]
-    restorers = python_state.restorers(every)
-    generators = [(v, v.get_state()) for v in held if isinstance(v, torch.Generator)]
-    dice = [(v, v.getstate()) for v in held if isinstance(v, random.Random)]
-    numpy_dice = [(v.bit_generator, v.bit_generator.state) for v in held if isinstance(v, np.random.Generator)]
-    try:
-        yield
-    finally:
-        for restore in restorers:
-            restore()
-        for generator, drawn in generators:
-            generator.set_state(drawn)
-        for die, thrown in dice:
-            die.setstate(thrown)
-        for bits, before in numpy_dice:
-            bits.state = before
-        for module, own, tables in saved:
-            _restore(module.__dict__, own)
-            for table, content in zip(_TABLES, tables, strict=True):
-                if not _same_entries(module.__dict__[table], content):
-                    module.__dict__[table].clear()
-                    module.__dict__[table].update(content)
-
-
-def _restore(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Give a module its attributes back, but for what comes and goes with other calls."""
-    if _same_entries(attributes, saved):
-        return
-    if attributes.keys() != saved.keys():
-        for key in attributes.keys() - saved.keys():
-            if not isinstance(attributes[key], Passing):
-                del attributes[key]
-    for key, value in saved.items():
-        now = attributes.get(key, _ABSENT)
-        if now is not value and not isinstance(now, Passing) and not isinstance(value, Passing):
-            attributes[key] = value
-
-
-def _same_entries(now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Tell whether two dicts hold the same objects in the same order."""
-    return len(now) == len(saved) and all(map(is_, now, saved)) and all(map(is_, now.values(), saved.values()))
+    holders = Holders(models, functions)
+    before = holders.read()
+    stands = holders.stand_ins()
+    outside = [t for t in holders.tensors.values() if t.numel() <= _SMALL and t.layout is torch.strided]
+    with contents(outside):
+        try:
+            holders.swap({key: stand for key, (_, stand) in stands.items()})
+            silence(holders.hook_tables)
+            yield holders
+        finally:
+            for holder, content in zip(holders.found, before, strict=True):
+                holder.write(content)
 
 
 @contextlib.contextmanager
