@@ -12,11 +12,11 @@ import torch
 from torch import fx, nn
 
 from autosplit.delegation import Delegating, forward_like, forward_overrides
-from autosplit.errors import DeviceError
 from autosplit.lower.locate import Locate
 from autosplit.lower.program import STATE, emit
 from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
+from autosplit.placed import Placed
 from autosplit.planning.plan import Plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.timeline import StepTimeline
@@ -33,8 +33,7 @@ from autosplit.runtime.tree import TreeRun
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.objects import leaves_of, take_apart
 from autosplit.trace.recording import FirstCall
-from autosplit.trace.settled import settle
-from autosplit.trace.signature import key_of, rows_of
+from autosplit.trace.signature import rows_of
 from autosplit.trace.state import random_state
 
 
@@ -64,7 +63,7 @@ class _Core:
     """The ``self`` of the model's methods; None until one is asked for."""
 
 
-class PipelinedModule(Delegating, Measured, fx.GraphModule):
+class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     """A model that runs as a pipeline over several devices; made by :func:`autosplit.autosplit`.
 
     It shares the model's own tree: parameters, buffers and child modules are the same objects under the same names, so
@@ -216,39 +215,51 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
         if self._forward_hooks or self._forward_pre_hooks:
             return at_once(lambda: self(*args, **kwargs), "the pipe has forward hooks, which want its whole output")
         try:
-            step = self._called(args, kwargs)
+            step = self._prepare(args, kwargs)
         except FirstCall:
             return at_once(lambda: self._core.model(*args, **kwargs), "the call completes the model")
         if isinstance(step, PreparedTree):
             why = "the model runs by its own Python, whose backward is one"
-            return at_once(lambda: self._run(step), why, step.lanes)
+            return at_once(lambda: self._call(step), why, step.lanes)
+        if step.recorded.traced.kept:
+            why = "the model keeps tensors of the whole batch, which the loss may read"
+            return at_once(lambda: self._call(step), why, step.lanes)
         step.clock = clock
-        return engine.train_step(
+        loss = engine.train_step(
             step,
             target=target,
             loss_fn=loss_fn,
             reduction=reduction,
             proofs=self._core.proofs,
-            whole=lambda: self._run(replace(step, state=step.state.fresh())),
+            whole=lambda: step.recorded.traced.unflatten(self._run(replace(step, state=step.state.fresh()))),
             threads=None if needs_one_thread() or (clock is not None and clock.in_turn) else self._core.threads,
         )
+        self._core.recordings.leave(step, ())
+        return loss
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            step = self._called(args, kwargs)
+            step = self._prepare(args, kwargs)
         except FirstCall:  # the model is complete after this call; the next one is planned
             return self._core.model(*args, **kwargs)
-        return self._run(step)
+        return self._call(step)
 
-    def _run(self, step: PreparedStep | PreparedTree) -> Any:
+    def _call(self, step: PreparedStep | PreparedTree) -> Any:
+        """Run a call and leave in Python what the model's own would have left."""
         if isinstance(step, PreparedTree):
             self._show_tree(step)
             return step.tree.call(step.args, step.kwargs, step.key)
+        traced, flat = step.recorded.traced, self._run(step)
+        self._core.recordings.leave(step, flat[len(flat) - traced.kept :])
+        return traced.unflatten(flat)
+
+    def _run(self, step: PreparedStep) -> list[Any]:
+        """Run the program of a call and return its flat outputs."""
         recorded, graph = step.recorded, self._program(step)
         self._show(recorded, graph)
         threads = self._threads(step, graph)
         if threads is not None or self._replays(step, graph):
-            return recorded.traced.unflatten(list(middle.call(step, threads)))
+            return list(middle.call(step, threads))
         program = self._core.compiled[graph][0]
         try:
             with step.entered() as handed:
@@ -257,7 +268,7 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
         except BaseException as error:
             step.locate(error)
             raise
-        return recorded.traced.unflatten(list(flat))
+        return list(flat)
 
     def _threads(self, step: PreparedStep, graph: fx.Graph) -> LaneThreads | None:
         """Return the lanes' threads for a call, None where the program itself has to run in the caller's thread.
@@ -311,19 +322,12 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
             self.__dict__[self._core.names[name]] = part
         self.__dict__[STATE] = recorded.traced.root
 
-    def _called(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
-        """Prepare a call, and leave the model's attributes as its own call would."""
-        step, core = self._prepare(args, kwargs), self._core
-        if isinstance(step, PreparedStep) and settle(core.model, step.recorded.traced.settled):
-            core.recordings.keep_settled(step.recorded, key_of(core.model, *take_apart((args, kwargs))))
-        return step
-
     def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
         core = self._core
         leaves, spec = take_apart((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = key_of(core.model, leaves, spec)
-        recorded = core.recordings.find(key, Sample(*args, **kwargs))
+        key, sample = core.recordings.python.key_of(leaves, spec), Sample(*args, **kwargs)
+        recorded, python = core.recordings.find_run(key, sample)
         self._settle(core.recordings.lanes)
         if isinstance(recorded, TreeRun):
             core.off_tape, core.stages = (), ()
@@ -346,6 +350,9 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
             core.recordings.schedule_for,
             recorded.orders,
             recorded,
+            key,
+            sample,
+            python,
             graphs=recorded.graphs,
         )
 
@@ -373,26 +380,3 @@ class PipelinedModule(Delegating, Measured, fx.GraphModule):
 
     def __reduce__(self) -> Any:
         return PipelinedModule, (self._core.model, self._core.options, self._core.recordings.plan)
-
-    def to(self, *args: Any, **kwargs: Any) -> PipelinedModule:
-        """Change the dtype; a device is refused when stages lie on others: it would collapse the placement."""
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        self._refuse_collapse(device)
-        self._core.model.to(*args, **kwargs)
-        return self
-
-    def cpu(self) -> PipelinedModule:
-        """Do nothing when all stages are on the CPU; else refuse, as :meth:`to` does."""
-        return self.to("cpu")
-
-    def cuda(self, device: Any = None) -> PipelinedModule:
-        """Do nothing when all stages are on that CUDA device; else refuse, as :meth:`to` does."""
-        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
-
-    def _refuse_collapse(self, device: torch.device | None) -> None:
-        own = {str(d) for d in self._core.options.devices}
-        if device is not None and own != {str(device)} and own != {f"{device.type}:{device.index or 0}"}:
-            raise DeviceError(
-                f"the stages lie on {', '.join(sorted(own))}; moving all to {device} would collapse the pipeline. "
-                f"Take the model back with pipe.unsplit().to({str(device)!r}), or split it anew with devices="
-            )

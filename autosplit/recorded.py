@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,8 @@ from torch import fx, nn
 
 from autosplit.lower.program import emit_ending, emit_setup
 from autosplit.lower.split import Lowered
-from autosplit.options import Options
+from autosplit.options import Options, Sample
+from autosplit.planning.plan import Plan
 from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.cells import Step
 from autosplit.runtime.graphs import Graphs
@@ -23,7 +25,8 @@ from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import Trace
-from autosplit.trace.signature import Key, Kind
+from autosplit.trace.run import PythonRun
+from autosplit.trace.signature import Key, Kind, rows_of
 
 _SEED_BITS = 62
 SHARED = (
@@ -62,6 +65,18 @@ class Recorded:
     orders: dict[Any, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
     """Runs cells as graphs, where the caller asked for that."""
+    settled: dict[Key, bool] = field(default_factory=dict)
+    """Calls after which the model's own Python changed nothing more: True; False where it did."""
+
+    @property
+    def changes_python(self) -> bool:
+        """Whether the model's own Python has to run in a call, for what it changes besides tensors."""
+        return bool(self.trace.gathered.recording.recording.changed)
+
+    def lacks_one_row(self, key: Key) -> bool:
+        """Tell whether it is for many lengths and would do for a call if it were known to hold for one row."""
+        domain, one = self.trace.domain, rows_of(key.shapes, self.kind.batch_dims) == 1
+        return domain is not None and domain.single is None and one and self.kind.lengths_in(key) is not None
 
     @cached_property
     def parts(self) -> dict[str, nn.Module]:
@@ -112,6 +127,10 @@ class PreparedStep(Step):
     """One call of the pipe, ready to run, and the recording that it follows."""
 
     recorded: Recorded
+    key: Key
+    sample: Sample
+    python: PythonRun | None = None
+    """What the call changes besides tensors; None: nothing."""
 
 
 def free_names(model: nn.Module, stages: int) -> dict[str, str]:
@@ -133,3 +152,24 @@ def free_names(model: nn.Module, stages: int) -> dict[str, str]:
 def lane_of_caller(leaves: Sequence[Any]) -> Lane:
     """Return the lane of the caller: on the device of the batch."""
     return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))
+
+
+def tree_of(model: nn.Module, plan: Plan, options: Options, lanes: tuple[Lane, ...], lock: Any) -> TreeRun:
+    """Return what runs a model's own Python, its modules on the stages of a plan."""
+    paths = {path for path, _ in model.named_modules()}
+    return TreeRun(
+        model,
+        {name: s for name, s in plan.stage_of().items() if name.endswith("#0") and name[:-2] in paths},
+        lanes,
+        chunks=options.chunks,
+        batch_dims=options.batch_dims,
+        threads=options.lanes == "threads",
+        timeout_s=options.lane_timeout_s,
+        lock=lock,
+    )
+
+
+def used(cache: OrderedDict[Any, Any], key: Any) -> None:
+    """Make an entry the last one to be dropped."""
+    if key in cache:
+        cache.move_to_end(key)

@@ -5,16 +5,15 @@ A kind of call that no graph can follow is run by the model's own Python, its mo
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from autosplit.call_inputs import Constants
 from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import ScheduleError, TraceError
 from autosplit.lower.place import place
@@ -28,7 +27,8 @@ from autosplit.planning.search import make_plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.tree import plan_tree
 from autosplit.progress_lines import shown
-from autosplit.recorded import Recorded
+from autosplit.python_runs import PythonRuns
+from autosplit.recorded import PreparedStep, Recorded, tree_of, used
 from autosplit.runtime.ambient import without_saved_tensor_hooks
 from autosplit.runtime.changed_inputs import as_called, refusal
 from autosplit.runtime.graphs import Graphs
@@ -36,19 +36,17 @@ from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.findings import Findings
-from autosplit.trace.inputs import batch_rows, flatten, has_uneven_list
+from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
 from autosplit.trace.objects import leaves_of
 from autosplit.trace.other_threads import Recording
 from autosplit.trace.recording import FirstCall
+from autosplit.trace.run import PythonRun
 from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
 from autosplit.trace.state import attributes
 
 _KEPT = 32
 _ATTEMPTS = 3
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, type, enum.Enum)
-_CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore
-"""Inputs that are no tensors and tell by themselves what they are."""
 _VARIANTS = 8
 """How many recordings of one signature are kept that hold for different values."""
 RECORDING = Recording()
@@ -79,8 +77,9 @@ class Recordings:
         self._findings: OrderedDict[Any, Findings] = OrderedDict()
         self._refused: OrderedDict[Any, str] = OrderedDict()
         self._collapses = Collapses(model, options)
-        self._numbers: dict[Any, set[Any]] = {}
+        self._constants = Constants(options)
         self._batch_dims: dict[str, int | None] = {}
+        self.python = PythonRuns(model)
 
     def schedule_for(self, microbatches: int) -> Schedule:
         """Return the plan's schedule; there is a plan as soon as there is a recording."""
@@ -116,12 +115,12 @@ class Recordings:
         """
         found = self._holding(self.kept.get(key, ()), key, sample)
         if found is not None:
-            _used(self.kept, key)
+            used(self.kept, key)
         else:
             with RECORDING, shown(self._work()):
                 found = self._recorded(key, as_called(sample))
                 if found is None:
-                    _used(self._refused, key.rest)
+                    used(self._refused, key.rest)
                     self._collapses.note(key.rest, OWN_PYTHON.format(self._refused[key.rest]))
                     return self._tree(key, sample, self._refused[key.rest])
                 rows = rows_of(key.shapes, found.kind.batch_dims)
@@ -140,9 +139,7 @@ class Recordings:
                 return self._found(key, sample)
         except TraceError as error:
             self.first_calls += isinstance(error, FirstCall)
-            if (
-                isinstance(error, FirstCall) and self.first_calls <= 2
-            ):  # one that makes modules at every call is refused
+            if isinstance(error, FirstCall) and self.first_calls <= 2:  # one that does so at every call is refused
                 raise
             reason, notes = str(error), getattr(error, "__notes__", ())
             self._refuse(key, reason + "".join(f" ({note})" for note in notes))
@@ -170,18 +167,7 @@ class Recordings:
             check_plan(self.plan, self.model, devices=len(self.options.devices))
         devices = self.options.devices[: len(self.plan.stages)]
         self.lanes = self.lanes or tuple(lane(device) for device in devices)
-        paths = {path for path, _ in self.model.named_modules()}
-        modules = {name: s for name, s in self.plan.stage_of().items() if name.endswith("#0") and name[:-2] in paths}
-        self.tree = TreeRun(
-            self.model,
-            modules,
-            self.lanes,
-            chunks=self.options.chunks,
-            batch_dims=self.options.batch_dims,
-            threads=self.options.lanes == "threads",
-            timeout_s=self.options.lane_timeout_s,
-            lock=RECORDING,
-        )
+        self.tree = tree_of(self.model, self.plan, self.options, self.lanes, RECORDING)
         if findings is not None:
             self.tree.learn(sample.args, sample.kwargs, key, findings)
         return self.tree
@@ -201,16 +187,49 @@ class Recordings:
         if recorded is None:
             recorded = self._record(key, sample)
             recorded.vain = self._vain(key)
-        self.kept[key] = (recorded, *own)
-        _used(self.kept, key)
-        while len(self.kept) > _KEPT:
-            self.kept.popitem(last=False)
+        self._keep(key, recorded)
         return recorded
 
-    def keep_settled(self, recorded: Recorded, key: Key) -> None:
-        """Keep a recording for the model as a first call leaves it too: it was recorded from there, and is equal."""
-        recorded.kind = replace(recorded.kind, rest=key.rest)
-        self.kept.setdefault(key, (recorded,))
+    def find_run(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
+        """Return what :meth:`find` does, and what the call changes in Python: None for nothing, and in the module tree.
+
+        Where the model's own Python is not what was recorded, a variant of the recording is found or made.
+        """
+        found = self.find(key, sample)
+        if isinstance(found, TreeRun) or not found.changes_python:
+            return found, None
+        others = {id(one): one for one in (found, *self.kept.get(key, ()), *self._known(key))}
+        variants = [one for one in others.values() if one is found or self._holding((one,), key, sample) is one]
+        with RECORDING:
+            if (chosen := self.python.choose(variants, key, sample)) is not None:
+                return chosen
+            sample = as_called(sample)
+            try:
+                if len(variants) >= _VARIANTS:
+                    raise TraceError(f"forward's own Python did other things in {len(variants)} calls of one kind")
+                self._keep(key, made := self._record(key, sample))
+                if (chosen := self.python.choose([made], key, sample)) is None:
+                    raise TraceError("forward's own Python does other things each time it runs")
+            except TraceError as refusal:
+                self._refuse(key, str(refusal))
+                return self._tree(key, sample, str(refusal)), None
+        return chosen
+
+    def leave(self, step: PreparedStep, kept: Sequence[torch.Tensor]) -> None:
+        """Leave in Python what the model's own call would have left, with the tensors that it would have kept."""
+        if step.python is None:
+            return
+        with RECORDING:
+            now = self.python.leave(step.recorded, step.key, step.python, step.sample, kept)
+        step.recorded.kind = replace(step.recorded.kind, rest=now.rest)
+        self._keep(now, step.recorded)
+
+    def _keep(self, key: Key, recorded: Recorded) -> None:
+        """Keep a recording for calls of a signature, before its other variants; the oldest ones go."""
+        self.kept[key] = (recorded, *(one for one in self.kept.get(key, ()) if one is not recorded))
+        used(self.kept, key)
+        while len(self.kept) > _KEPT:
+            self.kept.popitem(last=False)
 
     def _covering(self, key: Key) -> Iterator[Recorded]:
         """Yield the recordings for many lengths that are known to be what the model does at those of a call."""
@@ -225,7 +244,7 @@ class Recordings:
         for recorded in list(self._alike(key)):
             domain, kind = recorded.trace.domain, recorded.kind
             rows = rows_of(key.shapes, kind.batch_dims)
-            if domain is None or kind.lengths_in(key) is None or not rows or _lacks_one_row(recorded, key):
+            if domain is None or kind.lengths_in(key) is None or not rows or recorded.lacks_one_row(key):
                 continue
             try:
                 with torch.inference_mode(False), without_saved_tensor_hooks():
@@ -246,7 +265,7 @@ class Recordings:
             if not rows_of(key.shapes, kind.batch_dims):
                 continue
             with torch.inference_mode(False), without_saved_tensor_hooks():
-                if _lacks_one_row(base, key):
+                if base.lacks_one_row(key):
                     wide = widen_to_one_row(self.model, base.trace, sample)
                 elif lengths := kind.varying(key):
                     before = [shape for shape in kind.shapes if shape is not None]
@@ -289,6 +308,8 @@ class Recordings:
         if (found := self._holding(self._covering(key), key, sample)) is not None:
             return found
         if (found := self._holding(self._known(key), key, sample)) is not None:
+            if found.changes_python:  # its own Python runs in every call
+                return found
             with torch.inference_mode(False), without_saved_tensor_hooks():
                 found.trace.check_rows(self.model, sample, rows_of(key.shapes, found.kind.batch_dims))
             return found
@@ -316,7 +337,7 @@ class Recordings:
 
     def _record(self, key: Key, sample: Sample) -> Recorded:
         """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
-        self._check_constants(key, sample)
+        self._constants.check(key, sample)
         with torch.inference_mode(False), without_saved_tensor_hooks():
             with attributes(self.model):
                 found = self._planned(key, sample)
@@ -343,7 +364,7 @@ class Recordings:
             )
         self.made += 1
         self._findings[values] = found.findings
-        _used(self._findings, values)
+        used(self._findings, values)
         while len(self._findings) > _KEPT:
             self._findings.popitem(last=False)
         self._batch_dims = dict(zip(found.inputs.names, found.inputs.batch_dims, strict=True))
@@ -357,20 +378,6 @@ class Recordings:
             if self.plan.edited:
                 self.plan = recosted(self.model, found, self.options, self.plan)
         return found
-
-    def _check_constants(self, key: Key, sample: Sample) -> None:
-        """Raise TraceError for inputs that a recording cannot hold as constants."""
-        leaves = leaves_of((sample.args, sample.kwargs))
-        if self.options.batch_dims is None and has_uneven_list(sample):
-            raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
-        opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
-        if opaque is not None:
-            raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")
-        modes, structure, spec, kinds = key.rest
-        values = self._numbers.setdefault((modes, structure, spec, tuple(first for first, _ in kinds)), set())
-        values.add(kinds)
-        if len(values) > _KEPT:
-            raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
 
     def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
         devices = tuple(self.options.devices[stage.lane] for stage in plan.stages)
@@ -386,16 +393,3 @@ class Recordings:
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
         graphs = Graphs(lowered, self.lanes) if self.options.graphs else None
         return Recorded(found.graph, lowered, found, kind, self.lanes, graphs=graphs)
-
-
-def _used(cache: OrderedDict[Any, Any], key: Any) -> None:
-    """Make an entry the last one to be dropped."""
-    if key in cache:
-        cache.move_to_end(key)
-
-
-def _lacks_one_row(wide: Recorded, key: Key) -> bool:
-    """Tell whether a recording for many lengths would do for a call if it were known to hold for one row."""
-    domain = wide.trace.domain
-    one = rows_of(key.shapes, wide.kind.batch_dims) == 1
-    return domain is not None and domain.single is None and one and wide.kind.lengths_in(key) is not None

@@ -37,11 +37,11 @@ from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.in_flight import in_flight_of
 from autosplit.schedule.simulate import simulate
+from autosplit.trace import side_effects
 from autosplit.trace.draw_rules import with_plain_numbers
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.norms import norm_notes
 from autosplit.trace.own_loss import note_on_loss
-from autosplit.trace.settled import words as settled_words
 from autosplit.units import format_bytes
 
 
@@ -307,8 +307,8 @@ class Writer:
         if self.traced.min_rows > 1:
             yield "one row alone behaves differently in this model: microbatches have at least two rows"
         yield from norm_notes(self.traced)
-        if self.traced.settled:
-            yield settled_words(self.traced.settled)
+        if self.traced.changed:
+            yield side_effects.words(self.traced.changed)
         plain = {info.name for info in with_plain_numbers(infos)} if self.options.rng == "plain" else set()
         random = [info.name for info in infos if info.random and info.name not in plain]
         if random:

@@ -31,10 +31,12 @@ from autosplit.trace import state
 from autosplit.trace.borrow import stand_ins
 from autosplit.trace.digest import Digest, digest, distance
 from autosplit.trace.graph import INFO
+from autosplit.trace.holders import Holders
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.other_threads import for_this_thread
 from autosplit.trace.probe import probe_rows, slow_attention
 from autosplit.trace.run import FlatInputs
+from autosplit.trace.side_effects import changes, kept
 from autosplit.trace.structure import flatten_output
 
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -69,7 +71,13 @@ class Runnable(Protocol):
 
 @phase("tracing: is it the model")
 def check_recording(
-    model: nn.Module, recording: Runnable, inputs: FlatInputs, *, answers: Answers | None = None, loose: bool = False
+    model: nn.Module,
+    recording: Runnable,
+    inputs: FlatInputs,
+    *,
+    answers: Answers | None = None,
+    loose: bool = False,
+    changes_python: bool = False,
 ) -> str | None:
     """Compare a recording with the model it was made of, in the model's modes and this thread's grad mode and autocast.
 
@@ -85,6 +93,7 @@ def check_recording(
         None where they agree, else what differs, in one clause.
     """
     checker = _Checker(model, recording, inputs, answers or (lambda leaves: contextlib.nullcontext()), loose)
+    checker.changes_python = changes_python
     with state.random_state(), warnings.catch_warnings(), slow_attention():
         warnings.simplefilter("ignore")  # the model's own warnings are for its own calls
         return checker.difference()
@@ -105,7 +114,7 @@ class _Checker:
         self.written = {name for info in infos for name in info.writes}
         self.meta = any(p.is_meta for p in model.parameters())
         self.large = sum(p.numel() for p in model.parameters()) > _LARGE
-        self.drew = self.drew_in_python = False
+        self.drew = self.drew_in_python = self.changes_python = False
 
     def difference(self) -> str | None:
         """Return what differs between model and graph, or None."""
@@ -229,8 +238,19 @@ class _Checker:
 
     def _run_model(self, leaves: list[Any]) -> Sequence[Any]:
         args, kwargs = self.inputs.rebuild(leaves)
+        if not self.changes_python:
+            with self.answers(leaves):
+                return flatten_output(self.model.forward(*args, **kwargs))[0]
+        holders = Holders([self.model])
+        before = holders.read()
         with self.answers(leaves):
-            return flatten_output(self.model.forward(*args, **kwargs))[0]
+            outputs = flatten_output(self.model.forward(*args, **kwargs))[0]
+        known = {id(t) for t in (*leaves, *self.model.parameters(), *self.model.buffers())}
+        outputs += kept(changes(holders, before), known)
+        for holder, content in zip(holders.found, before, strict=True):
+            if holder.place[1] != "_buffers":  # both steps are compared from where one recording was made
+                holder.write(content)
+        return outputs
 
     def _run_graph(self, leaves: list[Any]) -> Sequence[Any]:
         interpreter = fx.Interpreter(self.recording.root, graph=self.recording.graph)

@@ -33,9 +33,8 @@ from autosplit.trace.reads import Scout, Unanswered, Valueless
 from autosplit.trace.recording import Call, Recording, Refusal, Unexpected
 from autosplit.trace.rehearse import observe
 from autosplit.trace.repeats import Repeats, equals
-from autosplit.trace.run import FlatInputs, record
+from autosplit.trace.run import FlatInputs, PythonRun, record, run_python
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
-from autosplit.trace.settled import pending
 from autosplit.trace.ties import all_used, tied_layers
 from autosplit.trace.twins import Twins
 
@@ -65,6 +64,16 @@ class Gathered:
         """The smallest batch for which it holds."""
         return 1 if self.holds_for_one() else 2
 
+    def run_python(self, model: nn.Module, flat: FlatInputs, rows: int) -> PythonRun | None:
+        """Run the model's own Python at the sizes of a call; None where its calls are not the recorded ones."""
+        lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
+        try:
+            observed = observe(model, flat, rows, self.scope)
+            run = run_python(model, flat, rows=rows, scope=self.scope, observed=observed)
+        except (Refusal, Unanswered, Unexpected):
+            return None
+        return run if holds_at(self.recording, run.recording, rows=rows, lengths=lengths) else None
+
     def check_rows(
         self, model: nn.Module, flat: FlatInputs, rows: int, *, repeats: Callable[[], Repeats] | None = None
     ) -> None:
@@ -73,13 +82,13 @@ class Gathered:
         ``repeats`` takes some blocks' calls from their equals; None: all modules run.
         """
         lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
-        again = record_at(model, flat, rows, self.scope, hooks=False, repeats=repeats and repeats())
+        again = record_at(model, flat, rows, self.scope, repeats=repeats and repeats())
         try:
             holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
         except Mixed:
-            again = record_at(model, flat, rows, self.scope, hooks=False)
+            again = record_at(model, flat, rows, self.scope)
             holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
-        _check_settled(model, self.recording.recording, again)
+        self.recording.recording.changed |= again.changed
         if not holds:
             raise Refusal(
                 f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
@@ -95,11 +104,10 @@ def record_at(
     scope: Scope,
     *,
     repeats: Repeats | None = None,
-    hooks: bool = True,
 ) -> Recording:
     """Record a model at a batch size; atoms run for real beforehand, where the model has values."""
     observed = observe(model, flat, rows, scope)
-    return record(model, flat, rows=rows, scope=scope, observed=observed, repeats=repeats, hooks=hooks)
+    return record(model, flat, rows=rows, scope=scope, observed=observed, repeats=repeats)
 
 
 @phase("tracing the forward")
@@ -135,7 +143,7 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
         except Exception:  # whatever it is, it is met again where all blocks run
             pass
     first, entered = _first(model, flat, scope)
-    alike = {} if first.settled else _alike(model, first)  # a block's equal says nothing of its attributes
+    alike = {} if first.changed else _alike(model, first)  # a block's equal says nothing of its attributes
     return _merged_of(model, flat, first, entered, alike)
 
 
@@ -191,6 +199,8 @@ def _foreseen(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recordi
             _say(said)
             raise _Plain(error) from error
         raise
+    if first.changed:
+        raise Unforeseen
     alike = _alike(model, first, known=made[-1].found)
     if made[-1].found:
         made[-1].check(first, alike)
@@ -241,7 +251,7 @@ def _holds_for_one(
             return False
         try:
             single = record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first))
-            _check_settled(model, first, single)
+            first.changed |= single.changed
             return holds_at(merged, single, rows=1)
         except Mixed:
             return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike)), rows=1)
@@ -268,25 +278,13 @@ def _with_others(
     def others(start: Recording | None) -> list[Recording]:
         made = [record_at(model, flat, rows, scope, repeats=Repeats(alike, first=start)) for rows in BATCH_SIZES[1:]]
         for again in made:
-            _check_settled(model, first, again)
+            first.changed |= again.changed
         return made
 
     try:
         return merge([first, *others(first)])
     except Mixed:
         return merge([first, *others(None)])
-
-
-def _check_settled(model: nn.Module, first: Recording, again: Recording) -> None:
-    """Raise Refusal where another number of rows leaves a module's attributes at other values for good."""
-    expected, found = pending(model, first.settled), again.settled
-    if found != expected:
-        path, name = next(place for place in {**expected, **found} if expected.get(place) != found.get(place))
-        raise Refusal(
-            f"forward sets the Python attribute {name!r} of module {path or 'root'!r} to a value that depends on the "
-            "number of rows; a graph would freeze it: compute it anew from the inputs in every call",
-            path,
-        )
 
 
 def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:

@@ -135,7 +135,7 @@ def _symbolic(
             from autosplit.trace.symbols import SymbolicSizes  # takes seconds to import, and few models need it
 
             sizes = SymbolicSizes(rows, lengths, now, repeats=repeats)
-            recording = record(model, inputs, rows=rows, scope=scope, hooks=False, sizes=sizes)
+            recording = record(model, inputs, rows=rows, scope=scope, sizes=sizes)
             converted = [_mapped(sizes.number, (c.args, c.kwargs, list(c.shapes), c.draws)) for c in recording.calls]
             converted.append(_mapped(sizes.number, recording.output))
             return recording, converted, sizes.conditions()

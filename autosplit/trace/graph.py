@@ -156,7 +156,8 @@ class TracedGraph:
         unflatten: rebuilds the model's output from the flat outputs.
         batch_outputs: for each flat output its batch dimension, or None (shared, full, or not a tensor).
         lengths: dimensions of the inputs for whose size the graph has a placeholder.
-        settled: attributes that the model's first call sets for good; see :mod:`autosplit.trace.settled`.
+        changed: where the forward changes Python state; see :mod:`autosplit.trace.side_effects`.
+        kept: how many of the last flat outputs are tensors that it leaves there.
         asks_grad_mode: where the forward asks whether gradients are on, which they were while it was recorded; or "".
     """
 
@@ -169,7 +170,8 @@ class TracedGraph:
     unflatten: Callable[[list[Any]], Any] = field(repr=False)
     batch_outputs: tuple[int | None, ...] = ()
     lengths: tuple[Length, ...] = ()
-    settled: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    changed: frozenset[tuple[str, str]] = frozenset()
+    kept: int = 0
     asks_grad_mode: str = ""
 
     def compute_nodes(self) -> Iterator[tuple[fx.Node, TracedNode]]:

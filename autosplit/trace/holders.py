@@ -31,14 +31,15 @@ from autosplit.trace.python_state import Passing, Place, is_object
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_TABLES = tuple(f"_global{table}" for table in HOOK_TABLES)
+_CLASS = "__class__"
 _DEPTH = 3
 _ENTRIES = 4096
 _ARRAY_BYTES = 1 << 24
 _INSTALLED = ("site-packages", "dist-packages")
 _ATOMIC = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
 _CACHED = type(functools.lru_cache(int))
-_ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, itertools.repeat)
-_ITERATORS += (type(iter([])), type(iter(())), type(iter(range(0))))
+ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, itertools.repeat)
+ITERATORS += (type(iter([])), type(iter(())), type(iter(range(0))))
 _WRAPPED = (staticmethod, classmethod, types.MethodType)
 
 
@@ -63,6 +64,8 @@ class Holders:
         self.found: list[Holder] = []
         self.tensors: dict[int, torch.Tensor] = {}
         """Tensors outside of the tables of parameters and buffers, by id."""
+        self.stands: dict[int, tuple[Any, Any]] = {}
+        """Iterators and caches by id, each with the one that stands for it."""
         self._seen: dict[int, Any] = {}
         self._classes: set[type] = set()
         self._installed: dict[str, bool] = {}
@@ -84,16 +87,21 @@ class Holders:
         """Return the contents of all holders."""
         return [holder.read() for holder in self.found]
 
-    def stand_ins(self) -> dict[int, tuple[Any, Any]]:
-        """Return what has to be used up instead of it, by id: each iterator and cache with another in the same place.
-
-        Caches of functions come out empty: they would keep what a trial run makes.
-        """
+    def stand_in(self) -> None:
+        """Put others in the places of iterators and of functions' caches, to be used up instead; caches are empty."""
         parts = (part for holder in self.found for part in values_of(holder.read()))
-        return {id(part): (part, _stand_in(part)) for part in parts if type(part) in (*_ITERATORS, _CACHED)}
+        self.stands = {id(part): (part, _stand_in(part)) for part in parts if type(part) in (*ITERATORS, _CACHED)}
+        self.swap({key: stand for key, (_, stand) in self.stands.items()})
+
+    def iterators(self) -> list[Any]:
+        """Return the iterators that are held, each once."""
+        parts = (part for holder in self.found for part in values_of(holder.read()) if type(part) in ITERATORS)
+        return list({id(part): part for part in parts}.values())
 
     def swap(self, others: Mapping[int, Any]) -> None:
         """Put other values in the places of some, which are told by their ids."""
+        if not others:
+            return
         for holder in self.found:
             content = holder.read()
             if any(id(part) in others for part in values_of(content)):
@@ -105,7 +113,7 @@ class Holders:
 
     def _module(self, path: str, module: nn.Module) -> None:
         own = module.__dict__
-        self._add((path, ""), own.copy, functools.partial(_refill_module, module, type(module)))
+        self._add((path, ""), lambda: {**own, _CLASS: type(module)}, functools.partial(_refill_module, module))
         if isinstance(module, torch.jit.ScriptModule):
             return
         for key, value in own.items():
@@ -193,10 +201,7 @@ class Holders:
 
 def values_of(content: Any) -> Iterator[Any]:
     """Yield the values of a content that is a dict or a list."""
-    if isinstance(content, dict):
-        yield from content.values()
-    elif isinstance(content, list):
-        yield from content
+    yield from content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
 
 
 def swapped(content: Any, others: Mapping[int, Any]) -> Any:
@@ -214,7 +219,7 @@ def _stand_in(value: Any) -> Any:
 
 def position(value: Any) -> Any:
     """Return what tells where an iterator is."""
-    if type(value) not in _ITERATORS:
+    if type(value) not in ITERATORS:
         return [position(part) for part in value] if type(value) in (tuple, list) else repr(value)
     return position(value.__reduce__())
 
@@ -259,6 +264,8 @@ _TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, set):
+        return frozenset(value)
     return dict(value) if isinstance(value, dict) else list(value)
 
 
@@ -272,14 +279,18 @@ def _refill(container: Any, content: Any) -> None:
         if not _same_entries(container, content):
             container.clear()
             container.update(content)
+    elif isinstance(container, set):
+        container.clear()
+        container.update(content)
     elif len(container) != len(content) or not all(a is b for a, b in zip(container, content, strict=True)):
         container.clear()
-        (container.update if isinstance(container, set) else container.extend)(content)
+        container.extend(content)
 
 
-def _refill_module(module: nn.Module, kind: type, content: dict[str, Any]) -> None:
+def _refill_module(module: nn.Module, content: dict[str, Any]) -> None:
     """Give a module its class and attributes, but for what comes and goes with other calls."""
-    own = module.__dict__
+    own, content = module.__dict__, dict(content)
+    kind = content.pop(_CLASS)
     if type(module) is not kind:
         module.__class__ = kind
     if _same_entries(own, content):

@@ -184,7 +184,8 @@ def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered
     """Return how a graph differs from the model; taken apart, its reductions add up in another order."""
 
     def check(recording: Runnable, *, loose: bool = False) -> str | None:
-        return check_recording(model, recording, flat, answers=lambda _: answering(model, gathered.scope), loose=loose)
+        answer, python = lambda _: answering(model, gathered.scope), bool(gathered.recording.recording.changed)
+        return check_recording(model, recording, flat, answers=answer, loose=loose, changes_python=python)
 
     difference = check(graph)
     if difference is None or not is_decomposed(graph.graph):
@@ -339,7 +340,8 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, findings: Find
         unflatten=merged.recording.recording.unflatten,
         batch_outputs=dims,
         lengths=merged.recording.lengths,
-        settled=merged.recording.recording.settled,
+        changed=merged.recording.recording.changed,
+        kept=merged.recording.recording.kept,
         asks_grad_mode=merged.recording.recording.asks_grad_mode,
     )
 

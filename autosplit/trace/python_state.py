@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np

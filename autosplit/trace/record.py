@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.assertions import assertion_here, record_check
-from autosplit.trace.calls import Ambient, apply_function, assign_buffer, under
+from autosplit.trace.calls import Ambient, apply_function, under
 from autosplit.trace.gradient_hooks import record_hook
+from autosplit.trace.holders import Holders
 from autosplit.trace.kept import check_own
 from autosplit.trace.objects import is_object
 from autosplit.trace.random_watch import RandomWatch
@@ -44,13 +45,14 @@ from autosplit.trace.recording import (
 )
 from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
+from autosplit.trace.side_effects import by_hooks
 from autosplit.trace.stacks import is_stack, run_stack
-from autosplit.trace.state_calls import track_state
+from autosplit.trace.state_calls import assign_buffers, track_state
 from autosplit.trace.structure import Field, flatten_output, projections, storage_key, tensors_in
 
 
 class Recorder(TorchFunctionMode):
-    """Records torch-level calls of one forward; ``hooks`` fire on leaves."""
+    """Records torch-level calls of one forward."""
 
     def __init__(
         self,
@@ -60,17 +62,17 @@ class Recorder(TorchFunctionMode):
         reader: Reader,
         observed: Observed | None,
         repeats: Repeats | None = None,
-        hooks: bool = True,
+        holders: Holders | None = None,
     ) -> None:
         super().__init__()
-        self.hooks = hooks
+        self.holders = holders
+        self.by_layers: set[tuple[str, str]] = set()  # attributes that layers have set themselves, by their hooks
         self.model = model
         self.scope = scope
         self.reader = reader
         self.observed = observed
         self.repeats = repeats or Repeats({})
-        self.failed_in: str | None = None
-        """The innermost module out of which an exception came."""
+        self.failed_in: str | None = None  # the innermost module out of which an exception came
         self.modules_made: list[type] = []
         self.calls: list[Call] = []
         self.constants: dict[str, Any] = {}
@@ -310,6 +312,8 @@ class Recorder(TorchFunctionMode):
             return self.perform("function", getattr, label, lambda: func(*args), (args[0], label), {})
         if label == "__set__":
             label = func.__self__.__name__
+            if label == "data":
+                raise Refusal(f"{where(self.path)} assigns data of a tensor, as no graph does ({source_line()})", "")
             full = (args[0], label, args[1])
             return self.perform("function", setattr, f"set_{label}", lambda: func(*args), full, {})
         return self.perform("function", func, label.strip("_") or "op", lambda: func(*args, **kwargs), args, kwargs)
@@ -355,8 +359,8 @@ class Recorder(TorchFunctionMode):
         if cumulative:  # torch reads 1 / float(num_batches_tracked) then, which a fake tensor cannot tell
             module.__dict__["momentum"] = 0.1
         try:
-            run = partial(original, module) if self.hooks else module.forward
-            return self.perform("module", path, "", lambda: run(*args, **kwargs), args, kwargs)
+            with by_hooks(module, path, None if path in self.scope.atoms else self.holders, self.by_layers):
+                return self.perform("module", path, "", lambda: original(module, *args, **kwargs), args, kwargs)
         finally:
             if cumulative:
                 module.__dict__["momentum"] = None
@@ -379,19 +383,14 @@ class Recorder(TorchFunctionMode):
         """Map the ids of all tensors that calls returned to the calls' indices."""
         return self._refs
 
-    def finish(self, output: Any, buffers: dict[str, torch.Tensor]) -> Recording:
-        """Record buffers that were assigned, and return the recording."""
-        for name, tensor in buffers.items():
-            if self.attributes.get(id(tensor)) != name and id(tensor) in self._refs:
-                path, _, own = name.rpartition(".")
-                table = self.model.get_submodule(path)._buffers
-                args = (self.constant(table), own, self.reference(tensor))
-                call = Call("function", assign_buffer, args, {}, "", f"#0/assign_{name}", writes=[name])
-                self.calls.append(call)
+    def finish(self, output: Any, buffers: dict[str, torch.Tensor], kept: Sequence[torch.Tensor]) -> Recording:
+        """Record buffers that were assigned, and return the recording; what is kept besides are its last outputs."""
+        assign_buffers(self, buffers)
         check_own(self.model, output)
         flat, unflatten = flatten_output(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
-        return Recording(self.calls, self.constants, encoded, unflatten, self.repeats.segments)
+        encoded += [self.reference(tensor) for tensor in kept]
+        return Recording(self.calls, self.constants, encoded, unflatten, self.repeats.segments, kept=len(kept))
 
 
 _OWN_GENERATOR = "draws from a generator of its own; a pipeline cannot keep the order of its draws: use torch's default"

@@ -119,8 +119,10 @@ class Recording:
     unflatten: Structure
     segments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The runs of entered modules; see :mod:`autosplit.trace.repeats`."""
-    settled: Mapping[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
-    """Attributes that the run left at another value for good; see :mod:`autosplit.trace.settled`."""
+    changed: frozenset[tuple[str, str]] = frozenset()
+    """Where the run changed Python state; see :mod:`autosplit.trace.side_effects`."""
+    kept: int = 0
+    """How many of the last outputs are tensors that the run left there."""
     asks_grad_mode: str = ""
     """Where the forward asked whether gradients are on: ``file:line``; "" where it did not."""
 

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from autosplit.trace import python_state, settled, state
-from autosplit.trace.foreseen import same
+from autosplit.trace import side_effects, state
 from autosplit.trace.grad_mode import GradModeWatch
-from autosplit.trace.kept import Place, check_given, kept_for_next_call
+from autosplit.trace.holders import HOOK_TABLES, Holder, Holders
+from autosplit.trace.kept import check_given
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.random_watch import RandomWatch
@@ -38,6 +38,7 @@ from autosplit.trace.record import Recorder
 from autosplit.trace.recording import FirstCall, Observed, Reader, Recording, Refusal, Unexpected, raised_line
 from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import Scope
+from autosplit.trace.silence import COLLECTS
 from autosplit.trace.watch import Watcher
 
 
@@ -99,7 +100,6 @@ def record(
     reader: Reader | None = None,
     observed: Observed | None = None,
     repeats: Repeats | None = None,
-    hooks: bool = True,
     sizes: Sizes | None = None,
 ) -> Recording:
     """Record the model's forward at ``rows`` batch rows; the model is as before at the end.
@@ -111,30 +111,65 @@ def record(
     Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
     exception of the model's own, Unanswered for a value read that has no answer.
     """
-    sizes = sizes or _Numbers(rows)
-    plain = isinstance(sizes, _Numbers)
-    mode: Any = _AsItIs() if plain and _all_on_meta(model) else sizes.fake_mode()
-    if lazy := [name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)]:
-        raise FirstCall(lazy)
-    held_contents = state.contents(state.attribute_tensors(model))
-    with state.random_state(), held_contents, state.attributes(model), state.fake_tensors(model, mode):
-        run = partial(_run, model, inputs, rows=rows, scope=scope, observed=observed, hooks=hooks)
-        ran = run(sizes, mode, reader=reader, repeats=repeats)
-        if not ran.changed or reader is not None:  # what only answers reads is recorded once more
-            return ran.recording
-        values = settled.plain_values(model, ran.changed)
-        if values is None or not plain or scope.atoms:
-            raise _changes(ran.changed[0], scope)
-        return replace(_settled(ran, run, sizes, mode, scope), settled=values)
+    return run_python(
+        model,
+        inputs,
+        rows=rows,
+        scope=scope,
+        reader=reader,
+        observed=observed,
+        repeats=repeats,
+        sizes=sizes,
+    ).recording
 
 
 @dataclass(frozen=True)
-class _Ran:
-    """A run of the forward: what was recorded, which attributes are others now or gone, and what all of them are."""
+class PythonRun:
+    """A run of the model's own Python: what it did, what it changed, and what its tensors stand for."""
 
     recording: Recording
-    changed: list[Place]
-    after: dict[Place, Any]
+    changes: side_effects.Changes
+    real: Mapping[int, torch.Tensor]
+    """Parameters, buffers and inputs by the ids of the fake tensors that stood for them."""
+    kept: Sequence[torch.Tensor]
+    """The fake tensors that the run left, in the order of the recording's last outputs."""
+
+    def leave(self, kept: Sequence[torch.Tensor]) -> None:
+        """Leave what the run left, with real tensors in the places of those that were kept."""
+        self.changes.make({**self.real, **{id(fake): own for fake, own in zip(self.kept, kept, strict=True)}})
+
+
+def run_python(
+    model: nn.Module,
+    inputs: FlatInputs,
+    *,
+    rows: int,
+    scope: Scope,
+    reader: Reader | None = None,
+    observed: Observed | None = None,
+    repeats: Repeats | None = None,
+    sizes: Sizes | None = None,
+) -> PythonRun:
+    """Run the model's own Python as :func:`record` does, and tell what it changed; all is as before at the end."""
+    sizes = sizes or _Numbers(rows)
+    mode: Any = _AsItIs() if isinstance(sizes, _Numbers) and _all_on_meta(model) else sizes.fake_mode()
+    if lazy := [name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)]:
+        raise FirstCall(lazy)
+    with (
+        state.random_state(),
+        state.contents(state.attribute_tensors(model)),
+        state.attributes(model) as holders,
+        state.fake_tensors(model, mode) as real,
+    ):
+        recorder = Recorder(
+            model,
+            scope,
+            reader=reader or Recall(scope.answers),
+            observed=observed,
+            repeats=repeats,
+            holders=holders,
+        )
+        return _run(model, inputs, sizes, mode, rows=rows, recorder=recorder, holders=holders, real=real)
 
 
 def _run(
@@ -144,60 +179,61 @@ def _run(
     mode: Any,
     *,
     rows: int,
-    scope: Scope,
-    reader: Reader | None = None,
-    observed: Observed | None,
-    repeats: Repeats | None = None,
-    hooks: bool,
-) -> _Ran:
+    recorder: Recorder,
+    holders: Holders,
+    real: dict[int, torch.Tensor],
+) -> PythonRun:
     """Record one run of a model whose tensors are fake; it is left as the run leaves it."""
-    seed, named = torch.initial_seed(), state.places(model)
-    before, empty, held = python_state.snapshot(model), settled.empty_ones(model), state.held_tensors(model)
+    seed, named, before = torch.initial_seed(), state.places(model), holders.read()
     random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
     np.random.seed(rows)
     leaves = list(inputs.leaves)
     for position, index in enumerate(inputs.tensors()):
         shape = sizes.shape(position, leaves[index], inputs.batch_dims[index])
-        leaves[index] = _fake(leaves[index], shape, mode)
-    recorder = Recorder(
-        model,
-        scope,
-        reader=reader or Recall(scope.answers),
-        observed=observed,
-        repeats=repeats,
-        hooks=hooks,
-    )
+        real_leaf, leaves[index] = leaves[index], _fake(leaves[index], shape, mode)
+        real[id(leaves[index])] = real_leaf
     sizes.watch(recorder.random)
     recorder.random.kernels = MetaKernels() if isinstance(mode, _AsItIs) else None
     for index in inputs.tensors():
         recorder.add_input(inputs.names[index], leaves[index])
     args, kwargs = inputs.rebuild(leaves)
-    watch = contextlib.nullcontext() if repeats is None or repeats.twins is None else repeats.twins.watch()
+    twins = recorder.repeats.twins
+    watch = contextlib.nullcontext() if twins is None else twins.watch()
     asked = GradModeWatch()
     output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch, asked))
     if (made := state.places(model)) != named:
         raise FirstCall([name for name in {**named, **made} if named.get(name) != made.get(name)])
     check_given((args, kwargs), inputs.spec, leaves, output)
-    after = python_state.snapshot(model)
-    _check_kept(model, scope, recorder, held)
     if torch.initial_seed() != seed:
         raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
-    recording = recorder.finish(output, dict(model.named_buffers()))
-    recording.asks_grad_mode = asked.line
-    changed = [*python_state.changes(before, after), *settled.filled_or_gone(model, empty)]
-    return _Ran(recording, changed, after)
+    found = side_effects.changes(holders, before).without(partial(_comes_with_the_graph, recorder))
+    _refuse_modules(found)
+    left = side_effects.kept(found, real)
+    recording = recorder.finish(output, dict(model.named_buffers()), left)
+    recording.asks_grad_mode, recording.changed = asked.line, found.places
+    return PythonRun(recording, found, real, left)
 
 
-def _settled(first: _Ran, run: Callable[..., _Ran], sizes: Sizes, mode: Any, scope: Scope) -> Recording:
-    """Return the first run's recording where a second one, from what it left, does the same and changes nothing."""
-    try:
-        second = run(sizes, mode)
-    except (Refusal, Unanswered, Unexpected) as error:
-        raise _changes(first.changed[0], scope) from error
-    settles = not second.changed and second.after == first.after
-    if not settles or not same(first.recording, second.recording):
-        raise _changes((second.changed or first.changed)[0], scope)
-    return first.recording
+def _comes_with_the_graph(recorder: Recorder, holder: Holder, key: Any, value: Any) -> bool:
+    """Tell whether a change is a buffer that the graph assigns, or an attribute that a layer sets by its hooks."""
+    path, table = holder.place
+    if table == "_buffers":
+        return id(value) in recorder.recorded()
+    return not table and (path, key) in recorder.by_layers
+
+
+def _refuse_modules(found: side_effects.Changes) -> None:
+    """Raise Refusal where a forward sets or deletes parameters, modules, or hooks that are not for its own outputs."""
+    for holder, entries in found.entries:
+        path, table = holder.place
+        collects = all(getattr(hook, "__module__", "") == COLLECTS for hook in entries.values())
+        if table in ("_parameters", "_modules") or (table in HOOK_TABLES and not collects):
+            what = {"_parameters": "parameter", "_modules": "module"}.get(table, "hook")
+            raise Refusal(
+                f"forward sets the {what} {next(iter(entries))!r} of module {path or 'root'!r}, which a graph "
+                "does not: do so before the model is called",
+                "",
+            )
 
 
 def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes: tuple[Any, ...]) -> Any:
@@ -240,33 +276,6 @@ class _AsItIs(contextlib.nullcontext[None]):
 def _all_on_meta(model: nn.Module) -> bool:
     tensors = [*model.parameters(), *model.buffers(), *state.attribute_tensors(model)]
     return bool(tensors) and all(tensor.is_meta for tensor in tensors)
-
-
-def _changes(place: Place, scope: Scope) -> Refusal:
-    path, name = place
-    return Refusal(
-        f"forward changes the Python attribute {name!r} of module {path or 'root'!r} at every call; a graph "
-        "would freeze it: keep it in a registered buffer",
-        _around(path, scope),
-    )
-
-
-def _check_kept(model: nn.Module, scope: Scope, recorder: Recorder, held: dict[Place, Any]) -> None:
-    """Raise Refusal when the run left a tensor in the model's attributes that a graph would not."""
-    kept = kept_for_next_call(recorder.calls, recorder.recorded(), held, state.held_tensors(model))
-    if kept is not None:
-        raise Refusal(
-            f"forward keeps a tensor in the attribute {kept[1]!r} of module {kept[0] or 'root'!r} for its next "
-            "call; a graph would not: keep it in a registered buffer",
-            _around(kept[0], scope),
-        )
-
-
-def _around(path: str, scope: Scope) -> str:
-    """Return the path, or the path of the module around it when it is an atom already."""
-    while path in scope.atoms:
-        path = path.rpartition(".")[0]
-    return path
 
 
 def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: Any) -> torch.Tensor:

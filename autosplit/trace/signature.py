@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from autosplit.trace.calls import Ambient
 from autosplit.trace.formula import Length
 from autosplit.trace.lengths import consistent, sizes_at, varying, without_lengths
-from autosplit.trace.python_state import Passing, signature
+from autosplit.trace.python_state import Passing, Place, signature
 from autosplit.trace.scope import CONTAINERS
 
 _SHORT = 32
@@ -81,17 +81,17 @@ class Kind:
         return varying(_tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims)), self.lengths)
 
 
-def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
+def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any, *, without: Collection[Place] = ()) -> Key:
     """Return a call's signature from the flattened inputs and their structure.
 
     It covers grad mode and autocast; each module's type, mode and plain attributes; the parameters' dtypes and ties;
-    the inputs' structure, shapes, dtypes, devices and constants.
+    the inputs' structure, shapes, dtypes, devices and constants. Attributes ``without`` are left out.
     """
     modes: list[Any] = [Ambient.current()]
     structure: list[Any] = []
     ties: dict[int, int] = {}
     seen: set[int] = set()
-    for module in model.modules():
+    for path, module in model.named_modules():
         kind = type(module)
         modes.append(module.training)
         if isinstance(module, CONTAINERS) or not kind.__module__.startswith("torch.nn"):
@@ -103,6 +103,9 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any) -> Key:
         if not kind.__module__.startswith("torch.nn"):
             for key, value in module.__dict__.items():
                 if key in _OWN or isinstance(value, Passing):
+                    continue
+                if (path, key) in without:
+                    signature(value, seen)  # nor is it part of it where another module has the same object
                     continue
                 if isinstance(value, (bool, int, float, str)):
                     structure.append((type(value), value))

@@ -45,21 +45,36 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
     """Restore every module's attributes, tables, hooks and class at the end; yield where all of that lives.
 
     Restored is all Python state in :class:`autosplit.trace.holders.Holders`, which reaches outside of the modules too,
-    and what is written inside to small tensors that are held there; parameters and buffers are not. Hooks of the
-    caller's that only observe are not called inside. ``functions`` run inside too.
+    what is written inside to small tensors that are held there, and which ``data`` parameters and buffers have; what is
+    written to these is not. Hooks of the caller's that only observe are not called inside. ``functions`` run there too.
     """
     holders = Holders(models, functions)
     before = holders.read()
-    stands = holders.stand_ins()
     outside = [t for t in holders.tensors.values() if t.numel() <= _SMALL and t.layout is torch.strided]
+    data = data_of(models)
     with contents(outside):
         try:
-            holders.swap({key: stand for key, (_, stand) in stands.items()})
+            holders.stand_in()
             silence(holders.hook_tables)
             yield holders
         finally:
             for holder, content in zip(holders.found, before, strict=True):
                 holder.write(content)
+            for tensor, own in data:
+                if not is_on(tensor, own):
+                    tensor.data = own
+
+
+def data_of(models: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters and buffers of models, each with its ``data``."""
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    return [(t, t.data) for t in tensors if type(t) in (nn.Parameter, torch.Tensor) and t.layout is torch.strided]
+
+
+def is_on(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    """Tell whether a tensor still lies where its ``data`` lay."""
+    same = tensor.untyped_storage()._cdata == data.untyped_storage()._cdata
+    return same and tensor.shape == data.shape and tensor.stride() == data.stride()
 
 
 @contextlib.contextmanager
@@ -128,8 +143,9 @@ def quiet_layers(model: nn.Module) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Replace all parameters and buffers by fake ones; use inside :func:`attributes`."""
+def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, torch.Tensor]]:
+    """Replace parameters and buffers by fake ones, inside of :func:`attributes`; yield the real ones by their ids."""
+    real: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
@@ -149,7 +165,8 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
                     )
                 if tensor is not None:
                     entries[name] = mode.from_tensor(tensor, static_shapes=True)
-    yield
+                    real[id(entries[name])] = tensor
+    yield real
 
 
 def held_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from autosplit.trace.calls import assign_buffer
 from autosplit.trace.recording import Call
 from autosplit.trace.scope import STATEFUL_LEAVES, takes_statistics
 from autosplit.trace.structure import storage_key
@@ -29,3 +30,13 @@ def track_state(recorder: Recorder, call: Call, inputs: Sequence[torch.Tensor]) 
         held = {recorder.owners.get(storage_key(tensor)) for tensor in inputs}
         own = {name for name, _ in model.named_buffers() if name in held}
         call.writes += sorted(own - set(call.writes))
+
+
+def assign_buffers(recorder: Recorder, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Record that buffers are others now which were computed."""
+    for name, tensor in buffers.items():
+        if recorder.attributes.get(id(tensor)) != name and id(tensor) in recorder.recorded():
+            path, _, own = name.rpartition(".")
+            table = recorder.model.get_submodule(path)._buffers
+            args = (recorder.constant(table), own, recorder.reference(tensor))
+            recorder.calls.append(Call("function", assign_buffer, args, {}, "", f"#0/assign_{name}", writes=[name]))

@@ -25,9 +25,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autosplit.trace.holders import Holders, position
 from autosplit.trace.python_watch import PythonWatch
 from autosplit.trace.random_watch import RandomWatch
-from autosplit.trace.state import attribute_tensors
+from autosplit.trace.state import attribute_tensors, data_of, is_on
 
 _MEMORY = frozenset("tolist numpy __array__ __dlpack__ data_ptr storage untyped_storage __reduce_ex__".split())
 """Functions that let Python see values without an operation."""
@@ -63,8 +64,10 @@ class Watch:
         """
         state = [*self.model.parameters(), *self.model.buffers(), *attribute_tensors(self.model)]
         versions = [(tensor, _version(tensor)) for tensor in state]
+        data = data_of([self.model])
         python, drawn = PythonWatch(self.model, self.note), RandomWatch()
         before = random.getstate(), np.random.get_state()
+        iterators = [(one, position(one)) for one in Holders([self.model]).iterators()]
         with contextlib.ExitStack() as undo:
             operations = undo.enter_context(_Operations(state, self.rows, self.note))
             undo.callback(operations.give_back)
@@ -74,6 +77,8 @@ class Watch:
                 with python.following():
                     yield
             python.look(closely=True)
+            if any(position(one) != where for one, where in iterators):
+                self.note("it advances an iterator that it keeps between calls")
             if drawn.drew:
                 self.note("it draws random numbers")
             after = random.getstate(), np.random.get_state()
@@ -81,6 +86,8 @@ class Watch:
                 self.note("it draws random numbers of Python or numpy")
             if any(_version(tensor) != version for tensor, version in versions):
                 self.note("it writes to its buffers")
+            if not all(is_on(tensor, own) for tensor, own in data):
+                self.note("it assigns the data of its parameters or buffers")
             if operations.together is not None:
                 self.note(operations.together)
 
@@ -177,10 +184,10 @@ class _Operations(TorchDispatchMode):
         return sum(size == self.rows for size in (() if tensor.is_nested else tensor.shape))
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for position, argument in enumerate(func._schema.arguments):
+        for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
             for leaf in pytree.tree_leaves(value):
                 owner = self.storages.get(_storage(leaf) or 0) if isinstance(leaf, torch.Tensor) else None
                 if owner is not None:

@@ -1,0 +1,42 @@
+"""Which inputs of a call a recording can hold as constants."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from autosplit.errors import TraceError
+from autosplit.options import Options, Sample
+from autosplit.trace.inputs import has_uneven_list
+from autosplit.trace.objects import leaves_of
+from autosplit.trace.signature import Key
+
+_KEPT = 32
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, type, enum.Enum)
+_CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore
+"""Inputs that are no tensors and tell by themselves what they are."""
+
+
+class Constants:
+    """Checks the inputs of calls, and counts the numbers that were among them."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._numbers: dict[Any, set[Any]] = {}
+
+    def check(self, key: Key, sample: Sample) -> None:
+        """Raise TraceError for inputs that a recording cannot hold as constants."""
+        leaves = leaves_of((sample.args, sample.kwargs))
+        if self.options.batch_dims is None and has_uneven_list(sample):
+            raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
+        opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
+        if opaque is not None:
+            raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")
+        modes, structure, spec, kinds = key.rest
+        values = self._numbers.setdefault((modes, structure, spec, tuple(first for first, _ in kinds)), set())
+        values.add(kinds)
+        if len(values) > _KEPT:
+            raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
