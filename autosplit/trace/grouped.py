@@ -82,6 +82,8 @@ class _Sort:
         self.kind: dict[fx.Node, str] = {node: "order" if name == "argsort" else "sort"}
         self.ways: set[fx.Node] = set()
         self.back: set[fx.Node] = set()
+        self.picks: set[fx.Node] = set()
+        """Nodes that bring unsorted rows into the order, by the order itself or by what is computed of it."""
         self.bounds: dict[fx.Node, fx.Node] = {}
 
     def follow(self) -> bool:
@@ -98,8 +100,9 @@ class _Sort:
 
     def sorting(self) -> set[fx.Node]:
         """Return the nodes that make or use the order, and are no operation row by row."""
-        found = {n for n, kind in self.kind.items() if kind in ("sort", "order", "keys")} | self.ways | self.back
-        users = {user for n in found - self.back for user in n.users}
+        orders = {n for n, kind in self.kind.items() if kind in ("sort", "order", "keys")}
+        found = orders | self.ways | self.back | self.picks
+        users = {user for n in found - self.back - self.picks for user in n.users}
         return found | users | {n for n in self.graph.nodes if n in self.bounds}
 
     def _step(self, node: fx.Node) -> bool:
@@ -147,6 +150,7 @@ class _Sort:
         if not isinstance(first, fx.Node):  # a slice, which has no hash before Python 3.12, or a number
             return self._by_row(node)
         if first in self.kind and value not in self.kind and value not in self.ways:
+            self.picks.add(node)
             return self._sorted(node, "rows")
         return first not in self.kind and self._by_row(node)
 
