@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autosplit import autosplit, pipelined
+from autosplit import autosplit, recorded
 from autosplit.runtime.lanes import CallerLane, CpuLane
 from autosplit.trace import ladder
 from tests.runtime.lane_models import ROWS, WIDTH
@@ -87,7 +87,7 @@ class RecordedPipe:
         spread = mock.patch.object(
             ladder, "_is_spread", return_value=True
         )  # on the lanes' devices, which are not there
-        caller = mock.patch.object(pipelined, "caller_lane", return_value=self.caller)
+        caller = mock.patch.object(recorded, "caller_lane", return_value=self.caller)
         with self.engine.recording(), caller, spread:
             yield
         self.streams.collect()
