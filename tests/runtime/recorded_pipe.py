@@ -23,6 +23,8 @@ class RecordedPipe:
 
     With ``pipe`` it is that one, which was prepared for one kind of call.
 
+    With ``wants_gradient`` its batches require a gradient, which is another kind of call.
+
     ``others`` are modules of the caller's own, such as a loss with parameters; they lie on the last lane's device.
     """
 
@@ -36,6 +38,7 @@ class RecordedPipe:
         chunks: int = 3,
         others: tuple[nn.Module, ...] = (),
         rows: int = ROWS,
+        wants_gradient: bool = False,
         streams: RecordingStreams | None = None,
         pipe: Any = None,
         **options: Any,
@@ -47,7 +50,7 @@ class RecordedPipe:
             chunks=chunks,
             schedule=schedule,
             lanes="inline",
-            sample=torch.zeros(rows, WIDTH),
+            sample=torch.zeros(rows, WIDTH, requires_grad=wants_gradient),
             **options,
         )
         self.streams = streams or RecordingStreams()

@@ -112,7 +112,7 @@ def others_of(loss_fn: Any) -> tuple[nn.Module, ...]:
 @place_of
 @pytest.mark.parametrize("model", MODELS)
 def test_a_call_and_its_backward(model: Callable[[], nn.Module], place: str) -> None:
-    run = RecordedPipe(own_model := model(), *PLACES[place])
+    run = RecordedPipe(own_model := model(), *PLACES[place], wants_gradient=True)
     value = torch.randn(ROWS, WIDTH, requires_grad=True)
     expected = [*plain(copy.deepcopy(own_model), value), value.grad]
     for _ in range(2):
@@ -139,8 +139,10 @@ def test_a_training_step(case: str, place: str, schedule: str) -> None:
     make, target_of, loss_of = CASES[case]
     model, target, loss_fn = make(), target_of(), loss_of()
     reference = copy.deepcopy(model), *others_of(plain_loss := copy.deepcopy(loss_fn))
-    run = RecordedPipe(model, *PLACES[place], schedule=schedule, others=others_of(loss_fn))
-    value = torch.randn(ROWS, WIDTH, requires_grad=case in ("torch's mean", "several outputs"))
+    wants = case in ("torch's mean", "several outputs")
+    others = others_of(loss_fn)
+    run = RecordedPipe(model, *PLACES[place], schedule=schedule, others=others, wants_gradient=wants)
+    value = torch.randn(ROWS, WIDTH, requires_grad=wants)
     expected = plain_step(reference, value, target, plain_loss)
     for _ in range(2):
         assert_close(run.train(value, target, loss_fn), expected)
