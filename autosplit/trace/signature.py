@@ -130,7 +130,9 @@ def _part(value: Any) -> Any:
 
 
 def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, Any]:
-    return tensor.dtype, (tensor.device, tensor.requires_grad)
+    """Return a tensor's dtype and the rest; under ``torch.func`` every input requires a gradient of the transform's."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return tensor.dtype, (tensor.device, tensor.requires_grad and not transformed)
 
 
 def _constant(value: Any) -> Any:
