@@ -43,9 +43,9 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
         )
     elif answers := paper.found.gathered.scope.answers:
         found.append(
-            f"the forward asks {'once' if len(answers) == 1 else f'{len(answers)} times'} whether values are finite "
-            f"(first: {answers[0].name}); planned "
-            "as it goes on when they are, and autosplit() runs the modules that ask whole"
+            f"the forward reads values {'once' if len(answers) == 1 else f'{len(answers)} times'} (first: "
+            f"{answers[0].name}); where sizes do not decide them, it is planned for finite values and for masks that "
+            "hide something"
         )
     return plan.model_copy(update={"notes": (*plan.notes, *(note for note in found if note is not None))})
 

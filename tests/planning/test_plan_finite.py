@@ -47,7 +47,7 @@ def test_values_that_nobody_has_are_finite(asks: Ask) -> None:
     assert {"0.up#0", "3.down#0"} <= names, "no layer stays whole"
     assert not any("clamp" in name for name in names)
     (note,) = [note for note in found.notes if "finite" in note]
-    assert note.startswith("the forward asks 4 times whether values are finite (first: 0#0/")
+    assert note.startswith("the forward reads values 4 times (first: 0#0/")
     quiet = plan(layers(asks).eval(), "2xL4-24GB", sample=torch.empty(8, 16, device="meta"), chunks=4)
     assert not any("finite" in note for note in quiet.notes)
 
