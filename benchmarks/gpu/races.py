@@ -35,7 +35,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from autosplit import pipelined, recordings
+from autosplit import recorded, recordings
 from autosplit.planning.plan import Plan
 from autosplit.runtime import cells, lanes, ops
 from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, Lane
@@ -130,7 +130,7 @@ def on_streams(streams: Any) -> Iterator[None]:
 
     with (
         mock.patch.object(recordings, "lane", lane),
-        mock.patch.object(pipelined, "caller_lane", caller),
+        mock.patch.object(recorded, "caller_lane", caller),
         mock.patch.object(lanes, "caller_lane", caller),
     ):
         yield
