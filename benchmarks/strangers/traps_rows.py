@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.strangers.compare import Subject, loss_by_hand, loss_of_torch
+from benchmarks.strangers.compare import Batch, Subject, loss_by_hand, loss_of_torch
 from benchmarks.strangers.hosts import WIDTH, Residual, vectors
 
 Mix = Callable[[torch.Tensor], torch.Tensor]
@@ -183,9 +183,15 @@ MIXES: dict[str, Mix] = {
 }
 
 
+def larger_later(rows: int) -> Batch:
+    """Return vectors that are five times as large in the second batch size."""
+    (x,), _ = vectors(rows)
+    return (x * (5 if rows == 5 else 1),), {}
+
+
 def subjects() -> list[Subject]:
     """Return a subject for every operation."""
     return [
-        Subject(name, "rows", partial(Trapped, mix), vectors, loss=loss_by_hand if index % 2 else loss_of_torch)
+        Subject(name, "rows", partial(Trapped, mix), larger_later, loss=loss_by_hand if index % 2 else loss_of_torch)
         for index, (name, mix) in enumerate(MIXES.items())
     ]
