@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.graph import INFO, TensorInfo
-from autosplit.trace.kinds import adds, moved_and_index, rearranges
+from autosplit.trace.kinds import adds, gives_positions, keeps_numbers, moved_and_index, rearranges
 from autosplit.trace.neighbours import Values, result_of, shuffled, tensors_of
 from autosplit.trace.structure import flatten_output
 
@@ -154,11 +154,35 @@ class Layouts:
         return True
 
     def _is_offset(self, node: fx.Node, suspects: Collection[str]) -> bool:
-        """Tell whether an index is a sum of what depends on each row by itself and of what depends on places."""
-        if node not in self.valued or INFO not in node.meta or node.meta[INFO].name not in suspects:
+        """Tell whether an index is a row's own, or a sum of places and of positions within a row."""
+        if not self._is_suspect(node, suspects):
             return True
-        summed = adds(node, self.root) or rearranges(node, self.root)
-        return summed and all(self._is_offset(n, suspects) for n in node.all_input_nodes)
+        return self._is_sum(node) and all(self._is_summand(n, suspects) for n in node.all_input_nodes)
+
+    def _is_summand(self, node: fx.Node, suspects: Collection[str]) -> bool:
+        """Tell whether a part of such a sum is one of places, or a position that its operation keeps in bounds."""
+        if self._is_suspect(node, suspects):
+            return self._is_offset(node, suspects)
+        return node not in self.valued or INFO not in node.meta or self._is_position(node)
+
+    def _is_position(self, node: fx.Node) -> bool:
+        """Tell whether a node holds positions along a dimension, whatever the values are, or indices of the caller's.
+
+        Of any other number the sample shows some values only: ``(x > 2).long()`` may be 0 in all of it.
+        """
+        if node.op == "placeholder":
+            return not any(tensor.dtype.is_floating_point for tensor in node.meta[INFO].tensors)
+        if gives_positions(node, self.root):
+            return True
+        if not keeps_numbers(node, self.root):
+            return False
+        return all(self._is_position(n) for n in node.all_input_nodes if n in self.valued and INFO in n.meta)
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        return adds(node, self.root) or rearranges(node, self.root)
+
+    def _is_suspect(self, node: fx.Node, suspects: Collection[str]) -> bool:
+        return node in self.valued and INFO in node.meta and node.meta[INFO].name in suspects
 
     def _after(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Layout | None]:
         pairs = zip(result_of(node, self.run, values), node.meta[INFO].tensors, strict=True)

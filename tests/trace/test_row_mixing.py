@@ -51,6 +51,11 @@ def own_or_first(h: Tensor) -> Tensor:
     return h + h[torch.where(h[:, 0] < 1e3, torch.arange(len(h)), 0)]
 
 
+def beyond(h: Tensor) -> Tensor:
+    at = torch.arange(len(h)) * WIDTH + (h[:, 0] > 1.2).long() * WIDTH
+    return h + h.reshape(-1)[at % h.numel()][:, None]
+
+
 MIXING: dict[str, Body] = {
     "argsort of one value per row": lambda h: h + h[h[:, 0].argsort()],
     "sort of one value per row": lambda h: h + h[h[:, 0].sort().indices],
@@ -83,11 +88,17 @@ MIXING: dict[str, Body] = {
     "a gate that is zero": lambda h: h + (h > 1e3).to(h.dtype) * h.roll(1, 0),
     "a gate that is zero among merged rows": gated_roll,
     "a choice of rows": own_or_first,
+    "the row before, by a value that is rare": lambda h: h + h[torch.arange(len(h)) - (h[:, 0] > 1.2).long()],
+    "the row before, by the largest of rare values": lambda h: (
+        h + h[torch.arange(len(h)) - (h > 1.9).long().max(1).values]
+    ),
+    "a place beyond the row, by a value that is rare": beyond,
     "renorm of rare values": lambda h: h.renorm(2, 1, 1e3),
 }
 APART: dict[str, Body] = {
     "one value of each row": lambda h: h + h[torch.arange(len(h)), h.argmax(1)][:, None],
     "numbered places": lambda h: h + h.reshape(-1)[torch.arange(len(h)) * WIDTH + h.argmax(1)][:, None],
+    "places of the largest": lambda h: h + h.reshape(-1)[torch.arange(len(h)) * WIDTH + h.max(1).indices][:, None],
     "two flips": lambda h: h.flip(0).relu().flip(0),
     "columns sorted": lambda h: h.gather(1, h.argsort(1)).cumsum(1),
     "two views": lambda h: torch.cat([h, h.cos()]).tanh().chunk(2)[1],
