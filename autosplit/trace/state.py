@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autosplit.errors import TraceError
 from autosplit.trace import python_state
@@ -89,9 +89,10 @@ def buffer_contents(model: nn.Module) -> Iterator[None]:
 def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Restore tensors at the end; what did not change is not written, so that graphs stay valid for their backward.
 
-    Those on meta have nothing to restore.
+    Those on meta have nothing to restore, nor have fake ones, which a function of the recording's may hold.
     """
-    saved = [(t, t.detach().clone(), t._version) for t in tensors if not t.is_meta]
+    real = [t for t in tensors if not (t.is_meta or isinstance(t, FakeTensor))]
+    saved = [(t, t.detach().clone(), t._version) for t in real]
     try:
         yield
     finally:
