@@ -257,7 +257,7 @@ def test_the_model_may_be_taken_back_while_another_thread_is_in_a_step() -> None
         inside.set()
         hold(until=release)
 
-    caller = threading.Thread(target=lambda: found.append(case.pipe(VALUE, MARK)))
+    caller = threading.Thread(target=lambda: found.append(case.pipe(case.value, MARK)))
     with case.gates.at({Action(2, "F", 3): work}):
         caller.start()
         hold(until=inside)
