@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from autosplit.errors import InfeasibleError, InputError, PlanError
+from autosplit.errors import InfeasibleError, PlanError
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan import Plan
@@ -122,24 +122,3 @@ def test_a_plan_keeps_what_its_stages_recompute(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"always"', '"sometimes"'))
     with pytest.raises(PlanError, match="recompute"):
         Plan.load(path)
-
-
-class Own(nn.Module):
-    """Its Python decides by a value, in a loop: no graph follows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.calls = 0
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.calls += 1
-        for layer in self.layers:
-            value = torch.tanh(layer(value)) * self.calls
-        return value
-
-
-def test_a_model_that_runs_by_its_own_python_refuses_recompute() -> None:
-    pipe = autosplit(Own(), devices=["cpu"] * 2, chunks=4, recompute="always")
-    with pytest.raises(InputError, match=r"always.*own Python.*torch\.utils\.checkpoint"):
-        pipe(value())
