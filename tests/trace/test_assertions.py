@@ -118,7 +118,9 @@ def test_a_check_that_fails_raises_what_the_model_raises(value: float) -> None:
     assert raised[0][0] is not AssertionError or raised[0] == raised[1]
 
 
-def test_arguments_of_a_distribution_are_checked() -> None:
+def test_arguments_of_a_distribution_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.compile turns the checks off for the rest of the process
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     pipe = autosplit(Net(draws), devices=["cpu"] * 2, chunks=3)
     pipe(batch(6))
     with pytest.raises(ValueError, match="check of the model's values failed"):
