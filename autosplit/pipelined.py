@@ -212,8 +212,8 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
                 timed=timed,
             )
 
-        if self._forward_hooks or self._forward_pre_hooks:
-            return at_once(lambda: self(*args, **kwargs), "the pipe has forward hooks, which want its whole output")
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return at_once(lambda: self(*args, **kwargs), "the pipe has hooks, which want its whole output")
         try:
             step = self._prepare(args, kwargs)
         except FirstCall:

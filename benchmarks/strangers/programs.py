@@ -166,7 +166,7 @@ class Program:
             build=build,
             batch=self.batch,
             loss=loss_by_hand if self.seed % 2 else loss_of_torch,
-            outside=lambda: (list(SEEN), [state() for state in STATES]),
+            outside=lambda: (sorted(set(SEEN)), [state() for state in STATES]),
             leaf_inputs=not self.writes_input,
         )
 

@@ -33,9 +33,12 @@ def between(kind: str, **more: Any) -> Callable:
 
 
 def joined() -> Any:
-    """Return what hooks logged as one value, since hooks of inner modules may fire once per microbatch."""
+    """Return what hooks logged as one value.
+
+    Hooks of inner modules fire once per microbatch, and again where it is recomputed, with the same bits.
+    """
     if LOG and isinstance(LOG[0], torch.Tensor):
-        return torch.cat([entry.flatten() for entry in LOG]) if LOG[0].dim() else sum(LOG)
+        return torch.cat([entry.flatten() for entry in LOG]) if LOG[0].dim() else torch.stack(LOG).unique().sum()
     return sorted(set(LOG))
 
 

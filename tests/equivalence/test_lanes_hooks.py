@@ -159,6 +159,24 @@ def test_full_backward_hooks_of_layers_fire_per_microbatch_and_may_change_gradie
     assert [sorted(own) for own in rows.values()] == [[2, 2, 2, 2, 2, 2, 3, 3, 9, 9]] * 4
 
 
+def test_full_backward_hooks_of_the_model_fire_once_in_a_training_step(lanes: str) -> None:
+    target = numbers(9, WIDTH, seed=1)
+
+    def run(module: nn.Module) -> Sequence[Any]:
+        seen: list[Tensor] = []
+        module(value_of())  # the call that plans
+        module.register_full_backward_pre_hook(lambda _, outputs: seen.append(outputs[0].clone()))
+        module.register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 2,))
+        value = value_of()
+        if hasattr(module, "train_step"):
+            module.train_step(value, target=target, loss_fn=F.mse_loss)
+        else:
+            F.mse_loss(module(value), target).backward()
+        return [*seen, value.grad, *grads(module)]
+
+    check(run, "chain", lanes)
+
+
 # -- checkpoint and transforms ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
 @pytest.mark.parametrize("reentrant", [False, True])
