@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
@@ -241,8 +242,9 @@ def _prove(loss: _Loss, whole: Callable[[], Any]) -> Proof | None:
         given,
     ):
         output = whole()
-    output = _gathered(output, step.lanes)
-    flat, rebuild = flatten_output(output)
+    flat, rebuild = flatten_output(_gathered(output, step.lanes))
+    flat = [_as_leaf(leaf) for leaf in flat]
+    output = rebuild(flat)
 
     def part(microbatch: int | None) -> Any:
         if microbatch is None:
@@ -257,4 +259,14 @@ def _prove(loss: _Loss, whole: Callable[[], Any]) -> Proof | None:
                 leaves.append(leaf.narrow(dim, start * factor, step.sizes[microbatch] * factor))
         return rebuild(leaves)
 
-    return prove(loss.loss_fn, part, loss.target, loss.targets, step.sizes)
+    weights = loss.loss_fn.parameters() if isinstance(loss.loss_fn, nn.Module) else ()
+    leaves = [leaf for leaf in (*flat, *weights) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return prove(loss.loss_fn, part, loss.target, loss.targets, step.sizes, leaves)
+
+
+def _as_leaf(value: Any) -> Any:
+    """Return an output as a tensor of the same memory whose gradient can be asked for; other values as they are."""
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    with torch.inference_mode(False):
+        return (value.clone() if value.is_inference() else value.detach()).requires_grad_()

@@ -109,13 +109,27 @@ def prove(
     target: Any,
     targets: Sequence[Any],
     sizes: Sequence[int],
+    leaves: Sequence[torch.Tensor],
 ) -> Proof | None:
     """Find out on one batch how the losses of microbatches add up; None when this batch does not tell.
 
-    ``output(m)`` returns the model's output for microbatch ``m``, or for the whole batch when ``m`` is None. Raises
-    InputError when the loss is neither a mean nor a sum, draws random numbers, or changes its own buffers.
+    ``output(m)`` returns the model's output for microbatch ``m``, or for the whole batch when ``m`` is None; ``leaves``
+    are the tensors of the whole output, and parameters of the loss, whose gradients count. Raises InputError when the
+    loss or its gradient is neither a mean nor a sum, or when the loss draws random numbers or changes its own buffers.
     """
-    with torch.no_grad(), state.random_state(), state.attributes(functions=[loss_fn]):
+    with state.random_state(), state.attributes(functions=[loss_fn]):
+        return _proof(loss_fn, output, target, targets, sizes, leaves)
+
+
+def _proof(
+    loss_fn: Callable[..., Any],
+    output: Callable[[int | None], Any],
+    target: Any,
+    targets: Sequence[Any],
+    sizes: Sequence[int],
+    leaves: Sequence[torch.Tensor],
+) -> Proof | None:
+    with torch.no_grad():
         given = [leaf for leaf in pytree.tree_leaves((output(None), target)) if isinstance(leaf, torch.Tensor)]
         versions = [leaf._version for leaf in given if not leaf.is_inference()]
         with _pure(loss_fn), state.contents(given):
@@ -138,7 +152,40 @@ def prove(
             f"mean and {total:.6g} as the sum over {len(sizes)} microbatches; {WAY_OUT}"
         )
     best = tuple(kind for kind in ("counted", "counted sum", "mean", "sum") if kind in agree)
-    return Proof(best, conclusive=not {"mean", "sum"} <= set(agree))
+    conclusive = not {"mean", "sum"} <= set(agree)
+    if conclusive and leaves:
+        parts = Parts(best[0], loss_fn, sizes, targets, counted if "counted" in best[0] else ())
+        _check_gradients(parts, output, target, leaves)
+    return Proof(best, conclusive=conclusive)
+
+
+def _check_gradients(
+    parts: Parts, output: Callable[[int | None], Any], target: Any, leaves: Sequence[torch.Tensor]
+) -> None:
+    """Raise InputError when the gradients of the microbatches' losses are not those of the whole batch's loss.
+
+    A loss that is divided by a detached part of itself, or that changes gradients by a hook, has the value of a mean
+    and the gradient of none.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        whole = _gradients(call_loss(parts.loss_fn, output(None), target), leaves)
+        added = [_gradients(parts(output(m), m), leaves) for m in range(len(parts.sizes))]
+    for gradient, *of_parts in zip(whole, *added, strict=True):
+        largest = gradient.abs().max().item() if gradient.numel() else 0.0
+        difference = (torch.stack(of_parts).sum(0) - gradient).abs().max().item() if gradient.numel() else 0.0
+        if difference > 10 * _TOLERANCE.get(gradient.dtype, 1e-2) * max(largest, 1e-30) and math.isfinite(largest):
+            raise InputError(
+                f"the loss has the value of a {_WORDS[parts.kind]}, its gradient is none: it is up to {largest:.3g} on "
+                f"the whole batch, and off by {difference:.3g} from {len(parts.sizes)} microbatches; "
+                f"{WAY_OUT}"
+            )
+
+
+def _gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if not loss.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
 
 def _whole(loss_fn: Callable[..., Any], output: Any, target: Any) -> tuple[torch.Tensor, tuple[Counted, ...]]:

@@ -31,6 +31,19 @@ class Centre(nn.Module):
         return F.mse_loss(output, self.centre.expand_as(output))
 
 
+def _adaptive(first: Tensor, second: Tensor) -> Tensor:
+    """Return twice the first loss; its gradient has a weight that depends on the whole batch."""
+    return first + second * (first / second).detach()
+
+
+def _normed(output: Tensor) -> Tensor:
+    """Return the output, whose gradient is scaled to a norm of one."""
+    output = output * 1
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / gradient.norm())
+    return output
+
+
 CASES: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "no reduction": (lambda o, t: o - t, Y, r"scalar \(0-dim\) tensor, it returned a tensor of shape \[7, 5\]"),
     "one value in a list": (lambda o, t: (o - t).mean().reshape(1), Y, r"scalar.*shape \[1\]"),
@@ -39,6 +52,18 @@ CASES: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "a dict without a loss": (lambda o, t: {"mse": F.mse_loss(o, t)}, Y, "scalar.*'mse' and no tensor 'loss'"),
     "a tuple that begins with a number": (lambda o, t: (3, o.sum()), Y, "scalar.*does not begin with a tensor"),
     "a root": (lambda o, t: F.mse_loss(o, t).sqrt(), Y, "neither a mean nor a sum.*loss_reduction"),
+    "divided by itself": (
+        lambda o, t: F.mse_loss(o, t) / F.mse_loss(o, t).detach(),
+        Y,
+        "its gradient is none.*reduction",
+    ),
+    "an adaptive weight": (lambda o, t: _adaptive((o - t).abs().mean(), F.mse_loss(o, t)), Y, "its gradient is none"),
+    "a straight-through penalty": (
+        lambda o, t: F.mse_loss(o, t) + o.max() - o.max().detach(),
+        Y,
+        "its gradient is none",
+    ),
+    "a hook on its input": (lambda o, t: F.mse_loss(_normed(o), t), Y, "its gradient is none"),
     "a random loss": (lambda o, t: F.mse_loss(F.dropout(o), t), Y, "draws random numbers.*loss_reduction"),
     "a loss with a state": (Centre(), Y, "its own buffer 'centre'.*loss_reduction"),
     "a target in the closure": (lambda o, t: F.mse_loss(o, Y), Y, "fails on microbatch 0, 2 of 7 rows.*target="),
