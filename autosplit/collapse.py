@@ -11,7 +11,7 @@ from torch import fx, nn
 from autosplit.options import Options
 from autosplit.planning.sizes import sizes_of
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
-from autosplit.trace.readings import work_of
+from autosplit.trace.rough_work import rough_work
 
 MOST_OUTSIDE = 0.3
 """The part of the work that may run once per step before that is a collapse."""
@@ -40,7 +40,9 @@ class Collapses:
         if not self._overlaps:
             return
         sizes = sizes_of(rows, self.options.chunks, graph.min_rows, like=self.options.microbatches)
-        self.note(kind, _one_microbatch(graph, rows) if len(sizes) == 1 else _outside(graph, self.model, rows))
+        told = self.options.batch_dims is not None
+        what = _one_microbatch(graph, rows) if len(sizes) == 1 else _outside(graph, self.model, rows, told=told)
+        self.note(kind, what)
 
     def note(self, kind: Any, what: str | None) -> None:
         """Keep what was found at the first call of a kind, and warn of it where stages could overlap."""
@@ -62,9 +64,9 @@ def _one_microbatch(graph: TracedGraph, rows: int) -> str:
     )
 
 
-def _outside(graph: TracedGraph, model: nn.Module, rows: int) -> str | None:
+def _outside(graph: TracedGraph, model: nn.Module, rows: int, *, told: bool) -> str | None:
     """Return how much of the work runs once per step, where, why, and what to do; None where that is little."""
-    work = [(info, amount) for info, amount in work_of(graph, model, rows=rows) if amount]
+    work = [(info, amount) for info, amount in rough_work(graph, model, rows=rows) if amount]
     total = sum(amount for _, amount in work)
     parts = dict.fromkeys(NodeClass, 0.0)
     modules: Counter[str] = Counter()
@@ -83,6 +85,8 @@ def _outside(graph: TracedGraph, model: nn.Module, rows: int) -> str | None:
         said.append(f"{shared:.0%} of the work runs once per step: it depends on no row")
     if full:
         way_out = "compute row by row, or in the loss_fn of train_step, what need not see all rows"
+        if not told:
+            way_out += f"; where the first dimension, of size {rows}, is not the batch, say by batch_dims= which is"
     else:
         way_out = "give a larger batch, or say by batch_dims= where it is"
     return f"{'; '.join(said)}. By module: {named}. What helps: {way_out}"

@@ -78,7 +78,6 @@ class Recordings:
         self._refused: OrderedDict[Any, str] = OrderedDict()
         self._collapses = Collapses(model, options)
         self._constants = Constants(options)
-        self._batch_dims: dict[str, int | None] = {}
         self.python = PythonRuns(model)
 
     def schedule_for(self, microbatches: int) -> Schedule:
@@ -121,8 +120,8 @@ class Recordings:
                 found = self._recorded(key, as_called(sample))
                 if found is None:
                     used(self._refused, key.rest)
-                    self._collapses.note(key.rest, OWN_PYTHON.format(self._refused[key.rest]))
-                    return self._tree(key, sample, self._refused[key.rest])
+                    self._collapses.note(why := self._refused[key.rest], OWN_PYTHON.format(why))
+                    return self._tree(key, sample, why)
                 rows = rows_of(key.shapes, found.kind.batch_dims)
                 self._collapses.check(key.rest, found.traced, rows)
         tensors = [leaf for leaf in leaves_of((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -353,7 +352,6 @@ class Recordings:
             sample,
             batch_dims=told,
             findings=self._findings.get(values),
-            before=self._batch_dims,
             proofs=() if self.plan is None else self.plan.proofs,
             whole_norms=self.options.batch_norm == "full",
         )
@@ -367,7 +365,6 @@ class Recordings:
         used(self._findings, values)
         while len(self._findings) > _KEPT:
             self._findings.popitem(last=False)
-        self._batch_dims = dict(zip(found.inputs.names, found.inputs.batch_dims, strict=True))
         rows = batch_rows(found.inputs)
         if self.plan is None:
             least, like = found.graph.min_rows, self.options.microbatches

@@ -11,7 +11,6 @@ from autosplit.partition.costs import check
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition
 from autosplit.profile.types import Profile
-from autosplit.trace.graph import InputInfo
 
 PLAIN_ON_TWO = (1.74, 1.83)
 """How many times as fast as on one thread plain training steps were on two idle cores: conv net, transformer, MLP."""
@@ -25,17 +24,6 @@ def advice(problem: Problem, partition: Partition, options: Options, *, measured
         yield from _zero_bubble(problem, partition)
     if measured and all(device.type == "cpu" for device in options.devices) and problem.schedule != "forward":
         yield from _on_cores(problem, partition)
-
-
-def note_on_rows(inputs: Sequence[InputInfo], *, told: bool) -> Iterator[str]:
-    """Yield where the batch was found, where nobody told and no input has it in the first dimension."""
-    others = [each for each in inputs if each.batch_dim]
-    if others and not told and all(each.batch_dim != 0 for each in inputs):
-        places = ", ".join(f"dimension {each.batch_dim} of {each.name}" for each in others)
-        yield (
-            f"the batch was found in {places}: along the first dimension no recording does for every number of rows; "
-            "if that is wrong, give a batch of two rows or more, or batch_dims="
-        )
 
 
 def note_on_training(costs: Profile, schedule: str) -> str | None:

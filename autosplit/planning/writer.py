@@ -14,7 +14,7 @@ from autosplit.memory.pieces import Recompute
 from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
-from autosplit.planning.advice import advice, note_on_rows, note_on_training
+from autosplit.planning.advice import advice, note_on_training
 from autosplit.planning.apply import Wires, assign
 from autosplit.planning.case import Case
 from autosplit.planning.crossing import boundaries_of, sent_s
@@ -301,7 +301,6 @@ class Writer:
 
     def _notes(self) -> Iterable[str]:
         infos = [info for _, info in self.traced.compute_nodes()]
-        yield from note_on_rows(self.traced.inputs, told=self.options.batch_dims is not None)
         if (nothing := note_on_training(self.costs, self.schedule.name)) is not None:
             yield nothing
         if self.traced.min_rows > 1:

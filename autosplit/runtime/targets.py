@@ -52,7 +52,7 @@ def _batch_dim(target: torch.Tensor, rows: int, outputs: Sequence[Shape]) -> int
         return fitting[0]
     raise InputError(
         f"the target has shape {list(shape)}, the batch {rows} rows; give one target row per batch row, and what has "
-        "no batch by functools.partial(loss_fn, ...)"
+        "no batch by functools.partial(loss_fn, ...), or say by batch_dims= which dimension of the inputs is the batch"
     )
 
 

@@ -92,7 +92,8 @@ class Gathered:
         if not holds:
             raise Refusal(
                 f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
-                "depends on the number of rows; a graph holds for all batch sizes only when sizes are a*rows + b",
+                "depends on the number of rows, or batch_dims= must say where the batch is; a graph holds for all batch "
+                "sizes only when sizes are a*rows + b",
                 "",
             )
 
@@ -111,12 +112,13 @@ def record_at(
 
 
 @phase("tracing the forward")
-def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | None = None) -> Gathered:
-    """Record a model and merge; with ``atoms``, modules that cannot be recorded become atoms.
+def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) -> Gathered:
+    """Record a model and merge; modules that cannot be recorded become atoms.
 
-    Raises Refusal for what no graph can follow, Unexpected for an exception of the model's own.
+    Raises Refusal for what no graph can follow, Unexpected for an exception of the model's own: that of the first
+    attempt, which knows the module that it came out of.
     """
-    scope = scope or Scope()
+    scope, first = scope or Scope(), None
     for _ in range(_ROUNDS):
         try:
             try:
@@ -125,9 +127,10 @@ def gather(model: nn.Module, flat: FlatInputs, *, atoms: bool, scope: Scope | No
                 scope = replace(scope, answers=_answers(model, flat, scope))
                 continue
         except (Refusal, Unexpected) as error:
-            if not atoms or not error.module:
-                raise
-            scope = scope.with_atoms(_atoms(model, scope, error))
+            first = first or error
+            if not (atoms := _atoms(model, scope, error)):
+                raise error if isinstance(error, Refusal) and isinstance(first, Refusal) else first
+            scope = scope.with_atoms(atoms)
             continue
         return gathered
     raise Refusal(f"forward could not be recorded in {_ROUNDS} attempts", "")
@@ -297,12 +300,12 @@ def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, 
 
 
 def _atoms(model: nn.Module, scope: Scope, error: Refusal | Unexpected) -> dict[str, Atom]:
-    """Return the module that has to be an atom, and its like: equal Python fails in an equal way."""
+    """Return the module that has to be an atom, and its like: equal Python fails in an equal way; none for the root."""
     path = error.module
     while path in scope.atoms:
         path = path.rpartition(".")[0]
     if not path:
-        raise error
+        return {}
     kind = type(model.get_submodule(path))
     whole = error.whole if isinstance(error, Refusal) else ""
     alike = [p for p, module in model.named_modules() if p and type(module) is kind and p not in scope.atoms]

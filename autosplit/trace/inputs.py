@@ -20,12 +20,15 @@ UNTOLD = object()
 def flatten(model: nn.Module, sample: Sample, batch_dims: Any = None) -> FlatInputs:
     """Flatten a call's inputs and tell each tensor's batch dimension.
 
-    ``batch_dims``: None (the first dimension of every tensor; a leading 1 beside a larger batch is no batch), an int
-    for all tensors, a tuple with one entry per positional input, or a dict by input name. An entry is an int, None (no
-    batch dimension), or for a nested input the like nesting of entries.
+    ``batch_dims``: None, an int for all tensors, a tuple with one entry per positional input, or a dict by input name.
+    An entry is an int, None (no batch dimension), or for a nested input the like nesting of entries.
+
+    A tensor that ``batch_dims`` says nothing of has its batch in its first dimension where that has the batch's size,
+    else none. The batch's size is that of the dimensions that ``batch_dims`` names, else that of the first dimension of
+    the first tensor, tensors with one row left out where others have more.
 
     Raises InputError when ``batch_dims`` does not fit the inputs, when the sizes that it tells contradict each other,
-    or when the batch is empty. Sizes that nobody told may contradict each other: see `readings`.
+    or when there is no batch, or an empty one.
     """
     pairs, spec = with_paths((sample.args, sample.kwargs))
     leaves = tuple(leaf for _, leaf in pairs)
@@ -33,9 +36,8 @@ def flatten(model: nn.Module, sample: Sample, batch_dims: Any = None) -> FlatInp
     names = tuple(_unique(_input_names(model, paths)))
     told = _all_told(model, batch_dims, paths, names)
     dims = tuple(_dimension(leaf, t, n) for leaf, t, n in zip(leaves, told, names, strict=True))
-    flat = FlatInputs(leaves, spec, names, _without_broadcast(leaves, dims, told))
-    if batch_dims is not None or len(_rows(flat)) < 2:
-        batch_rows(flat)
+    flat = FlatInputs(leaves, spec, names, _of_one_size(leaves, dims, told))
+    batch_rows(flat)
     return flat
 
 
@@ -53,21 +55,15 @@ def batch_rows(flat: FlatInputs) -> int:
         )
     if len(rows) > 1:
         listed = ", ".join(f"{n}: {list(shape)} (dim {dim})" for n, (shape, dim) in sizes.items())
-        example = ", ".join("0" if i == 0 else "None" for i in range(len(sizes)))
         raise InputError(
-            f"the inputs' batch sizes are ambiguous: {listed}; say which dimension is the batch by batch_dims=, for "
-            f"example batch_dims=({example}) (None: no batch dimension)"
+            f"batch_dims= names dimensions of different sizes: {listed}; the batch has one size, and an input without "
+            "a batch dimension is None there"
         )
     count = rows.pop()
     if count < 1:
         listed = ", ".join(f"{n}: {list(shape)}" for n, (shape, _) in sizes.items())
         raise InputError(f"the batch is empty ({listed}); give at least one row")
     return count
-
-
-def _rows(flat: FlatInputs) -> set[int]:
-    """Return the sizes of all batch dimensions."""
-    return {leaf.shape[dim] for leaf, dim in zip(flat.leaves, flat.batch_dims, strict=True) if dim is not None}
 
 
 def _dimension(leaf: Any, told: Any, name: str) -> int | None:
@@ -82,14 +78,13 @@ def _dimension(leaf: Any, told: Any, name: str) -> int | None:
     return told % leaf.dim()
 
 
-def _without_broadcast(
-    leaves: tuple[Any, ...], dims: tuple[int | None, ...], told: list[Any]
-) -> tuple[int | None, ...]:
-    sizes = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
-    if sizes <= {1}:
-        return dims
+def _of_one_size(leaves: tuple[Any, ...], dims: tuple[int | None, ...], told: list[Any]) -> tuple[int | None, ...]:
+    """Return the batch dimensions, without those that nobody told and whose size is not the batch's."""
+    pairs = [(leaf.shape[dim], t) for leaf, dim, t in zip(leaves, dims, told, strict=True) if dim is not None]
+    named, more = [size for size, t in pairs if t is not UNTOLD], [size for size, _ in pairs if size != 1]
+    rows = next(iter((*named, *more)), 1)
     return tuple(
-        None if dim is not None and t is UNTOLD and leaf.shape[dim] == 1 else dim
+        None if dim is not None and t is UNTOLD and leaf.shape[dim] != rows else dim
         for leaf, dim, t in zip(leaves, dims, told, strict=True)
     )
 

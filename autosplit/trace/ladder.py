@@ -6,7 +6,7 @@ record at 3, 4 and 6 rows ─► merge ─► fx graph ─► value probe (eval 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +34,6 @@ from autosplit.trace.norms import note_rewritten
 from autosplit.trace.objects import leaves_of
 from autosplit.trace.probe import run_probe
 from autosplit.trace.proof import identity
-from autosplit.trace.readings import Shares, best, shares
 from autosplit.trace.reads import Guard, guard_of, without_reads
 from autosplit.trace.recording import Call, Refusal, Unexpected
 from autosplit.trace.rehearse import answering
@@ -86,53 +85,33 @@ def trace(
     *,
     batch_dims: object = None,
     findings: Findings | None = None,
-    before: Mapping[str, int | None] | None = None,
     proofs: Sequence[Proof] = (),
     whole_norms: bool = False,
 ) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
 
-    ``before``: the batch dimensions that an earlier call was found to have, by input name. A recording that one of
-    ``proofs`` is about is not proved again. With ``whole_norms`` norms that keep batch statistics are full.
+    A recording that one of ``proofs`` is about is not proved again. With ``whole_norms`` norms that keep batch
+    statistics are full.
 
-    Raises TraceError when a graph cannot follow the model, InputError for inputs whose batch cannot be told, and the
-    model's own exception when its forward raises.
+    Raises TraceError when a graph cannot follow the model, InputError for inputs without a batch, and the model's own
+    exception when its forward raises.
     """
-    told, scope = batch_dims is not None, Scope(whole_norms=whole_norms)
     flat = flatten(model, sample, batch_dims)
-    return _traced(model, flat, scope, findings, told=told, before=before, proofs=proofs)
-
-
-def _is_spread(model: nn.Module) -> bool:
-    """Tell whether a model lies on several devices, as after its first recording: it cannot run by itself then."""
-    return len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1
-
-
-def _traced(
-    model: nn.Module,
-    flat: FlatInputs,
-    scope: Scope,
-    findings: Findings | None,
-    *,
-    told: bool,
-    before: Mapping[str, int | None] | None,
-    proofs: Sequence[Proof] = (),
-) -> Trace:
     try:
-        found = best(
-            flat,
-            lambda reading, atoms: _classified(model, reading, findings, scope, atoms=atoms, proofs=proofs),
-            told=told,
-            before=before,
-        )
+        found = _classified(model, flat, findings, Scope(whole_norms=whole_norms), proofs=proofs)
     except Unexpected as error:
         _raise_own(model, flat, error.error)
-    graph, flat, gathered = found.graph, found.flat, found.gathered
+    graph, gathered = found.graph, found.gathered
     if found.proof is None:
         later(lambda: _check(model, graph, flat, gathered))
     guard = guard_of(model, gathered.recording, gathered.scope.answers)
     proof = found.proof or (Proof.of(found.identity, found.findings) if found.identity is not None else None)
     return Trace(graph, flat, found.findings, guard, gathered, proof=proof)
+
+
+def _is_spread(model: nn.Module) -> bool:
+    """Tell whether a model lies on several devices, as after its first recording: it cannot run by itself then."""
+    return len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1
 
 
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
@@ -195,13 +174,11 @@ def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered
 
 @dataclass(frozen=True)
 class _Classified:
-    """A recording under one reading of the inputs, with the classes of its nodes."""
+    """A recording with the classes of its nodes."""
 
-    flat: FlatInputs
     gathered: Gathered
     findings: Findings
     graph: TracedGraph
-    shares: Shares
     identity: str | None
     proof: Proof | None
 
@@ -212,10 +189,9 @@ def _classified(
     findings: Findings | None,
     scope: Scope,
     *,
-    atoms: bool,
     proofs: Sequence[Proof],
 ) -> _Classified:
-    gathered = gather(model, flat, atoms=atoms, scope=scope)
+    gathered = gather(model, flat, scope=scope)
     names = frozenset(name for merged in gathered.recording.calls for name in _probed_as(merged.call, model))
     before = findings if findings is not None and findings.batch_dims == flat.batch_dims else Findings()
     own = identity(model, flat, gathered)
@@ -231,13 +207,13 @@ def _classified(
         except Exception as error:
             raise Refusal(
                 f"other rows of the sample could not be tried ({type(error).__name__}: {error}): an input may hold "
-                "numbers of rows",
+                "numbers of rows, or batch_dims= must say where the batch is",
                 "",
             ) from error
         before = before.joined(replace(seen, probed=seen.probed | names, batch_dims=flat.batch_dims))
     graph = _accept(model, flat, gathered, before)
     refuse_hiding(model, gathered.scope, _opaque_once(graph))
-    return _Classified(flat, gathered, before, graph, shares(graph, model), own, proof)
+    return _Classified(gathered, before, graph, own, proof)
 
 
 def _opaque_once(graph: TracedGraph) -> set[str]:
@@ -276,7 +252,7 @@ def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> Findings:
     if any(p.is_meta for p in model.parameters()):
         return Findings()
     with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model) as loud:
-        found = gather(model, flat, atoms=True, scope=gathered.scope) if loud else gathered
+        found = gather(model, flat, scope=gathered.scope) if loud else gathered
         raw = _decomposed(model, found)
         seen = run_probe(raw, flat, kept=found.min_rows)
     probed = frozenset(n.meta[INFO].name for n in raw.graph.nodes if INFO in n.meta)

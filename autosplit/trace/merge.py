@@ -159,13 +159,14 @@ def _same_calls(first: Recording, other: Recording) -> None:
         if (a.name, a.kind) != (b.name, b.kind) or not (a.target is b.target or a.target == b.target):
             raise TraceError(
                 f"forward does other things at another batch size: {a.name} became {b.name}"
-                f" (module {a.module or 'root'!r}); Python code there depends on the number of rows"
+                f" (module {a.module or 'root'!r}); Python code there depends on the number of rows, or "
+                "batch_dims= must say where the batch is"
             )
     if len(first.calls) != len(other.calls):
         raise TraceError(
             f"forward does other things at another batch size: {len(first.calls)} operations became "
-            f"{len(other.calls)}; Python code depends on the number of rows (last common one: "
-            f"{first.calls[min(len(first.calls), len(other.calls)) - 1].name})"
+            f"{len(other.calls)}; Python code depends on the number of rows, or batch_dims= must say where "
+            f"the batch is (last common one: {first.calls[min(len(first.calls), len(other.calls)) - 1].name})"
         )
 
 

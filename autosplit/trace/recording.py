@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ VALUE_READS = frozenset(
     "__contains__".split()
 )
 GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent)
 _DECORATORS = str(contextlib.__file__)
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from autosplit.errors import TraceError
 from autosplit.trace import state
 from autosplit.trace.probe import probe_rows
+from autosplit.trace.recording import Unexpected
 from autosplit.trace.run import FlatInputs, patched
 from autosplit.trace.scope import Scope
 from autosplit.trace.tree_watch import written_back
@@ -19,7 +21,7 @@ from autosplit.trace.watch import Observations, Watcher
 def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Observations | None:
     """Run the model on ``rows`` real rows and note what its atoms give; None when it has none, or no values.
 
-    The model and the random states are as before at the end.
+    The model and the random states are as before at the end. Raises Unexpected for an exception of the model's own.
     """
     if not scope.atoms or any(parameter.is_meta for parameter in model.parameters()):
         return None
@@ -37,7 +39,12 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Ob
         patched(watcher),
         watcher,
     ):
-        model(*args, **kwargs)
+        try:
+            model(*args, **kwargs)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise Unexpected(error, "") from error
     return Observations(model, scope, watcher.seen)
 
 

@@ -41,14 +41,7 @@ class TwoInputs(nn.Module):
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_ambiguous_batch_sizes_ask_for_batch_dims(early: bool, unchanged: Unchanged) -> None:
-    model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
-    with unchanged(model, *inputs), pytest.raises(InputError, match=r"(?s)8.*4.*batch_dims="):
-        split_and_call(model, *inputs, early=early)
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_batch_dims_resolve_the_ambiguity(early: bool) -> None:
+def test_an_input_without_rows_is_whole(early: bool) -> None:
     model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
     pipe = autosplit(
         model, devices=["cpu"] * 2, chunks=4, batch_dims=(0, None), sample=Sample(*inputs) if early else None
@@ -65,7 +58,7 @@ def test_batch_dims_resolve_the_ambiguity(early: bool) -> None:
 
 def test_batch_dims_that_do_not_match_the_inputs(unchanged: Unchanged) -> None:
     model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
-    for batch_dims in ((0,), (5, None), (0, 1, 2)):
+    for batch_dims in ((0, 0), (5, None), (0, 1, 2)):
         with unchanged(model, *inputs), pytest.raises(InputError, match="batch_dims"):
             autosplit(model, devices=["cpu"] * 2, chunks=4, batch_dims=batch_dims, sample=inputs)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from autosplit import plan
 from autosplit.errors import ProfileError
 from autosplit.options import Options, Sample
-from autosplit.planning.advice import note_on_rows
 from autosplit.planning.case import _lies_on
 from autosplit.planning.plan import Plan
 from autosplit.planning.reasons import reasons
@@ -171,13 +170,6 @@ def test_a_plan_of_graphs_says_what_they_hold_and_does_not_advise_them() -> None
     assert "graphs=True" not in said[1]
     assert said[1].endswith("fewer chunks mean fewer kernels")
     assert not any("torchrun" in each for each in said)
-
-
-def test_a_batch_in_another_dimension_is_said_where_no_input_has_it_first() -> None:
-    first, second = InputInfo("input_ids", 0, 0), InputInfo("position_ids", 1, 1)
-    assert list(note_on_rows([first, second], told=False)) == []
-    [note] = note_on_rows([second], told=False)
-    assert note.startswith("the batch was found in dimension 1 of position_ids")
 
 
 def test_a_model_of_buffers_alone_is_planned() -> None:

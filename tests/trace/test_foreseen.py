@@ -88,7 +88,7 @@ def on_meta(*bodies: Body, **settings: Any) -> Line:
 def gathered(model: nn.Module) -> Gathered:
     RUNS.clear()
     BEGUN["gather"] += 1
-    return gather(model, flatten(model, Sample(torch.zeros(7, WIDTH, device="meta"))), atoms=False)
+    return gather(model, flatten(model, Sample(torch.zeros(7, WIDTH, device="meta"))))
 
 
 def foreseen(model: nn.Module) -> Gathered:

@@ -190,7 +190,7 @@ def named(cases: tuple[Body, ...]) -> Any:
 def least_rows(body: Body, *, rows: int = 7, device: str = "cpu") -> int:
     with torch.device(device):
         model = Net(body)
-    return gather(model, flatten(model, Sample(torch.ones(rows, WIDTH, device=device))), atoms=False).min_rows
+    return gather(model, flatten(model, Sample(torch.ones(rows, WIDTH, device=device)))).min_rows
 
 
 @named(HOLD)

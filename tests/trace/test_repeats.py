@@ -85,7 +85,7 @@ def runs_of(model: nn.Module, rows: int = 7) -> dict[str, int]:
     """Return how often each block's Python ran while the model was recorded and merged, by index."""
     flat = inputs(model, rows)
     RUNS.clear()
-    gather(model, flat, atoms=False)
+    gather(model, flat)
     return dict(RUNS)
 
 
@@ -143,9 +143,9 @@ def by_index_and_rows(block: Any, x: Tensor) -> Tensor:
 def test_what_only_one_block_does_at_the_callers_size_is_found() -> None:
     model = Chain(*[by_index_and_rows] * 4)
     with pytest.raises(Exception, match="forward does other things at 7 rows than at 3, 4, 6"):
-        gather(model, inputs(model, 7), atoms=False)
+        gather(model, inputs(model, 7))
     assert alike_of(model).keys() == {"blocks.1", "blocks.2", "blocks.3"}
-    gather(model, inputs(model, 8), atoms=False)
+    gather(model, inputs(model, 8))
 
 
 def casts(block: Any, x: Tensor) -> Tensor:
@@ -238,10 +238,10 @@ def test_copied_calls_have_the_blocks_own_parameters_and_buffers() -> None:
 def test_merged_recordings_are_the_same_with_and_without_repeats(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Chain(*[BODIES[name]] * 3)
     flat = inputs(model)
-    found = gather(model, flat, atoms=False)
+    found = gather(model, flat)
     monkeypatch.setattr("autosplit.trace.gather.equals", lambda *_, **__: {})
     RUNS.clear()
-    every = gather(model, flat, atoms=False)
+    every = gather(model, flat)
     assert set(RUNS.values()) == {2 + LATER}
     assert [m.call.name for m in found.recording.calls] == [m.call.name for m in every.recording.calls]
     for mine, other in zip(found.recording.calls, every.recording.calls, strict=True):

@@ -100,7 +100,7 @@ def test_a_list_of_images_or_an_unknown_object_is_not_cut() -> None:
 
 def test_sizes_that_disagree_or_are_too_few() -> None:
     model = Net(lambda net, x, y: net.layer(x) + y)
-    assert "no common batch dimension" in str(ask(model, rows(4), rows(3)).why)
+    assert "no common batch dimension" in str(ask(model, rows(4), rows(3), batch_dims=0).why)
     assert ask(Net(per_row), rows(1)).why == "there is only one row"
     assert ask(Net(per_row), rows(4), chunks=1).why == "chunks is 1"
 

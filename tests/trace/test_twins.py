@@ -21,7 +21,7 @@ from tests.trace.test_repeats import BODIES, LATER, LOG, RUNS, WIDTH, Chain, by_
 def gathered(model: nn.Module, rows: int = 7) -> Gathered:
     RUNS.clear()
     device = next(model.parameters()).device
-    return gather(model, flatten(model, Sample(torch.zeros(rows, WIDTH, device=device))), atoms=False)
+    return gather(model, flatten(model, Sample(torch.zeros(rows, WIDTH, device=device))))
 
 
 def on_meta(*bodies: Any, **attributes: Any) -> Chain:
@@ -157,9 +157,9 @@ def test_tied_layers_are_entered_as_if_their_uses_had_been_seen_first(
     with torch.device(device):
         model = Tied(use)
     flat = flatten(model, Sample(torch.zeros(5, 3, dtype=torch.int64, device=device)))
-    found = gather(model, flat, atoms=False)
+    found = gather(model, flat)
     monkeypatch.setattr("autosplit.trace.gather.tied_layers", lambda *_: {})
-    expected = gather(model, flat, atoms=False)
+    expected = gather(model, flat)
     assert repr(found.recording.calls) == repr(expected.recording.calls)
     assert found.scope == expected.scope
     assert bool(found.scope.entered) == (use != "nothing")

@@ -1,8 +1,9 @@
-"""The batch in any dimension, found by trial; what has no rows is never cut; what cannot be told is an error."""
+"""The batch is the first dimension or what `batch_dims` says; one that is assumed wrongly costs time, never numbers."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -66,8 +67,10 @@ class States(nn.Module):
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_states_of_an_lstm_have_the_batch_in_their_second_dimension(batch_first: bool) -> None:
     shape = (7, 4, WIDTH) if batch_first else (4, 7, WIDTH)
-    pipe = check(States(batch_first=batch_first).double(), numbers(*shape), numbers(2, 7, 5), numbers(2, 7, 5, seed=1))
-    assert dims_of(pipe) == (0 if batch_first else 1, 1, 1)
+    dims = (0 if batch_first else 1, 1, 1)
+    model = States(batch_first=batch_first).double()
+    pipe = check(model, numbers(*shape), numbers(2, 7, 5), numbers(2, 7, 5, seed=1), batch_dims=dims)
+    assert dims_of(pipe) == dims
     assert pipe.plan.class_flops["full"] == 0.0
     other = (9, 4, WIDTH) if batch_first else (4, 9, WIDTH)
     plain = pipe.unsplit()
@@ -90,16 +93,84 @@ def flat(output: Any) -> tuple[Tensor, ...]:
     return value, hidden, cell
 
 
-def test_a_time_major_encoder_is_cut_along_its_rows() -> None:
+def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0)
-    plain = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double()
-    pipe = check(plain, numbers(5, 7, WIDTH))
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double()
+
+
+def test_a_time_major_encoder_is_cut_along_its_rows() -> None:
+    plain = encoder()
+    pipe = check(plain, numbers(5, 7, WIDTH), batch_dims=1)
     assert dims_of(pipe) == (1,)
     assert pipe.plan.class_flops["full"] == 0.0
     for length, rows in ((4, 7), (5, 9)):
         batch = Batch((numbers(length, rows, WIDTH),))
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
         assert dims_of(pipe) == (1,)
+
+
+class TimeMajor(nn.Module):
+    """An LSTM over the first dimension, a Transformer whose two inputs differ in it, or two states beside the input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        match kind:
+            case "encoder":
+                self.body: nn.Module = encoder()
+            case "transformer":
+                self.body = nn.Transformer(WIDTH, 2, 1, 1, 12, dropout=0.0)
+            case _:
+                self.body = nn.LSTM(WIDTH, WIDTH, 2, batch_first=kind == "states")
+        self.last = nn.Linear(WIDTH, 5)
+        self.double()
+
+    def forward(self, value: Tensor, *others: Tensor) -> Tensor:
+        output = self.body(value, others) if self.kind == "states" else self.body(value, *others)
+        return self.last(output if isinstance(output, Tensor) else output[0])
+
+
+OTHERS: dict[str, tuple[Tensor, ...]] = {
+    "encoder": (),
+    "lstm": (),
+    "transformer": (numbers(4, 7, WIDTH),),
+    "states": (numbers(2, 5, WIDTH), numbers(2, 5, WIDTH, seed=1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_batch_that_is_not_first_is_the_plain_model_and_a_warning_without_batch_dims(kind: str) -> None:
+    with pytest.warns(UserWarning, match="has collapsed: .*batch_dims="):
+        check(TimeMajor(kind), numbers(5, 7, WIDTH), *OTHERS[kind])
+
+
+def test_a_target_of_other_rows_names_batch_dims() -> None:
+    pipe = pipe_of(TimeMajor("lstm"))
+    with (
+        pytest.warns(UserWarning, match="has collapsed"),
+        pytest.raises(InputError, match=r"the target has shape \[7, 5\], the batch 4 rows.* batch_dims="),
+    ):
+        pipe.train_step(
+            numbers(4, 7, WIDTH), target=numbers(7, 5), loss_fn=lambda output, t: (output[-1] - t).square().mean()
+        )
+
+
+@pytest.mark.parametrize("first", [5, 7])
+def test_a_choice_by_the_number_of_rows_is_the_whole_batchs(first: int) -> None:
+    model = Model(lambda m, x: m.b(torch.tanh(m.a(x)) * (1.1 if x.shape[0] > 6 else 1.0)))
+    pipe = pipe_of(model)
+    with pytest.warns(UserWarning, match="has collapsed: .* since forward does other things at 7 rows"):
+        for rows in (first, 12 - first, first):
+            batch = Batch((numbers(rows, 4, WIDTH),))
+            assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
+    x, target = numbers(7, 4, WIDTH), numbers(7)
+
+    def loss_fn(output: Tensor, t: Tensor) -> Tensor:
+        return (output.flatten(1) - t[:, None]).square().mean()
+
+    torch.testing.assert_close(pipe.train_step(x, target=target, loss_fn=loss_fn), loss_fn(model(x), target).detach())
 
 
 def test_a_batch_that_mixes_at_once_is_still_the_batch() -> None:
@@ -148,25 +219,36 @@ TABLES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[int | None, ...]]] = {
 @pytest.mark.parametrize("name", TABLES)
 def test_what_has_the_size_of_the_batch_is_cut_only_where_it_has_rows(name: str) -> None:
     body, inputs, dims = TABLES[name]
-    pipe = check(Model(body), *inputs)
+    pipe = check(Model(body), *inputs, batch_dims=dims)
     assert dims_of(pipe) == dims
     assert pipe.plan.class_flops["full"] < LIGHT
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        check(Model(body), *inputs)
+    said = [str(each.message) for each in seen if "has collapsed" in str(each.message)]
+    assert all("batch_dims=" in each for each in said)
+    assert bool(said) == (None in dims)
 
 
-AMBIGUOUS: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
+OTHER_SIZES: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
     "scores between two sets": (lambda m, x, y: torch.tanh(m.a(x)) @ m.b(y).T, (numbers(8, WIDTH), numbers(4, WIDTH))),
     "a table added to tokens": (lambda m, x, w: m.b(torch.tanh(m.a(x + w))), (numbers(8, 4, WIDTH), numbers(4, WIDTH))),
+    "a row for all": (lambda m, w, x: m.b(torch.tanh(m.a(x + w))), (numbers(1, WIDTH), numbers(4, WIDTH))),
 }
 
 
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_two_readings_that_are_equally_good_are_an_error(name: str) -> None:
-    body, inputs = AMBIGUOUS[name]
-    pattern = r"arg0: 0, arg1: None \(8 rows\); or arg0: (None|1), arg1: 0 \(4 rows\); say which by batch_dims="
-    with pytest.raises(InputError, match=pattern):
-        pipe_of(Model(body))(*inputs)
-    pipe = check(Model(body), *inputs, batch_dims=(0, None))
-    assert dims_of(pipe) == (0, None)
+@pytest.mark.parametrize("name", OTHER_SIZES)
+def test_the_first_input_has_the_batch_and_what_has_another_size_is_whole(name: str) -> None:
+    body, inputs = OTHER_SIZES[name]
+    pipe = check(Model(body), *inputs)
+    assert dims_of(pipe) == tuple(0 if len(value) == max(map(len, inputs)) else None for value in inputs)
+    assert pipe.plan.class_flops["full"] == 0.0
+
+
+def test_what_batch_dims_leaves_out_follows_the_size_that_it_says() -> None:
+    inputs = numbers(4, 8, WIDTH), numbers(4, 1, WIDTH, seed=1), numbers(8, seed=2)
+    model = Model(lambda m, x, w, y: m.b(torch.tanh(m.a(x + w))) * y[:, None])
+    assert dims_of(check(model, *inputs, batch_dims=(1,))) == (1, None, 0)
 
 
 BAD_DIMS: dict[str, tuple[Any, str]] = {
