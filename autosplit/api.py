@@ -69,8 +69,9 @@ def autosplit(
         chunks: how many microbatches to cut a batch into; a smaller batch uses fewer.
         sample: a batch to plan on at once: a tensor, a tuple of positional inputs, a dict of keyword inputs, or a
             `Sample`. None: the pipe plans itself on its first call, on the batch of that call.
-        batch_dims: which dimension of each input is the batch, where that is not the first: an int, a tuple with an
-            entry per positional input, or a dict by name; None in it means no batch dimension.
+        batch_dims: which dimension of each input is the batch: an int, a tuple with an entry per positional input, or a
+            dict by name; None in it means no batch dimension. An input that is left out has its batch in its first
+            dimension where that has the batch's size: the one named here, or that of the first input.
         schedule: the order of work in `train_step`, and what the plan predicts: "auto" (1f1b), "gpipe", "1f1b",
             "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward" (no backward), or the path of an action file: a CSV
             as `torch.distributed.pipelining` has it, a row per device, with cells such as 0F0.

@@ -32,6 +32,11 @@ class Constants:
         leaves = leaves_of((sample.args, sample.kwargs))
         if self.options.batch_dims is None and has_uneven_list(sample):
             raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_nested for tensor in tensors):
+            raise TraceError("an input is a nested tensor, which has no rows to cut: give a padded one with a mask")
+        if self.options.batch_dims is None and any(tensor.layout is not torch.strided for tensor in tensors):
+            raise TraceError("an input is a sparse tensor, which has no rows to cut: say by batch_dims= what has")
         opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
         if opaque is not None:
             raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")

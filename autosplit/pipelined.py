@@ -72,7 +72,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     very first, and runs a program whose text is :attr:`code`.
     """
 
-    def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None) -> None:
+    def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None, own_plan: bool = False) -> None:
         graph = fx.Graph()
         graph.output(None)
         super().__init__(nn.Module(), graph, "PipelinedModule")
@@ -80,7 +80,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
             if name in model.__dict__:
                 self.__dict__[name] = model.__dict__[name]
         self.__dict__["training"] = model.training
-        core = _Core(model, options, Recordings(model, options, plan), forward=forward_like(model))
+        core = _Core(model, options, Recordings(model, options, plan, own=own_plan), forward=forward_like(model))
         forward_overrides(self, model)
         type(self).forward = core.forward
         self.__dict__["_autosplit"] = core
@@ -370,13 +370,15 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
 
     # -- copies and moves ----------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
-        core = self._core
-        twin = PipelinedModule(copy.deepcopy(core.model, memo), core.options, core.recordings.plan)
+        kind, (model, *rest) = self.__reduce__()
+        twin = kind(copy.deepcopy(model, memo), *rest)
         memo[id(self)] = twin
         return twin
 
     def __copy__(self) -> PipelinedModule:
-        return PipelinedModule(self._core.model, self._core.options, self._core.recordings.plan)
+        kind, own = self.__reduce__()
+        return kind(*own)
 
     def __reduce__(self) -> Any:
-        return PipelinedModule, (self._core.model, self._core.options, self._core.recordings.plan)
+        recordings = self._core.recordings
+        return PipelinedModule, (self._core.model, self._core.options, recordings.plan, recordings.fits)

@@ -65,10 +65,12 @@ class Recordings:
     tree: TreeRun | None = None
     """Runs what no graph can follow; None until something is."""
 
-    def __init__(self, model: nn.Module, options: Options, plan: Plan | None) -> None:
+    def __init__(self, model: nn.Module, options: Options, plan: Plan | None, *, own: bool) -> None:
         self.model = model
         self.options = options
         self.plan = plan
+        self.fits = own or plan is None
+        """Whether the plan was made for this model, or checked: the model may change after that."""
         self.lanes: tuple[Lane, ...] = ()
         self.kept: OrderedDict[Key, tuple[Recorded, ...]] = OrderedDict()
         self.made = 0
@@ -122,8 +124,7 @@ class Recordings:
                     used(self._refused, key.rest)
                     self._collapses.note(why := self._refused[key.rest], OWN_PYTHON.format(why))
                     return self._tree(key, sample, why)
-                rows = rows_of(key.shapes, found.kind.batch_dims)
-                self._collapses.check(key.rest, found.traced, rows)
+                self._collapses.check(key.rest, found.traced, rows_of(key.shapes, found.kind.batch_dims))
         tensors = [leaf for leaf in leaves_of((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
         if why := refusal(found.traced, tensors, self.model):
             self._collapses.note(why, OWN_PYTHON.format(why))
@@ -162,8 +163,7 @@ class Recordings:
         if self.plan is None:
             made = plan_tree(self.model, sample, self.options, reason=reason)
             self.plan, findings = made.plan, made.findings
-        elif not self.lanes:
-            check_plan(self.plan, self.model, devices=len(self.options.devices))
+        self._check_plan(self.plan)
         devices = self.options.devices[: len(self.plan.stages)]
         self.lanes = self.lanes or tuple(lane(device) for device in devices)
         self.tree = tree_of(self.model, self.plan, self.options, self.lanes, RECORDING)
@@ -370,11 +370,17 @@ class Recordings:
             least, like = found.graph.min_rows, self.options.microbatches
             sizes = sizes_of(rows, self.options.chunks, least, like=like)
             self.plan = make_plan(self.model, found, self.options, sizes=sizes)
-        elif not self.kept:
-            check_plan(self.plan, self.model, devices=len(self.options.devices))
-            if self.plan.edited:
+        else:
+            self._check_plan(self.plan)
+            if not self.kept and self.plan.edited:
                 self.plan = recosted(self.model, found, self.options, self.plan)
         return found
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Raise PlanError where the caller's plan was made for another model."""
+        if not self.fits:
+            check_plan(plan, self.model, devices=len(self.options.devices))
+            self.fits = True
 
     def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
         devices = tuple(self.options.devices[stage.lane] for stage in plan.stages)

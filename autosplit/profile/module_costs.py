@@ -81,8 +81,7 @@ def module_costs(model: nn.Module, sample: Sample, *, measure: bool, device: str
     grad, before = torch.is_grad_enabled(), torch.get_num_threads()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:
-            first = _FirstRun(model, device)
-            wrote = first.run(sample)
+            first, wrote = _first_run(model, sample, device)
         except Exception:
             if not meta:
                 raise
@@ -95,6 +94,18 @@ def module_costs(model: nn.Module, sample: Sample, *, measure: bool, device: str
         finally:
             torch.set_num_threads(before)
     return ModuleCosts(first.seen, measured=True)
+
+
+def _first_run(model: nn.Module, sample: Sample, device: str) -> tuple[_FirstRun, bool]:
+    """Run a model once; return what was seen, and whether it writes to parameters."""
+    first = _FirstRun(model, device)
+    try:
+        return first, first.run(sample)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+    first = _FirstRun(model, device)  # torch.func.grad in its forward takes no such hooks: nothing kept is counted
+    return first, first.run(sample, saved=False)
 
 
 def _time(model: nn.Module, seen: dict[str, Seen], sample: Sample, *, guarded: bool) -> None:
@@ -137,15 +148,15 @@ class _FirstRun:
         for tensor in (*model.parameters(), *model.buffers()):
             self._is_new(tensor)
 
-    def run(self, sample: Sample) -> bool:
-        """Run the model; tell whether it writes to parameters."""
+    def run(self, sample: Sample, *, saved: bool = True) -> bool:
+        """Run the model; tell whether it writes to parameters. With ``saved`` count what is kept for the backward."""
         for tensor in tensors_in((sample.args, sample.kwargs)):
             self._is_new(tensor)
         doors = Doors(self.model, [path for path, _ in self.model.named_modules()])
         with _borrowed(self.model), written_back(self.model) as wrote:
             args, kwargs = own_inputs(sample)
-            saved = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-            with self.ledger, saved, doors.up(), doors.visited(self.visit):
+            hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor) if saved else contextlib.nullcontext()
+            with self.ledger, hooks, doors.up(), doors.visited(self.visit):
                 self.model.forward(*args, **kwargs)
             return bool(wrote)
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autosplit.errors import ScheduleError
 from autosplit.runtime.ambient import may_hook_saved_tensors
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import Key
@@ -129,8 +130,16 @@ class _Again:
         self.found = Surroundings.of(part.region, part.root, steady, rewritten=part.rewritten, written=part.written)
         for place in self.places:
             own[place] = self.first.pop(place)
-        with _during("first"):
-            return self.part.run(*gathered(own, self.sizes))
+        try:
+            with _during("first"):
+                return self.part.run(*gathered(own, self.sizes))
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ScheduleError(
+                f"{part.place} cannot run again in its backward: a forward in it uses torch.func.grad, vjp or jacrev, "
+                "which take no saved tensor hooks; give recompute='never', or 'never' for that stage"
+            ) from error
 
     def _second(self, own: list[Any], found: Surroundings) -> Any:
         found.check(self.part.place)

@@ -92,8 +92,8 @@ class Gathered:
         if not holds:
             raise Refusal(
                 f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
-                "depends on the number of rows, or batch_dims= must say where the batch is; a graph holds for all batch "
-                "sizes only when sizes are a*rows + b",
+                "depends on the number of rows, or batch_dims= must say where the batch is; a graph holds for all "
+                "batch sizes only when sizes are a*rows + b",
                 "",
             )
 
@@ -129,7 +129,7 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
         except (Refusal, Unexpected) as error:
             first = first or error
             if not (atoms := _atoms(model, scope, error)):
-                raise error if isinstance(error, Refusal) and isinstance(first, Refusal) else first
+                raise (error if isinstance(error, Refusal) and isinstance(first, Refusal) else first) from None
             scope = scope.with_atoms(atoms)
             continue
         return gathered

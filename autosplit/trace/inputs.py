@@ -67,7 +67,7 @@ def batch_rows(flat: FlatInputs) -> int:
 
 
 def _dimension(leaf: Any, told: Any, name: str) -> int | None:
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or told is None:
+    if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.dim() == 0 or told is None:
         return None
     if told is UNTOLD:
         return 0

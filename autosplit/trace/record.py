@@ -32,6 +32,7 @@ from autosplit.trace.objects import is_object
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.recording import (
     GRADIENT_CALLS,
+    NESTED,
     VALUE_READS,
     Attribute,
     Call,
@@ -47,7 +48,7 @@ from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
 from autosplit.trace.side_effects import by_hooks
 from autosplit.trace.stacks import is_stack, run_stack
-from autosplit.trace.state_calls import assign_buffers, track_state
+from autosplit.trace.state_calls import assign_buffers, track_mutation, track_state
 from autosplit.trace.structure import Field, flatten_output, projections, storage_key, tensors_in
 
 
@@ -88,6 +89,7 @@ class Recorder(TorchFunctionMode):
         self.owners: dict[int, str] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._root_ambient = Ambient.current()
+        self._transforms = torch._C._functorch.maybe_current_level()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.attributes.setdefault(id(tensor), name)
             self._keep.append(tensor)
@@ -99,7 +101,8 @@ class Recorder(TorchFunctionMode):
         """Qualified name of the module whose forward is running."""
         return self._stack[-1][0]
 
-    def _refusal(self, what: str) -> Refusal:
+    def refusal(self, what: str) -> Refusal:
+        """Return a refusal of what the module whose forward is running does."""
         source = source_line()
         return Refusal(f"{where(self.path)} {what}" + (f" ({source})" if source else ""), self.path)
 
@@ -126,12 +129,14 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self.attributes:
             return Attribute(self.attributes[id(tensor)])
         if tensor.requires_grad and not tensor.is_leaf:
-            raise self._refusal(
+            raise self.refusal(
                 f"uses a tensor with gradient history from outside the recorded calls "
                 f"({type(tensor.grad_fn).__name__}); pass it as an input of the model"
             )
+        if tensor.is_nested:
+            raise Refusal(f"{where(self.path)} {NESTED}", "")
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
-            raise self._refusal(
+            raise self.refusal(
                 "makes a tensor in a way that cannot be recorded; use a torch function such as "
                 "torch.tensor, torch.zeros or torch.arange"
             )
@@ -165,7 +170,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, _PLAIN):
             return value
         if is_object(value) and tensors_in(value):
-            raise self._refusal(f"hands a {type(value).__name__} that holds tensors to a layer; hand over the tensors")
+            raise self.refusal(f"hands a {type(value).__name__} that holds tensors to a layer; hand over the tensors")
         return self.constant(value)
 
     def storage_of(self, value: Any) -> int:
@@ -202,7 +207,7 @@ class Recorder(TorchFunctionMode):
 
     def _note(self, call: Call, tensor: torch.Tensor) -> None:
         if tensor.is_nested:
-            raise self._refusal("makes a nested tensor, which has no shape; pad and mask instead")
+            raise Refusal(f"{where(self.path)} {NESTED}", "")
         call.note(tensor, self._storages[storage_key(tensor)])
         self._keep.append(tensor)
 
@@ -224,10 +229,10 @@ class Recorder(TorchFunctionMode):
             else:
                 out = run()
             if self.random.own_generator:
-                raise self._refusal(_OWN_GENERATOR)
+                raise self.refusal(_OWN_GENERATOR)
             if self.random.drew:
                 call.random, call.draws = True, self.random.draws
-            self._track_mutation(call, touched, versions)
+            track_mutation(self, call, touched, versions)
             track_state(self, call, inputs)
             ambient = Ambient.current()
             if ambient != self._root_ambient:
@@ -255,24 +260,6 @@ class Recorder(TorchFunctionMode):
         call.kind, call.target = "function", under
         call.args = (self.constant(ambient), function, *call.args)
 
-    def _track_mutation(self, call: Call, inputs: list[torch.Tensor], versions: list[int]) -> None:
-        for tensor, version in zip(inputs, versions, strict=True):
-            key = storage_key(tensor)
-            storage = self._storages.get(key, -1)
-            if tensor._version != version and self.attributes.get(id(tensor), "") in self.constants:
-                raise self._refusal(
-                    "changes a tensor in place that is a plain attribute; a graph would hold its "
-                    "own: register it as a buffer"
-                )
-            if key in self.owners and id(tensor) not in self.attributes:
-                call.views.append(self.owners[key])
-            if tensor._version != version and key in self.owners:
-                call.writes += [self.owners[key]] if self.owners[key] not in call.writes else []
-            if storage >= 0:
-                call.reads_storages.append(storage)
-                if tensor._version != version:
-                    call.mutates.append(storage)
-
     def _bind(self, out: Any, index: int) -> None:
         if isinstance(out, torch.Tensor):
             self._note(self.calls[index], out)
@@ -296,13 +283,14 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._muted:
             return func(*args, **kwargs)
+        self._refuse_transform()
         label = getattr(func, "__name__", type(func).__name__)
         if label in VALUE_READS and any(self.knows(t) or type(t) is not FakeTensor for t in tensors_in((args, kwargs))):
             return self._read(func, label, args, kwargs)
         if label == "register_hook" and id(args[0]) in self._refs:
             return record_hook(self, *args, **kwargs)
         if label in GRADIENT_CALLS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
-            raise self._refusal(
+            raise self.refusal(
                 f"calls {label} on a recorded tensor; a graph carries no hooks and computes no gradients inside forward"
             )
         if label == "__get__":
@@ -336,6 +324,7 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(id(module))
         if self._muted or path is None:
             return original(module, *args, **kwargs)
+        self._refuse_transform()
         if path == "":
             return (partial(run_stack, module) if is_stack(module, args) else module.forward)(*args, **kwargs)
         self._stack.append((path, self._module_calls[path]))
@@ -353,6 +342,11 @@ class Recorder(TorchFunctionMode):
             raise
         finally:
             self._stack.pop()
+
+    def _refuse_transform(self) -> None:
+        """Raise Refusal inside of torch.func's transforms: their tensors are no values of the recording."""
+        if torch._C._functorch.maybe_current_level() != self._transforms:
+            raise self.refusal("uses torch.vmap or torch.func, whose inner tensors no graph holds")
 
     def _leaf(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         cumulative = isinstance(module, STATEFUL_LEAVES) and module.momentum is None

@@ -22,6 +22,8 @@ VALUE_READS = frozenset(
     "__contains__".split()
 )
 GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
+NESTED = "makes a nested tensor, which has no shape; pad and mask instead"
+"""Why a model is not recorded, not even around a module: a stage that runs again in its backward compares shapes."""
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent)
 _DECORATORS = str(contextlib.__file__)

@@ -10,9 +10,11 @@ import contextlib
 import logging
 import random
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -24,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 
 from autosplit.trace import side_effects, state
@@ -35,7 +38,17 @@ from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.reads import Recall, Unanswered
 from autosplit.trace.record import Recorder
-from autosplit.trace.recording import FirstCall, Observed, Reader, Recording, Refusal, Unexpected, raised_line
+from autosplit.trace.recording import (
+    NESTED,
+    FirstCall,
+    Observed,
+    Reader,
+    Recording,
+    Refusal,
+    Unexpected,
+    raised_line,
+    where,
+)
 from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import Scope
 from autosplit.trace.silence import COLLECTS
@@ -251,9 +264,9 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
             return model(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         line = raised_line(error)
-        where = f" in {line}" if line else ""
+        place = f" in {line}" if line else ""
         raise Refusal(
-            f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]}{where})"
+            f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]}{place})"
             f"{_notes(error)}; a graph cannot follow that: compute it for all rows and choose by torch.where, or mask",
             recorder.failed_in or "",
         ) from error
@@ -262,7 +275,23 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
     except Exception as error:
         if recorder.modules_made:
             raise FirstCall([f"a {kind.__name__}" for kind in recorder.modules_made]) from error
+        place = where(recorder.failed_in or "")
+        if _is_nested(error):
+            raise Refusal(f"{place} {NESTED}", "") from error
+        if isinstance(error, UnsupportedOperatorException):
+            what = f"{place} calls {error.func}, which torch cannot run on shapes alone"
+            raise Refusal(what, recorder.failed_in or "") from error
         raise Unexpected(error, recorder.failed_in or "") from error
+
+
+def _is_nested(error: Exception) -> bool:
+    """Tell whether an exception came out of what makes nested tensors."""
+    if isinstance(error, UnsupportedOperatorException):
+        return "nested" in str(error.func)
+    return any(frame.f_code.co_filename.startswith(_NESTED) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+_NESTED = str(Path(torch.nested.__file__).parent)
 
 
 class _AsItIs(contextlib.nullcontext[None]):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autosplit.errors import InputError
 from autosplit.trace.calls import Ambient
 from autosplit.trace.formula import Length
 from autosplit.trace.lengths import consistent, sizes_at, varying, without_lengths
@@ -119,7 +120,7 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any, *, without: Colle
                     structure.append(plain)
         elif isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
-    shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves)
+    shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
 
@@ -127,6 +128,15 @@ def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any, *, without: Colle
 def _part(value: Any) -> Any:
     """Return what tells a part of an attribute, which is no number or text, from another."""
     return value if isinstance(value, (torch.dtype, torch.device)) else Identity(value)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_nested and tensor.layout is torch.strided:
+        raise InputError(
+            "an input is a nested tensor of the strided layout, which has no shape: give one of layout=torch.jagged, "
+            "or a padded tensor and a mask"
+        )
+    return tuple(tensor.shape)
 
 
 def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, Any]:

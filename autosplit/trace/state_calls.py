@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autosplit.trace.calls import assign_buffer
-from autosplit.trace.recording import Call
+from autosplit.trace.recording import Call, Refusal
 from autosplit.trace.scope import STATEFUL_LEAVES, takes_statistics
 from autosplit.trace.structure import storage_key
 
@@ -30,6 +30,39 @@ def track_state(recorder: Recorder, call: Call, inputs: Sequence[torch.Tensor]) 
         held = {recorder.owners.get(storage_key(tensor)) for tensor in inputs}
         own = {name for name, _ in model.named_buffers() if name in held}
         call.writes += sorted(own - set(call.writes))
+
+
+def track_mutation(recorder: Recorder, call: Call, touched: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Write into a call which tensors it has changed in place, by their versions before it.
+
+    Raises Refusal for a constant and for a parameter.
+    """
+    for tensor, version in zip(touched, versions, strict=True):
+        changed, name = tensor._version != version, recorder.attributes.get(id(tensor))
+        owner, storage = recorder.owners.get(storage_key(tensor)), recorder.storage_of(tensor)
+        if changed and name in recorder.constants:
+            raise recorder.refusal(
+                "changes a tensor in place that is a plain attribute; a graph would hold its own: register it as "
+                "a buffer"
+            )
+        if changed and owner is not None and owner in dict(recorder.model.named_parameters()):
+            raise Refusal(in_place(owner), "")
+        if owner is not None and name is None:
+            call.views.append(owner)
+        if owner is not None and changed and owner not in call.writes:
+            call.writes.append(owner)
+        if storage >= 0:
+            call.reads_storages.append(storage)
+            if changed:
+                call.mutates.append(storage)
+
+
+def in_place(parameter: str) -> str:
+    """Return why a forward that changes a parameter is not recorded."""
+    return (
+        f"forward changes the parameter {parameter!r} in place, which a graph that runs by microbatch does not; "
+        "register it as a buffer, or change it outside of forward"
+    )
 
 
 def assign_buffers(recorder: Recorder, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -23,6 +23,7 @@ from autosplit.trace.assertions import assertion_here
 from autosplit.trace.random_watch import Draw, RandomWatch
 from autosplit.trace.recording import VALUE_READS, Call, Refusal
 from autosplit.trace.scope import Scope
+from autosplit.trace.state_calls import in_place
 from autosplit.trace.structure import flatten_output, storage_key, tensors_in
 
 _INDEX_MAKERS = frozenset("nonzero argwhere where".split())
@@ -145,6 +146,8 @@ class Watcher(TorchFunctionMode):
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
         seen.writes = before.written(self.model)
+        if (changed := before.changed_parameter()) is not None:
+            raise Refusal(in_place(changed), "")
         flat, seen.rebuild = flatten_output(out)
         if any(isinstance(leaf, (bool, int, float)) for leaf in flat):
             raise Refusal(
@@ -233,6 +236,7 @@ class _Surroundings:
     values: dict[python_state.Place, Any]
     tensors: dict[tuple[str, str], torch.Tensor | None]
     buffers: dict[str, tuple[torch.Tensor, int]]
+    parameters: dict[str, tuple[torch.Tensor, int, torch.Tensor]]
     python: Any
     numpy: str
 
@@ -243,6 +247,7 @@ class _Surroundings:
             python_state.snapshot(model),
             state.held_tensors(model),
             {name: (buffer, buffer._version) for name, buffer in model.named_buffers()},
+            {name: (p, p._version, p.data) for name, p in model.named_parameters() if p.layout is torch.strided},
             random.getstate(),
             repr(np.random.get_state(legacy=False)),
         )
@@ -257,6 +262,13 @@ class _Surroundings:
         if self.python != after.python or self.numpy != after.numpy:
             return "it draws random numbers in Python"
         return ""
+
+    def changed_parameter(self) -> str | None:
+        """Return the name of a parameter that has changed since."""
+        for name, (parameter, version, data) in self.parameters.items():
+            if parameter._version != version or not state.is_on(parameter, data):
+                return name
+        return None
 
     def written(self, model: nn.Module) -> list[str]:
         """Return the names of the buffers that changed or were replaced."""

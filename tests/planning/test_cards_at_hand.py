@@ -16,7 +16,6 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.reasons import reasons
 from autosplit.planning.search import make_plan
 from autosplit.planning.specs import device_specs, spec_of
-from autosplit.trace.graph import InputInfo
 from autosplit.trace.ladder import trace
 from cost_models import registry
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -12,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from autosplit import autosplit
+from autosplit import PlanError, autosplit
 from tests.equivalence.equality import assert_equal_runs, assert_same_bits, difference, forward_backward
 from tests.equivalence.named_models import CASES, Case, flat, numbers
 
@@ -157,3 +158,61 @@ def test_train_step_and_the_ordinary_loop_train_alike() -> None:
         stepped.train_step(value, target=target, loss_fn=F.mse_loss)
         optimizers[1].step()
     assert_equal_parameters(stepped, looped)
+
+
+class Adapter(nn.Module):
+    """A layer with two more parameters beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = (nn.Parameter(numbers(*shape).detach()) for shape in ((8, 2), (2, 8)))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.base(value) + value @ self.down @ self.up
+
+
+class Seeds(nn.Module):
+    """Two layers; while ``seeds`` is set, no graph can follow the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.seeds = nn.Linear(8, 8), nn.Linear(8, 8), False
+        self.double()
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.seeds:
+            torch.manual_seed(1)
+        return self.last(torch.tanh(self.first(value)))
+
+
+@pytest.mark.parametrize("seeds", [True, False])
+def test_a_model_gets_other_parameters_after_its_plan(seeds: bool) -> None:
+    model = Seeds()
+    pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=3)
+    value, target = numbers(7, 8), numbers(7, 8).detach()
+    pipe.unsplit().seeds = seeds
+    with pytest.warns(UserWarning, match="has collapsed") if seeds else contextlib.nullcontext():
+        pipe(value)
+    pipe.unsplit().seeds = False
+    for each in (model, pipe):
+        each.first = Adapter(each.first)
+        each.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    loss = F.mse_loss(model(value.detach()), target)
+    loss.backward()
+    for copied in (pipe, copy.deepcopy(pipe), copy.copy(pipe), through_pickle(pipe)):
+        copied.zero_grad()
+        torch.testing.assert_close(copied.train_step(value.detach(), target=target, loss_fn=F.mse_loss), loss.detach())
+        for mine, own in zip(copied.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, own.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_plan_of_the_callers_is_checked_in_copies_too() -> None:
+    model, value = Seeds(), numbers(7, 8).detach()
+    plan = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=3, sample=value).plan
+    model.first = Adapter(model.first)
+    pipe = autosplit(model, devices=["cpu"] * 2, plan=plan)
+    for each in (pipe, through_pickle(pipe)):
+        with pytest.raises(PlanError, match=r"plan again: autosplit.* without plan="):
+            each(value)
