@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 DEPTH = 6
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -68,6 +69,8 @@ def _other(value: Any, depth: int) -> Any:
     if isinstance(value, types.FunctionType | types.MethodType | type | types.BuiltinFunctionType):
         return getattr(value, "__qualname__", str(value))
     entries = getattr(value, "__dict__", None)
+    if isinstance(value, RemovableHandle):  # its number counts up over the whole process
+        entries = {"removed": value.id not in (value.hooks_dict_ref() or ())}
     if entries:
         return (type(value).__name__, freeze(dict(entries), depth - 1))
     text = repr(value)
