@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.errors import ScheduleError
 from autosplit.runtime.ambient import may_hook_saved_tensors
 from autosplit.runtime.compiled import Compiled
+from autosplit.runtime.observers import Observers
 from autosplit.runtime.ops import Key
 from autosplit.runtime.surroundings import Surroundings
 
@@ -120,6 +121,7 @@ class _Again:
     def __init__(self, part: Recomputed, sizes: Sequence[int | None], first: dict[int, torch.Tensor]) -> None:
         self.part, self.sizes, self.first, self.places = part, sizes, first, tuple(first)
         self.found: Surroundings | None = None
+        self.observers = Observers(())
 
     def __call__(self, *flat: Any) -> Any:
         own = list(flat)
@@ -130,8 +132,9 @@ class _Again:
         self.found = Surroundings.of(part.region, part.root, steady, rewritten=part.rewritten, written=part.written)
         for place in self.places:
             own[place] = self.first.pop(place)
+        self.observers = Observers(self.found.modules)
         try:
-            with _during("first"):
+            with _during("first"), self.observers.watched():
                 return self.part.run(*gathered(own, self.sizes))
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -146,7 +149,7 @@ class _Again:
         for place, copy in _copies({place: own[place] for place in self.places}).items():
             own[place] = copy
         try:
-            with found.restored(), _during("second"):
+            with found.restored(), _during("second"), self.observers.silenced():
                 return self.part.run(*gathered(own, self.sizes))
         except Exception as error:
             error.add_note(f"raised when {self.part.place} ran again for its backward")

@@ -45,12 +45,14 @@ class Surroundings:
         places: other entries that it takes: a dictionary, a name and the value there.
         rewritten: the same of buffers that the forward writes, with copies, and whether the region itself writes them.
         steady: parameters, buffers and inputs that must not change.
+        modules: the modules that it calls, with their children.
     """
 
     tables: tuple[tuple[Table, Table], ...]
     places: tuple[tuple[Table, str, Any], ...]
     rewritten: tuple[tuple[Table, str, torch.Tensor, bool], ...]
     steady: tuple[_Steady, ...]
+    modules: tuple[nn.Module, ...]
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class Surroundings:
             tuple((*_place(root, full), value) for full, value in places.items()),
             tuple(copied),
             tuple(_Steady(what, t, t._version, t.requires_grad) for what, t in held if not t.is_inference()),
+            tuple(m for _, m in modules),
         )
 
     def check(self, place: str) -> None:

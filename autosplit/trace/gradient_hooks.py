@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autosplit.trace import python_state, state
+from autosplit.trace import side_effects, state
 from autosplit.trace.calls import apply_function
+from autosplit.trace.holders import Holders
 from autosplit.trace.recording import Ref, Refusal, refs_in, source_line
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def record_hook(recorder: Recorder, value: torch.Tensor, hook: Hook) -> _Handle:
 
 def _acts(recorder: Recorder, value: torch.Tensor, hook: Hook) -> str | None:
     """Return what a hook does beside returning a gradient; None for nothing that is seen."""
-    before = python_state.snapshot(recorder.model), state.held_tensors(recorder.model)
+    holders = Holders([recorder.model], [hook])
+    before = holders.read()
     try:
         with _disable_current_modes(), recorder.muted(), state.random_state():
             changed = hook(torch.randn(value.shape, dtype=value.dtype))
@@ -86,7 +88,4 @@ def _acts(recorder: Recorder, value: torch.Tensor, hook: Hook) -> str | None:
         return f"does not run by itself ({type(error).__name__}: {error})"
     if not isinstance(changed, torch.Tensor):
         return "returns no gradient"
-    if python_state.changes(before[0], python_state.snapshot(recorder.model)):
-        return "changes attributes"
-    after = state.held_tensors(recorder.model)
-    return "keeps tensors" if any(after.get(place) is not tensor for place, tensor in before[1].items()) else None
+    return "changes Python state" if side_effects.changes(holders, before) else None

@@ -25,22 +25,21 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Ob
     """
     if not scope.atoms or any(parameter.is_meta for parameter in model.parameters()):
         return None
-    watcher = Watcher(model, scope)
     pairs = zip(inputs.leaves, inputs.batch_dims, strict=True)
     leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
     args, kwargs = inputs.rebuild(leaves)
     with (
         state.random_state(),
-        state.attributes(model),
+        state.attributes(model) as holders,
         state.buffer_contents(model),
         written_back(model),
         torch.no_grad(),
         torch.inference_mode(False),
-        patched(watcher),
-        watcher,
     ):
+        watcher = Watcher(model, scope, holders)
         try:
-            model(*args, **kwargs)
+            with patched(watcher), watcher:
+                model(*args, **kwargs)
         except TraceError:
             raise
         except Exception as error:

@@ -15,14 +15,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autosplit.errors import TraceError
-from autosplit.trace import python_state
 from autosplit.trace.holders import Holders
 from autosplit.trace.silence import silence
 
 QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
-_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
-_CONTAINERS = frozenset((dict, OrderedDict, set))
-_PLAIN = frozenset((bool, int, float, str, type(None), types.FunctionType, types.MethodType, *_CONTAINERS))
+_PLAIN = frozenset((bool, int, float, str, type(None), types.FunctionType, types.MethodType, dict, OrderedDict, set))
 """Types of which it is known without a look that their objects are no tensors."""
 _SMALL = 1 << 22
 
@@ -168,21 +165,3 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, t
                     entries[name] = mode.from_tensor(tensor, static_shapes=True)
                     real[id(entries[name])] = tensor
     yield real
-
-
-def held_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
-    """Collect the tensors, and the places for them, that modules hold as plain attributes.
-
-    A tensor inside a list, dict or plain object is at a place of its own: ``feats[0]``.
-    """
-    found: dict[tuple[str, str], torch.Tensor | None] = {}
-    known: dict[int, list[torch.Tensor]] = {}
-    for path, module in model.named_modules():
-        for key, value in module.__dict__.items():
-            kind = type(value)
-            if value is None or (kind not in _PLAIN and isinstance(value, torch.Tensor)):
-                found[path, key] = value
-            elif key not in _TABLES and (bool(value) if kind in _CONTAINERS else kind not in _PLAIN):
-                for number, tensor in enumerate(python_state.tensors_inside(value, known)):
-                    found[path, f"{key}[{number}]"] = tensor
-    return found

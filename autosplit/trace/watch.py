@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autosplit.trace import python_state, state
+from autosplit.trace import side_effects, state
 from autosplit.trace.assertions import assertion_here
+from autosplit.trace.holders import Holders
 from autosplit.trace.random_watch import Draw, RandomWatch
 from autosplit.trace.recording import VALUE_READS, Call, Refusal
 from autosplit.trace.scope import Scope
@@ -63,10 +64,11 @@ class Seen:
 class Watcher(TorchFunctionMode):
     """Answers value reads outside of leaves, and watches the calls of atoms."""
 
-    def __init__(self, model: nn.Module, scope: Scope) -> None:
+    def __init__(self, model: nn.Module, scope: Scope, holders: Holders | None = None) -> None:
         super().__init__()
         self.model = model
         self.scope = scope
+        self.holders = holders
         self.seen: dict[tuple[str, int], Seen] = {}
         self.random = RandomWatch()
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -132,7 +134,7 @@ class Watcher(TorchFunctionMode):
         inputs = tensors_in((args, kwargs))
         seen = self.seen[path, number] = Seen()
         versions = [tensor._version for tensor in inputs]
-        before = _Surroundings.of(self.model)
+        before = _Surroundings.of(self.model, self.holders)
         self._watched = taint = Taint(self._steady)
         self.random.begin()
         try:
@@ -142,7 +144,7 @@ class Watcher(TorchFunctionMode):
             self._watched = None
         seen.random, seen.draws = self.random.drew, self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
-        seen.whole = taint.read or before.changed(_Surroundings.of(self.model))
+        seen.whole = before.changed() or taint.read
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
         seen.writes = before.written(self.model)
@@ -231,35 +233,34 @@ class Taint:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What a forward could change besides tensors: attributes and the random states of Python and numpy."""
+    """What a forward could change besides the tensors that it is given: Python state, random states, buffers."""
 
-    values: dict[python_state.Place, Any]
-    tensors: dict[tuple[str, str], torch.Tensor | None]
+    holders: Holders | None
+    contents: list[Any]
     buffers: dict[str, tuple[torch.Tensor, int]]
     parameters: dict[str, tuple[torch.Tensor, int, torch.Tensor]]
     python: Any
     numpy: str
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Surroundings:
-        """Look at a model and at the random states."""
+    def of(cls, model: nn.Module, holders: Holders | None) -> _Surroundings:
+        """Look at a model, at what holds its Python state, and at the random states."""
         return cls(
-            python_state.snapshot(model),
-            state.held_tensors(model),
+            holders,
+            [] if holders is None else holders.read(),
             {name: (buffer, buffer._version) for name, buffer in model.named_buffers()},
             {name: (p, p._version, p.data) for name, p in model.named_parameters() if p.layout is torch.strided},
             random.getstate(),
             repr(np.random.get_state(legacy=False)),
         )
 
-    def changed(self, after: _Surroundings) -> str:
-        """Return what changed, in words; "" for nothing."""
-        if places := python_state.changes(self.values, after.values):
-            return f"it changes the Python attribute {places[0][1]!r}"
-        for key, tensor in after.tensors.items():
-            if tensor is not self.tensors.get(key):
-                return f"it keeps a tensor in the attribute {key[1]!r}"
-        if self.python != after.python or self.numpy != after.numpy:
+    def changed(self) -> str:
+        """Return what changed in Python, in words; "" for nothing."""
+        if self.holders is not None:
+            found = side_effects.changes(self.holders, self.contents)
+            if found := found.without(lambda holder, key, value: holder.place[1] == "_buffers"):
+                return f"it changes the Python attribute {min(found.places)[1]!r}"
+        if self.python != random.getstate() or self.numpy != repr(np.random.get_state(legacy=False)):
             return "it draws random numbers in Python"
         return ""
 

@@ -93,7 +93,10 @@ def test_only_the_module_that_reads_a_value_is_one_node() -> None:
 
 
 def test_an_atom_that_reads_a_statistic_of_the_batch_is_full() -> None:
-    found = nodes(recorded(host(branch), numbers(7, WIDTH)))
+    def reads(part: Part, x: Tensor) -> Tensor:
+        return part.own(x) if x.mean() > 0 else x - part.own(x).mean(-1, keepdim=True)
+
+    found = nodes(recorded(host(reads), numbers(7, WIDTH)))
     assert found["part0#0"].whole == "it reads a tensor's value (bool)"
     assert [found[name].node_class for name in ("#0/tanh_0", "part0#0", "b#0")] == [
         NodeClass.MICRO,
