@@ -198,7 +198,7 @@ class Mixing(Net):
         (OwnPython, ROWS, "threads", "its own Python"),
         (Mixing, ROWS, "threads", "wants the whole batch"),
         (Mixing, ROWS, "inline", "wants the whole batch"),
-        (Hooked, ROWS, "threads", "forward hooks"),
+        (Hooked, ROWS, "threads", "has hooks"),
     ],
 )
 def test_a_step_in_one_piece_says_why(model: Callable[[], nn.Module], rows: int, lanes: str, why: str) -> None:
