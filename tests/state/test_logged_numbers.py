@@ -18,7 +18,7 @@ def logs_a_mean(block: Any, x: Tensor, hidden: Tensor) -> None:
 
 
 def logs_a_float(block: Any, x: Tensor, hidden: Tensor) -> None:
-    block.held["norm"] = float(hidden.norm())
+    block.held["norm"] = float(hidden.detach().norm())
 
 
 def logs_now_and_then(block: Any, x: Tensor, hidden: Tensor) -> None:
