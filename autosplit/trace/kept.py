@@ -21,23 +21,29 @@ def check_own(model: nn.Module, output: Any) -> None:
 
 
 def check_given(given: Any, structure: Structure, leaves: Sequence[Any], output: Any) -> None:
-    """Raise Refusal where the forward changed the attributes of an object that it was given, or returns that object.
+    """Raise Refusal where the forward changed an object, list or dict that it was given, or returns such an object.
 
-    ``structure`` and ``leaves`` are what the inputs were made of before the run. A graph works on copies of objects.
+    ``structure`` and ``leaves`` are what the inputs were made of before the run. A graph works on copies of them.
     """
-    objects = objects_in(given)
-    if not objects:
-        return
-    left, after = take_apart(given)
-    same = after == structure and all(a is b or (type(a) is type(b) and a == b) for a, b in _untensored(left, leaves))
+    objects, changed = objects_in(given), changes_given(given, structure, leaves)
+    if changed and not objects:
+        raise Refusal("forward changes a list or dict that it is given, and a graph would change a copy of it", "")
     held = {id(each) for each in objects}
-    if not same or any(id(each) in held for each in objects_in(output)):
+    if changed or any(id(each) in held for each in objects_in(output)):
         kind = type(objects[0]).__name__
         raise Refusal(
             f"forward changes or returns an object that it is given (a {kind}, or one inside of it); a graph works on "
             "copies of objects: pass tensors, or tuples, lists and dicts of them",
             "",
         )
+
+
+def changes_given(given: Any, structure: Structure, leaves: Sequence[Any]) -> bool:
+    """Tell whether inputs are made of anything else, after a run, than of ``leaves`` in this ``structure``."""
+    left, after = take_apart(given)
+    return after != structure or any(
+        a is not b and (type(a) is not type(b) or a != b) for a, b in _untensored(left, leaves)
+    )
 
 
 def _untensored(left: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

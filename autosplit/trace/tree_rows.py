@@ -25,6 +25,7 @@ from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.trace import state
 from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.kept import changes_given
 from autosplit.trace.objects import is_object
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.run import FlatInputs
@@ -145,7 +146,10 @@ class _Examination:
         model = self.model
         with state.random_state(), state.attributes(model), state.buffer_contents(model), own_gradients(model), watch:
             args, kwargs = self.flat.rebuild(leaves)
-            return flatten_output(self.forward(*args, **kwargs))[0]
+            output = self.forward(*args, **kwargs)
+            if changes_given((args, kwargs), self.flat.spec, leaves):
+                raise _Dependent("it changes a list or dict among its inputs")
+            return flatten_output(output)[0]
 
     def _watched(self) -> list[Any]:
         leaves, watch = [_own(leaf) for leaf in self.flat.leaves], Watch(self.model, self._telling_rows())
