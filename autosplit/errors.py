@@ -1,5 +1,11 @@
 """The errors that autosplit raises: each message gives the fact, the numbers and the way out."""
 
+import os
+import traceback
+from pathlib import Path
+
+_OWN = str(Path(__file__).parent) + os.sep
+
 
 class AutosplitError(Exception):
     """Base of every error that autosplit raises on purpose."""
@@ -45,3 +51,14 @@ class DeviceError(AutosplitError):
 
 class InputError(AutosplitError, ValueError):
     """An argument or a batch of inputs cannot be used."""
+
+
+def is_internal(error: Exception) -> bool:
+    """Tell whether an exception is a fault of autosplit's own code, which must not be taken for the model's or torch's.
+
+    What torch's C++ raises has no frame of its own, but is a RuntimeError.
+    """
+    if isinstance(error, (AutosplitError, RuntimeError)):
+        return False
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].startswith(_OWN)

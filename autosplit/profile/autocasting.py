@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autosplit.errors import is_internal
 from autosplit.profile.blocks import shorten_graph
 from autosplit.profile.border import BorderInterpreter, tensors_of
 from autosplit.profile.fake import empty_value, fake
@@ -85,7 +86,9 @@ class _Dtypes(BorderInterpreter):
         try:
             with self._lowering:
                 result = self.prepare(n).run()
-        except Exception:  # whatever its author wrote, or torch lacks on fake tensors
+        except Exception as error:  # whatever its author wrote, or torch lacks on fake tensors
+            if is_internal(error):
+                raise
             return empty_value(n, self._rows, needs_grad=False)
         self.found[info.name] = tuple(tensor.dtype for tensor in tensors_of(result))
         return result

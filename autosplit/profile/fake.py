@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from autosplit.errors import is_internal
 from autosplit.profile.assumptions import parameters_met, why_estimated
 from autosplit.profile.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
 from autosplit.profile.gradients import gradients
@@ -169,6 +170,8 @@ class _FakePass(BorderInterpreter):
             with self._lowering:
                 result = call.run()
         except Exception as error:
+            if is_internal(error):
+                raise
             return self._estimate(n, call, error)
         settled = call.settle(result)
         if n in self._profiled:
@@ -192,6 +195,8 @@ class _FakePass(BorderInterpreter):
                 found = gradients(targets, call.leaves, ones)
                 del ones, found
             except Exception as error:
+                if is_internal(error):
+                    raise
                 problem = f"its backward did not run alone: {_text(error)}"
         forward_flops, backward = sum(op.flops for op in forward), tuple(ledger.operations)
         backward_transient_bytes = max(0, ledger.peak_bytes - alive)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from autosplit.errors import ProfileError
+from autosplit.errors import ProfileError, is_internal
 
 
 def gradients(
@@ -47,8 +47,8 @@ def on_fakes(what: str) -> Iterator[None]:
     """Raise ProfileError for what the user's code raises on fake tensors, or torch lacks there."""
     try:
         yield
-    except ProfileError:
-        raise
     except Exception as error:
+        if isinstance(error, ProfileError) or is_internal(error):
+            raise
         first = str(error).partition("\n")[0]
         raise ProfileError(f"{what} does not run on fake tensors ({type(error).__name__}: {first})") from error

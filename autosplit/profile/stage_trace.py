@@ -25,7 +25,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from autosplit.errors import ProfileError
+from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import Picks, alias, tensors_of
 from autosplit.profile.engine_nodes import Guess, Handed
@@ -93,7 +93,7 @@ def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) 
     quick = quick or QuickFake()
     found = None
     if _repeats(stage, how):
-        with contextlib.suppress(Exception):  # whatever it is, two microbatches run into it too
+        with contextlib.suppress(ProfileError):  # two microbatches run into it too, or do without
             found = _traced(stage, how, quick, once=True)
     found = found or _traced(stage, how, quick, once=False)
     assert found is not None, "two microbatches tell all"
@@ -337,9 +337,9 @@ class _Run:
         with self.labels.forward(node.meta[INFO].name), self.lowering:
             try:
                 return run(node.target, args, kwargs)
-            except (_StopRecomputationError, ProfileError):
-                raise
-            except Exception:  # whatever its author wrote, or torch lacks on fake tensors
+            except Exception as error:  # whatever its author wrote, or torch lacks on fake tensors
+                if isinstance(error, (_StopRecomputationError, ProfileError)) or is_internal(error):
+                    raise
                 return self._guessed(node, tensors_of((args, kwargs)))
 
     def _guessed(self, node: fx.Node, taken: list[torch.Tensor]) -> Any:
