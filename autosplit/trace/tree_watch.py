@@ -25,7 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.trace.holders import Holders, position
+from autosplit.trace.holders import TABLES, Holders, position
 from autosplit.trace.python_watch import PythonWatch
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.state import attribute_tensors, data_of, is_on
@@ -67,6 +67,7 @@ class Watch:
         data = data_of([self.model])
         python, drawn = PythonWatch(self.model, self.note), RandomWatch()
         before = random.getstate(), np.random.get_state()
+        tables = [(table, dict(table)) for table in _tables(self.model)]
         iterators = [(one, position(one)) for one in Holders([self.model]).iterators()]
         with contextlib.ExitStack() as undo:
             operations = undo.enter_context(_Operations(state, self.rows, self.note))
@@ -77,6 +78,8 @@ class Watch:
                 with python.following():
                     yield
             python.look(closely=True)
+            if any(list(map(id, now.values())) != list(map(id, was.values())) for now, was in tables):
+                self.note("it sets parameters, buffers, modules or hooks of a module")
             if any(position(one) != where for one, where in iterators):
                 self.note("it advances an iterator that it keeps between calls")
             if drawn.drew:
@@ -117,6 +120,12 @@ def own_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in aside:
             parameter.grad = gradient
+
+
+def _tables(model: nn.Module) -> Iterator[dict[Any, Any]]:
+    """Yield where modules keep their parameters, buffers, modules and hooks."""
+    for module in model.modules():
+        yield from (module.__dict__[name] for name in TABLES if name in module.__dict__)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -145,3 +145,15 @@ def test_rows_that_stay_apart_run_in_microbatches(name: str) -> None:
     model, x = Model(APART[name]).double(), torch.randn(ROWS, WIDTH).double()
     assert not full_nodes(model, x)
     assert_equal(model, [x])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_dynamically_quantized_layer_takes_its_scale_from_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).eval()
+    model = torch.ao.quantization.quantize_dynamic(plain, {"2"}, dtype=torch.qint8)
+    pipe = autosplit(copy.deepcopy(model), devices=2, chunks=3)
+    for largest in (1, 100):
+        x = torch.randn(9, 16) * torch.linspace(0.1, largest, 9)[:, None]
+        torch.testing.assert_close(pipe(x), model(x), rtol=1e-6, atol=1e-6)
+    assert pipe.plan.class_flops["full"] > 0

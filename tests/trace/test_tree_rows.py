@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit import autosplit
 from autosplit.options import Sample
 from autosplit.trace.tree_rows import OutputRows, TreeFindings, agree, examine, sizes_of
 from tests.trace.row_models import DEPENDENT, INDEPENDENT, WIDTH, Helper, Net, per_row
@@ -173,3 +174,24 @@ def test_agreement() -> None:
     assert agree(torch.ones(0), torch.ones(0), 0.0)
     assert not agree(torch.tensor([1]), torch.tensor([2]), 0.0)
     assert not agree(torch.tensor([1 + 1j]), torch.tensor([1 - 1j]), 1e-3)
+
+
+def test_what_a_forward_sets_on_a_module_is_set_once_per_call() -> None:
+    def hooked(net: Any, x: Tensor) -> Tensor:
+        net.layer.register_forward_hook(lambda module, given, output: output * 0.5)
+        return net.layer(x)
+
+    def registered(net: Any, x: Tensor) -> Tensor:
+        net.register_parameter("scale", nn.Parameter(torch.ones(WIDTH, dtype=torch.float64)))
+        return net.layer(x) * net.scale
+
+    for body in (hooked, registered):
+        model = Net(body)
+        assert "it sets parameters, buffers, modules or hooks" in str(ask(model, rows()).why)
+        assert not model.layer._forward_hooks
+        assert not hasattr(model, "scale")
+        pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=3)
+        with pytest.warns(UserWarning, match="has collapsed"):
+            results = [(pipe(rows()), model(rows())) for _ in range(3)]
+        for mine, own in results:
+            torch.testing.assert_close(mine, own, rtol=0, atol=0)
