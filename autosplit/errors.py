@@ -1,5 +1,7 @@
 """The errors that autosplit raises: each message gives the fact, the numbers and the way out."""
 
+from __future__ import annotations
+
 import os
 import traceback
 from pathlib import Path
