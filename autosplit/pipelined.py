@@ -121,9 +121,8 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     @lane_timeout_s.setter
     def lane_timeout_s(self, seconds: float | None) -> None:
         self._core.options = replace(self._core.options, lane_timeout_s=check_seconds("lane_timeout_s", seconds))
-        for runs in (self._core.threads, self._core.recordings.tree):
-            if runs is not None:
-                runs.timeout_s = seconds
+        if self._core.threads is not None:
+            self._core.threads.timeout_s = seconds
 
     def unsplit(self) -> nn.Module:
         """Return the model itself, and stop the lanes' threads; a later call of the pipe starts new ones."""
@@ -248,7 +247,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         """Run a call and leave in Python what the model's own would have left."""
         if isinstance(step, PreparedTree):
             self._show_tree(step)
-            return step.tree.call(step.args, step.kwargs, step.key)
+            return step.tree.call(step.args, step.kwargs)
         traced, flat = step.recorded.traced, self._run(step)
         self._core.recordings.leave(step, flat[len(flat) - traced.kept :])
         return traced.unflatten(flat)
@@ -331,7 +330,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         self._settle(core.recordings.lanes)
         if isinstance(recorded, TreeRun):
             core.off_tape, core.stages = (), ()
-            return PreparedTree(recorded, args, kwargs, key, (*core.recordings.lanes, lane_of_caller(tensors)))
+            return PreparedTree(recorded, args, kwargs, (*core.recordings.lanes, lane_of_caller(tensors)))
         core.off_tape, core.stages = recorded.lowered.off_tape, recorded.lowered.stages
         rows = rows_of(key.shapes, recorded.kind.batch_dims)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)

@@ -118,7 +118,6 @@ class PreparedTree:
     tree: TreeRun
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    key: Key
     lanes: tuple[Lane, ...]
 
 
@@ -154,19 +153,11 @@ def lane_of_caller(leaves: Sequence[Any]) -> Lane:
     return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))
 
 
-def tree_of(model: nn.Module, plan: Plan, options: Options, lanes: tuple[Lane, ...], lock: Any) -> TreeRun:
+def tree_of(model: nn.Module, plan: Plan, lanes: tuple[Lane, ...]) -> TreeRun:
     """Return what runs a model's own Python, its modules on the stages of a plan."""
     paths = {path for path, _ in model.named_modules()}
-    return TreeRun(
-        model,
-        {name: s for name, s in plan.stage_of().items() if name.endswith("#0") and name[:-2] in paths},
-        lanes,
-        chunks=options.chunks,
-        batch_dims=options.batch_dims,
-        threads=options.lanes == "threads",
-        timeout_s=options.lane_timeout_s,
-        lock=lock,
-    )
+    units = {name: s for name, s in plan.stage_of().items() if name.endswith("#0") and name[:-2] in paths}
+    return TreeRun(model, units, lanes)
 
 
 def used(cache: OrderedDict[Any, Any], key: Any) -> None:

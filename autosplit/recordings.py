@@ -123,13 +123,13 @@ class Recordings:
                 if found is None:
                     used(self._refused, key.rest)
                     self._collapses.note(why := self._refused[key.rest], OWN_PYTHON.format(why))
-                    return self._tree(key, sample, why)
+                    return self._tree(sample, why)
                 self._collapses.check(key.rest, found.traced, rows_of(key.shapes, found.kind.batch_dims))
         tensors = [leaf for leaf in leaves_of((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
         if why := refusal(found.traced, tensors, self.model):
             self._collapses.note(why, OWN_PYTHON.format(why))
             with RECORDING:
-                return self._tree(key, sample, why)
+                return self._tree(sample, why)
         return found
 
     def _recorded(self, key: Key, sample: Sample) -> Recorded | None:
@@ -155,20 +155,16 @@ class Recordings:
         while len(self._refused) > _KEPT:
             self._refused.popitem(last=False)
 
-    def _tree(self, key: Key, sample: Sample, reason: str) -> TreeRun:
+    def _tree(self, sample: Sample, reason: str) -> TreeRun:
         """Return what runs the model's own Python; plan if there is no plan yet."""
         if self.tree is not None:
             return self.tree
-        findings = None
         if self.plan is None:
-            made = plan_tree(self.model, sample, self.options, reason=reason)
-            self.plan, findings = made.plan, made.findings
+            self.plan = plan_tree(self.model, sample, self.options, reason=reason)
         self._check_plan(self.plan)
         devices = self.options.devices[: len(self.plan.stages)]
         self.lanes = self.lanes or tuple(lane(device) for device in devices)
-        self.tree = tree_of(self.model, self.plan, self.options, self.lanes, RECORDING)
-        if findings is not None:
-            self.tree.learn(sample.args, sample.kwargs, key, findings)
+        self.tree = tree_of(self.model, self.plan, self.lanes)
         return self.tree
 
     def _found(self, key: Key, sample: Sample) -> Recorded:
@@ -211,7 +207,7 @@ class Recordings:
                     raise TraceError("forward's own Python does other things each time it runs")
             except TraceError as refusal:
                 self._refuse(key, str(refusal))
-                return self._tree(key, sample, str(refusal)), None
+                return self._tree(sample, str(refusal)), None
         return chosen
 
     def leave(self, step: PreparedStep, kept: Sequence[torch.Tensor]) -> None:

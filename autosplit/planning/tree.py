@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.errors import InputError
@@ -23,45 +21,23 @@ from autosplit.planning.records import Boundary, StageMemory, StagePlan
 from autosplit.planning.writer import covered_modules, fit_of
 from autosplit.profile.module_costs import ModuleCosts, module_costs
 from autosplit.profile.types import StateProfile
-from autosplit.schedule.gpipe import forward_only
-from autosplit.schedule.simulate import simulate
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.module_tree import choose_units, coarsened, homes, stages_of_modules
-from autosplit.trace.tree_rows import TreeFindings, examine, sizes_of
 
 RUNG: Literal["module tree"] = "module tree"
 _SCHEDULE = "gpipe"
 """All forwards, then the backward that the caller asks for."""
 
 
-@dataclass(frozen=True)
-class TreePlan:
-    """The plan, and what was found out about the rows of the sample that it was made for."""
-
-    plan: Plan
-    findings: TreeFindings
-
-
-def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str) -> TreePlan:
+def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str) -> Plan:
     """Return the plan with the least bottleneck for a model that no graph can follow, for ``reason``.
 
     The model runs on the sample; its state, gradients and all random states are as before at the end. Raises what its
     forward raises, and InfeasibleError when the memory limit cannot hold.
     """
-    found = _findings(model, sample, options)
-    rows = _rows(model, sample, options)
-    sizes = tuple(sizes_of(rows, min(rows, options.chunks))) if found.why is None else (rows,)
-    cut = _first(sample, found, sizes[0])
-    threads = 1 if found.why is None else None
-    costs = module_costs(model, cut, measure=options.measure, device="cpu-lane", threads=threads)
+    costs = module_costs(model, sample, measure=options.measure, device="cpu-lane", threads=None)
     units = tuple(options.cut or choose_units(model, costs.for_units(), least=len(options.devices)))
-    return TreePlan(_Writer(model, options, costs, units, sizes, found.why, reason).plan(), found)
-
-
-def _findings(model: nn.Module, sample: Sample, options: Options) -> TreeFindings:
-    if len(options.devices) < 2:
-        return TreeFindings("there is one stage")
-    return examine(model, sample, batch_dims=options.batch_dims, chunks=options.chunks, forward=model.forward)
+    return _Writer(model, options, costs, units, _rows(model, sample, options), reason).plan()
 
 
 def _rows(model: nn.Module, sample: Sample, options: Options) -> int:
@@ -73,20 +49,6 @@ def _rows(model: nn.Module, sample: Sample, options: Options) -> int:
         return 1
 
 
-def _first(sample: Sample, found: TreeFindings, size: int) -> Sample:
-    """Return the first microbatch of a sample."""
-    if found.why is not None:
-        return sample
-    leaves, spec = pytree.tree_flatten((sample.args, sample.kwargs))
-    pairs = zip(leaves, found.batch_dims, strict=True)
-    cut = [leaf if dim is None else leaf.detach().narrow(dim, 0, size).clone() for leaf, dim in pairs]
-    for leaf, own in zip(leaves, cut, strict=True):
-        if own is not leaf:
-            own.requires_grad_(leaf.requires_grad)
-    args, kwargs = pytree.tree_unflatten(cut, spec)
-    return Sample(*args, **kwargs)
-
-
 class _Writer:
     """Cuts the units and writes the answer down as a plan."""
 
@@ -96,12 +58,11 @@ class _Writer:
         options: Options,
         costs: ModuleCosts,
         units: Sequence[str],
-        sizes: tuple[int, ...],
-        why: str | None,
+        rows: int,
         reason: str,
     ) -> None:
         self.model, self.options, self.costs, self.units = model, options, costs, units
-        self.sizes, self.why, self.reason = sizes, why, reason
+        self.rows, self.reason = rows, reason
         self.states = _states(model, homes(model, {unit: index for index, unit in enumerate(units)}))
         self.problem = self._problem()
         self.partition: Partition = self._partition()
@@ -128,7 +89,7 @@ class _Writer:
             works,
             tuple(Net(index, (index + 1,), link_s, link_s) for index, link_s in enumerate(links)),
             tuple(Hold(self.costs.saved_below(unit), index, (), (index,)) for index, unit in enumerate(self.units)),
-            microbatches=len(self.sizes),
+            microbatches=1,
             schedule=_SCHEDULE,
             devices=devices_of(limits),
         )
@@ -144,26 +105,25 @@ class _Writer:
                 stacklevel=3,
             )
         fits = fit_of(stages)
-        step_s, busy_s = self._step_s(stages), len(self.sizes) * sum(s.forward_s + s.backward_s for s in stages)
-        whole = self.why is not None
+        step_s = sum(stage.forward_s + stage.backward_s for stage in stages)
         return Plan(
             fingerprint=fingerprint_of(self.model, self._names(self.stage_of)),
             devices=tuple(map(self.options.device_name, range(len(stages)))),
             stages=stages,
             boundaries=tuple(self._boundaries()),
             chunks=self.options.chunks,
-            microbatch_rows=self.sizes,
+            microbatch_rows=(self.rows,),
             schedule=_SCHEDULE,
             optimizer=str(self.options.optimizer),
             step_s=step_s,
-            bubble=max(0.0, 1.0 - busy_s / (step_s * len(stages))) if step_s else 0.0,
+            bubble=1.0 - 1.0 / len(stages) if step_s else 0.0,
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s,
             status=self.partition.status,
             objective="bottleneck",
             fits=fits,
             verdict="borderline" if fits is None else "fits" if fits else "no",
-            class_flops={"shared": 0.0, "micro": 0.0 if whole else 1.0, "full": 1.0 if whole else 0.0},
+            class_flops={"shared": 0.0, "micro": 0.0, "full": 1.0},
             measured=self.costs.measured,
             notes=tuple(self._notes()),
             rung=RUNG,
@@ -218,26 +178,10 @@ class _Writer:
                 size = parameter.numel() * parameter.element_size()
                 yield Boundary(value=name, producer=first, consumers=tuple(others), bytes=size, per_step=True)
 
-    def _step_s(self, stages: Sequence[StagePlan]) -> float:
-        """Return forwards as lanes overlap them, and backwards as autograd runs them.
-
-        On the CPU that is one thread; between CUDA devices it is the forwards' picture the other way round.
-        """
-        count, forward_s, backward_s = len(self.sizes), [s.forward_s for s in stages], [s.backward_s for s in stages]
-        nothing = [0.0] * len(stages)
-        order = forward_only(len(stages), count)
-        forwards_s = simulate(order, forward_s=forward_s, backward_s=nothing).step_s
-        if any(device.type == "cpu" for device in self.options.devices):
-            return forwards_s + count * sum(backward_s)
-        return forwards_s + simulate(order, forward_s=backward_s, backward_s=nothing).step_s
-
     def _notes(self) -> Iterable[str]:
         placed = f"{len(self.stage_of)} modules are placed"
         yield f"no graph can follow this model ({self.reason}): its own Python runs; {placed}"
-        if self.why is None:
-            yield f"rows are independent: {len(self.sizes)} microbatches overlap in the forward"
-        else:
-            yield f"one chunk, the stages run one after the other: {self.why}"
+        yield "one chunk: the stages run one after the other"
         if set(self.options.recompute or ()) - {"never"}:
             yield (
                 f"recompute={list(self.options.recompute or ())} is ignored: the model runs by its own Python, where "

@@ -25,8 +25,8 @@ from autosplit.profile.times import NodeTimes
 from autosplit.profile.work import work_of
 from autosplit.trace import state
 from autosplit.trace.module_tree import Doors, ModuleCost
+from autosplit.trace.parameter_writes import own_gradients, written_back
 from autosplit.trace.structure import flatten_output, tensors_in
-from autosplit.trace.tree_watch import own_gradients, written_back
 
 _BACKWARD = 2.0
 """Backward over forward time where the backward cannot be measured: a matrix product has two in its backward."""

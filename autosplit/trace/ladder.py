@@ -32,6 +32,7 @@ from autosplit.trace.kinds import function_of
 from autosplit.trace.merge import MergedRecording
 from autosplit.trace.norms import note_rewritten
 from autosplit.trace.objects import leaves_of
+from autosplit.trace.parameter_writes import written_back
 from autosplit.trace.probe import run_probe
 from autosplit.trace.proof import identity
 from autosplit.trace.reads import Guard, guard_of, without_reads
@@ -39,7 +40,6 @@ from autosplit.trace.recording import Call, Refusal, Unexpected
 from autosplit.trace.rehearse import answering
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.scope import Scope
-from autosplit.trace.tree_watch import written_back
 from autosplit.trace.watch import READS
 
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from autosplit.errors import TraceError
 from autosplit.trace import state
+from autosplit.trace.parameter_writes import written_back
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.recording import Unexpected
 from autosplit.trace.run import FlatInputs, patched
 from autosplit.trace.scope import Scope
-from autosplit.trace.tree_watch import written_back
 from autosplit.trace.watch import Observations, Watcher
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+from autosplit import autosplit
 from autosplit.options import Sample
 from autosplit.planning.plan import Plan
 from autosplit.planning.tree import plan_tree
@@ -21,15 +24,21 @@ from tests.equivalence.tree_models import CASES, CPU, caller, differences, left,
 def test_a_call_is_the_plain_models(name: str, stages: int, training: bool) -> None:
     case = CASES[name]
     plain, twin, run = pair(case, training=training, stages=stages)
-    pieces = stages > 1 and case.independent[not training]
     for step, count in enumerate([10, 7, 3, 2 if name == "batch norm" else 1, 10]):
         args = case.batch(count, step)
         seed(step)
         expected = left(plain, plain, args)
         seed(step)
         found = left(twin, caller(run), args)
-        assert list(differences(found, expected, tolerance=1e-12 if pieces else 0.0)) == []
-        assert (run.findings(args, {}).why is None) == (pieces and count > 1)
+        assert (
+            list(
+                differences(
+                    found,
+                    expected,
+                )
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -43,14 +52,6 @@ def test_several_seeds(name: str, number: int) -> None:
     found = [left(twin, caller(run), args) for _ in range(3)]
     for mine, theirs in zip(found, expected, strict=True):
         assert list(differences(mine, theirs)) == []
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8, 20])
-def test_any_number_of_chunks(chunks: int) -> None:
-    plain, twin, run = pair(CASES["tied"], training=True, stages=2, chunks=chunks)
-    args = CASES["tied"].batch(10, 5)
-    expected, found = left(plain, plain, args), left(twin, caller(run), args)
-    assert list(differences(found, expected, tolerance=1e-12)) == []
 
 
 @pytest.mark.parametrize("name", ["per row", "tied", "batch norm"])
@@ -123,7 +124,7 @@ def test_without_gradients(name: str, mode: type) -> None:
         expected = left(plain, plain, args, backward=False)
         found = left(twin, caller(run), args, backward=False)
         again = left(twin, caller(run), tuple(t.clone() for t in args), backward=False)
-    assert list(differences(found, expected, tolerance=1e-12)) == []
+    assert list(differences(found, expected)) == []
     assert list(differences(again, found)) == []
 
 
@@ -131,12 +132,79 @@ def test_a_plan_from_a_file_is_applied_again(tmp_path: object) -> None:
     case = CASES["tied"]
     torch.manual_seed(3)
     plain = case.model().double()
-    made = plan_tree(plain, Sample(*case.batch(10, 0)), options(3), reason="a test says so")
+    plan = plan_tree(plain, Sample(*case.batch(10, 0)), options(3), reason="a test says so")
     path = f"{tmp_path}/plan.json"
-    made.plan.save(path)
+    plan.save(path)
     twin = copy.deepcopy(plain)
-    run = TreeRun(twin, Plan.load(path).stage_of(), [lane(CPU)] * 3, chunks=4)
+    run = TreeRun(twin, Plan.load(path).stage_of(), [lane(CPU)] * 3)
     args = case.batch(10, 6)
     expected, found = left(plain, plain, args), left(twin, caller(run), args)
-    assert list(differences(found, expected, tolerance=1e-12)) == []
-    assert run.units == tuple(name.partition("#")[0] for stage in made.plan.stages for name in stage.nodes)
+    assert list(differences(found, expected)) == []
+    assert run.units == tuple(name.partition("#")[0] for stage in plan.stages for name in stage.nodes)
+
+
+class Shifted(nn.Module):
+    """Writes to its input in a way that no version counter shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.add_(1.0)
+        return self.layer(x)
+
+
+class Noisy(Shifted):
+    """Draws from a generator that only a closure holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = np.random.RandomState(5)
+        self.noise = lambda: torch.from_numpy(generator.standard_normal(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.noise()
+
+
+class Mixed(nn.Module):
+    """Runs one layer with other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = {name: 0.5 * (own + getattr(self.second, name)) for name, own in self.first.named_parameters()}
+        return torch.func.functional_call(self.first, mixed, (x,))
+
+
+@pytest.mark.filterwarnings("ignore:.*collapsed", "ignore:.*devices were given")
+@pytest.mark.parametrize("kind", [Shifted, Noisy, Mixed])
+def test_trial_runs_and_threads_use_nothing_up(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain, split_model = kind().double(), kind().double()
+    split_model.load_state_dict(plain.state_dict())
+    pipe = autosplit(split_model, devices=2, chunks=3)
+    for step, rows in enumerate((7, 5, 7, 5)):
+        x = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        with torch.set_grad_enabled(step < 3):
+            outputs = [call(each) for call, each in zip((plain, pipe), inputs, strict=True)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(inputs[1], inputs[0], rtol=0, atol=0)
+        if step < 3:
+            for output in outputs:
+                output.square().mean().backward()
+            own = pipe.train_step(
+                x.clone(), target=x[:, 0], loss_fn=lambda output, y: (output[:, 0] - y).square().mean()
+            )
+            torch.testing.assert_close(own, (plain(x.clone())[:, 0] - x[:, 0]).square().mean().detach())
+
+
+def test_an_exception_says_in_which_unit() -> None:
+    _, twin, run = pair(CASES["early exit"], training=False, stages=2)
+    twin.blocks[1].forward = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError) as caught:
+        run.call(CASES["early exit"].batch(4, 0), {})
+    assert [note for note in caught.value.__notes__ if "in unit 'blocks.1" in note and "stage" in note]

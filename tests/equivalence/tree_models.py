@@ -185,11 +185,10 @@ def images(count: int, seed: int) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how its batches are made, and whether its rows are independent, in training and in eval mode."""
+    """A model, and how its batches are made."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, int], tuple[Any, ...]] = rows
-    independent: tuple[bool, bool] = (False, False)
 
 
 CASES = {
@@ -198,10 +197,10 @@ CASES = {
     "detector": Case(Detector, images),
     "numpy": Case(Numpy),
     "counter": Case(Counter),
-    "per row": Case(PerRow, independent=(True, True)),
-    "tied": Case(Tied, independent=(True, True)),
+    "per row": Case(PerRow),
+    "tied": Case(Tied),
     "experts": Case(Experts),
-    "batch norm": Case(Normed, independent=(False, True)),
+    "batch norm": Case(Normed),
 }
 
 
@@ -282,17 +281,15 @@ def options(stages: int, chunks: int = 4, **more: Any) -> Options:
 
 
 def split(
-    model: nn.Module, args: tuple[Any, ...], *, stages: int, chunks: int = 4, devices: Any = None, **more: Any
+    model: nn.Module, args: tuple[Any, ...], *, stages: int, chunks: int = 4, devices: Any = None
 ) -> tuple[TreeRun, Plan]:
     """Plan a model by modelled costs and return what runs it."""
     chosen = Options(tuple(devices) if devices else (CPU,) * stages, chunks, measure=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # fewer modules than devices
-        made = plan_tree(model, Sample(*args), chosen, reason="a test says so")
-    lanes = [lane(torch.device(stage.device)) for stage in made.plan.stages]
-    run = TreeRun(model, made.plan.stage_of(), lanes, chunks=chunks, **more)
-    run.learn(args, {}, None, made.findings)
-    return run, made.plan
+        plan = plan_tree(model, Sample(*args), chosen, reason="a test says so")
+    lanes = [lane(torch.device(stage.device)) for stage in plan.stages]
+    return TreeRun(model, plan.stage_of(), lanes), plan
 
 
 def pair(case: Case, *, training: bool, count: int = 10, **how: Any) -> tuple[nn.Module, nn.Module, TreeRun]:
@@ -307,3 +304,12 @@ def pair(case: Case, *, training: bool, count: int = 10, **how: Any) -> tuple[nn
 def caller(run: TreeRun) -> Callable[..., Any]:
     """Return the run as a function of a model's arguments."""
     return lambda *args, **kwargs: run.call(args, kwargs)
+
+
+def everything(model: nn.Module) -> Any:
+    """Return all of a model, and the random states, in a form that can be compared."""
+    tensors = [t.detach().clone().tolist() for t in (*model.parameters(), *model.buffers())]
+    gradients = [(id(p.grad), None if p.grad is None else p.grad.tolist()) for p in model.parameters()]
+    held = [{k: repr(v) for k, v in m.__dict__.items() if not k.startswith("_")} for m in model.modules()]
+    drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    return tensors, gradients, held, drawn
