@@ -117,7 +117,7 @@ class Holders:
         if isinstance(module, torch.jit.ScriptModule):
             return
         for key, value in own.items():
-            if key in TABLES:
+            if key in _TABLES:
                 self._add((path, key), functools.partial(_copied, value), functools.partial(_refill, value))
             else:
                 self._value(value, (path, key), _DEPTH)
@@ -260,7 +260,7 @@ class _Gone:
 
 
 GONE = _Gone()
-TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
+_TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
 
 
 def _copied(value: Any) -> Any:

@@ -179,8 +179,24 @@ class Mixed(nn.Module):
         return torch.func.functional_call(self.first, mixed, (x,))
 
 
+class Hooked(Shifted):
+    """Registers one more hook in every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.register_forward_hook(lambda module, given, output: output * 0.5)
+        return self.layer(x)
+
+
+class Registered(Shifted):
+    """Registers a parameter anew in every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_parameter("scale", nn.Parameter(torch.ones(4, dtype=torch.float64)))
+        return self.layer(x) * self.scale
+
+
 @pytest.mark.filterwarnings("ignore:.*collapsed", "ignore:.*devices were given")
-@pytest.mark.parametrize("kind", [Shifted, Noisy, Mixed])
+@pytest.mark.parametrize("kind", [Shifted, Noisy, Mixed, Hooked, Registered])
 def test_trial_runs_and_threads_use_nothing_up(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     plain, split_model = kind().double(), kind().double()
