@@ -78,6 +78,7 @@ def check_recording(
     answers: Answers | None = None,
     loose: bool = False,
     changes_python: bool = False,
+    logged: int = 0,
 ) -> str | None:
     """Compare a recording with the model it was made of, in the model's modes and this thread's grad mode and autocast.
 
@@ -88,12 +89,14 @@ def check_recording(
         answers: given the leaves of a call, returns a context in which the model's own Python gets the answers to value
             reads that the recording took.
         loose: allow what another order of additions can do, for a graph whose reductions were taken apart.
+        changes_python: whether the model leaves more than tensors.
+        logged: how many of the graph's last outputs are numbers that the model keeps, which are no outputs of its own.
 
     Returns:
         None where they agree, else what differs, in one clause.
     """
     checker = _Checker(model, recording, inputs, answers or (lambda leaves: contextlib.nullcontext()), loose)
-    checker.changes_python = changes_python
+    checker.changes_python, checker.logged = changes_python, logged
     with state.random_state(), warnings.catch_warnings(), slow_attention():
         warnings.simplefilter("ignore")  # the model's own warnings are for its own calls
         return checker.difference()
@@ -115,6 +118,7 @@ class _Checker:
         self.meta = any(p.is_meta for p in model.parameters())
         self.large = sum(p.numel() for p in model.parameters()) > _LARGE
         self.drew = self.drew_in_python = self.changes_python = False
+        self.logged = 0
 
     def difference(self) -> str | None:
         """Return what differs between model and graph, or None."""
@@ -254,7 +258,8 @@ class _Checker:
 
     def _run_graph(self, leaves: list[Any]) -> Sequence[Any]:
         interpreter = fx.Interpreter(self.recording.root, graph=self.recording.graph)
-        return interpreter.run(self.rows, *(leaves[i] for i in self.inputs.tensors()))
+        outputs = interpreter.run(self.rows, *(leaves[i] for i in self.inputs.tensors()))
+        return outputs[: len(outputs) - self.logged]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from autosplit.trace.again import Mixed
 from autosplit.trace.foreseen import Foreseen, Unforeseen, may_foresee, same
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
+from autosplit.trace.logged import Decides
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, merge
 from autosplit.trace.one_row import holds_at
 from autosplit.trace.reads import Scout, Unanswered, Valueless
@@ -126,6 +127,9 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
             except Unanswered:
                 scope = replace(scope, answers=_answers(model, flat, scope))
                 continue
+        except Decides as error:
+            scope = replace(scope, deciding=scope.deciding | error.lines, answers=None)
+            continue
         except (Refusal, Unexpected) as error:
             first = first or error
             if not (atoms := _atoms(model, scope, error)):

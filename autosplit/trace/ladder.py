@@ -163,8 +163,10 @@ def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered
     """Return how a graph differs from the model; taken apart, its reductions add up in another order."""
 
     def check(recording: Runnable, *, loose: bool = False) -> str | None:
-        answer, python = lambda _: answering(model, gathered.scope), bool(gathered.recording.recording.changed)
-        return check_recording(model, recording, flat, answers=answer, loose=loose, changes_python=python)
+        answer, own = lambda _: answering(model, gathered.scope), gathered.recording.recording
+        return check_recording(
+            model, recording, flat, answers=answer, loose=loose, changes_python=bool(own.changed), logged=own.logged
+        )
 
     difference = check(graph)
     if difference is None or not is_decomposed(graph.graph):

@@ -11,6 +11,7 @@ Values are known by identity: every tensor that a call returned is kept alive un
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from autosplit.trace.calls import Ambient, apply_function, under
 from autosplit.trace.gradient_hooks import record_hook
 from autosplit.trace.holders import Holders
 from autosplit.trace.kept import check_own
+from autosplit.trace.logged import LoggedNumber, log_item
 from autosplit.trace.objects import is_object
 from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.recording import (
@@ -76,6 +78,9 @@ class Recorder(TorchFunctionMode):
         self.failed_in: str | None = None  # the innermost module out of which an exception came
         self.modules_made: list[type] = []
         self.calls: list[Call] = []
+        self.logged: list[weakref.ref[LoggedNumber]] = []
+        self.logged_lines: set[str] = set()
+        self.decided: set[str] = set()  # those of which the numbers do more than to be kept
         self.constants: dict[str, Any] = {}
         self.random = RandomWatch()
         self._refs: dict[int, int] = {}
@@ -313,6 +318,8 @@ class Recorder(TorchFunctionMode):
     def _read(self, func: Any, label: str, args: Any, kwargs: Any) -> Any:
         if (asserted := assertion_here(label)) is not None:
             return record_check(self, asserted, func, args, kwargs)
+        if self.scope.only_keeps(label, line := source_line()):
+            return log_item(self, args[0], line)
         call = Call("read", func, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
         call.name, call.source = self.name_of("read", label.strip("_")), source_line()
         value = self.reader.read(call, self)

@@ -126,6 +126,8 @@ class Recording:
     """Where the run changed Python state; see :mod:`autosplit.trace.side_effects`."""
     kept: int = 0
     """How many of the last outputs are tensors that the run left there."""
+    logged: int = 0
+    """How many of those, the last ones, stand for numbers in logs."""
     asks_grad_mode: str = ""
     """Where the forward asked whether gradients are on: ``file:line``; "" where it did not."""
 

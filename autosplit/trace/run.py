@@ -33,6 +33,7 @@ from autosplit.trace import side_effects, state
 from autosplit.trace.grad_mode import GradModeWatch
 from autosplit.trace.holders import HOOK_TABLES, Holder, Holders
 from autosplit.trace.kept import check_given
+from autosplit.trace.logged import Decides
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.random_watch import RandomWatch
@@ -222,7 +223,10 @@ def _run(
     found = side_effects.changes(holders, before).without(partial(_comes_with_the_graph, recorder))
     _refuse_modules(found)
     left = side_effects.kept(found, real)
+    numbers = _logged(recorder, found)
+    left += numbers
     recording = recorder.finish(output, dict(model.named_buffers()), left)
+    recording.logged = len(numbers)
     recording.asks_grad_mode, recording.changed = asked.line, found.places
     return PythonRun(recording, found, real, left)
 
@@ -233,6 +237,17 @@ def _comes_with_the_graph(recorder: Recorder, holder: Holder, key: Any, value: A
     if table == "_buffers":
         return id(value) in recorder.recorded()
     return not table and (path, key) in recorder.by_layers
+
+
+def _logged(recorder: Recorder, found: side_effects.Changes) -> list[torch.Tensor]:
+    """Return the tensors of the numbers that the run kept; raise Decides where one is used, or kept out of sight."""
+    kept = found.numbers()
+    ids = {id(number) for number in kept}
+    alive = [number for ref in recorder.logged if (number := ref()) is not None]
+    lines = recorder.decided.union(*(number.lines for number in alive if id(number) not in ids))
+    if lines:
+        raise Decides(lines, "")
+    return list({id(tensor): tensor for number in kept for tensor in number.tensors}.values())
 
 
 def _refuse_modules(found: side_effects.Changes) -> None:
@@ -281,6 +296,8 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
         if isinstance(error, UnsupportedOperatorException):
             what = f"{place} calls {error.func}, which torch cannot run on shapes alone"
             raise Refusal(what, recorder.failed_in or "") from error
+        if recorder.logged_lines:  # the model may have met a number that is none yet
+            raise Decides(recorder.logged_lines, "") from error
         raise Unexpected(error, recorder.failed_in or "") from error
 
 

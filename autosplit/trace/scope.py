@@ -63,17 +63,23 @@ class Scope:
         entered: leaves that are entered all the same, because their parameters are used elsewhere too.
         atoms: modules that are one call.
         answers: the values of the reads that are recorded, in order; None until a read was met.
+        deciding: lines of code in which a number that is read does more than to be kept.
         whole_norms: whether batch norms that keep running statistics see the whole batch at once.
     """
 
     entered: frozenset[str] = frozenset()
     atoms: Mapping[str, Atom] = field(default_factory=dict)
     answers: tuple[Answer, ...] | None = None
+    deciding: frozenset[str] = frozenset()
     whole_norms: bool = False
 
     def with_atoms(self, atoms: Mapping[str, Atom]) -> Scope:
         """Return a scope with more atoms; its value reads have to be answered anew."""
         return replace(self, atoms={**self.atoms, **atoms}, answers=None)
+
+    def only_keeps(self, read: str, line: str) -> bool:
+        """Tell whether a read of a value in a line of code is taken to keep the number and no more."""
+        return read == "item" and line != "" and line not in self.deciding
 
     def is_leaf(self, module: nn.Module, path: str) -> bool:
         """Tell whether a module is recorded as one call."""

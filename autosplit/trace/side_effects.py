@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autosplit.trace.holders import GONE, ITERATORS, Holder, Holders, applied, difference, position
+from autosplit.trace.logged import LoggedNumber, is_logged
 from autosplit.trace.python_state import Place, is_object
 from autosplit.trace.recording import Refusal
 from autosplit.trace.scope import has_hooks, is_layer
@@ -52,6 +53,14 @@ class Changes:
         for _, entries in self.entries:
             for value in entries.values():
                 _collect(value, found, _DEPTH)
+        return list(found.values())
+
+    def numbers(self) -> list[LoggedNumber]:
+        """Return the numbers among the new values that are known when the program has run, and their operands."""
+        found: dict[int, LoggedNumber] = {}
+        for _, entries in self.entries:
+            for value in entries.values():
+                _numbers(value, found, _DEPTH)
         return list(found.values())
 
     def without(self, handled: Callable[[Holder, Any, Any], bool]) -> Changes:
@@ -108,6 +117,14 @@ def words(places: Iterable[Place]) -> str:
     )
 
 
+def _numbers(value: Any, found: dict[int, LoggedNumber], depth: int) -> None:
+    if is_logged(value):
+        found.update({id(number): number for number in value.with_operands()})
+    elif depth and not isinstance(value, nn.Module):
+        for part in _parts(value):
+            _numbers(part, found, depth - 1)
+
+
 def _collect(value: Any, found: dict[int, torch.Tensor], depth: int) -> None:
     if isinstance(value, torch.Tensor):
         found.setdefault(id(value), value)
@@ -128,6 +145,8 @@ def _with_real(value: Any, real: Mapping[int, torch.Tensor], depth: int) -> Any:
     """Return a value with real tensors in the places of fake ones; lists, dicts and objects are changed in place."""
     if isinstance(value, torch.Tensor):
         return real.get(id(value), value)
+    if is_logged(value):
+        return value.compute(real)
     if not depth or value is GONE or isinstance(value, nn.Module):
         return value
     if isinstance(value, dict):

@@ -22,7 +22,7 @@ from autosplit.trace import side_effects, state
 from autosplit.trace.assertions import assertion_here
 from autosplit.trace.holders import Holders
 from autosplit.trace.random_watch import Draw, RandomWatch
-from autosplit.trace.recording import VALUE_READS, Call, Refusal
+from autosplit.trace.recording import VALUE_READS, Call, Refusal, source_line
 from autosplit.trace.scope import Scope
 from autosplit.trace.state_calls import in_place
 from autosplit.trace.structure import flatten_output, storage_key, tensors_in
@@ -116,6 +116,8 @@ class Watcher(TorchFunctionMode):
             return self._watched.call(func, args, kwargs)
         label = getattr(func, "__name__", "")
         if self._muted or label not in VALUE_READS or assertion_here(label) is not None:
+            return func(*args, **kwargs)
+        if self.scope.only_keeps(label, source_line()):
             return func(*args, **kwargs)
         if label == "tolist":  # a fake tensor, on which the recording was made, reads its elements one by one
             answers = [self._answer() for _ in range(args[0].numel())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         equal = type(one) is type(other) and one.shape == other.shape and one.requires_grad == other.requires_grad
         return equal and torch.allclose(one, other, rtol=0, atol=1e-12)
+    if isinstance(one, float):
+        return type(one) is type(other) and math.isclose(one, other, rel_tol=1e-12)
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
