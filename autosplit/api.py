@@ -25,7 +25,7 @@ from autosplit.planning.edit import recosted
 from autosplit.planning.explain import answered, assumed
 from autosplit.planning.paper import prepare, search_space, stand_ins
 from autosplit.planning.plan import Plan
-from autosplit.runtime.ambient import without_saved_tensor_hooks
+from autosplit.runtime.ambient import without_callers_modes
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.state import attributes, random_state
 from autosplit.units import format_bytes
@@ -236,7 +236,7 @@ def plan(
         found = answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
         return assumed(found, paper)
 
-    with random_state(), attributes(model), torch.inference_mode(False), without_saved_tensor_hooks():
+    with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         return checked(planned)
 
 

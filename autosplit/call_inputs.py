@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import fx
 
-from autosplit.errors import TraceError
+from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
 from autosplit.trace.inputs import has_uneven_list
 from autosplit.trace.objects import leaves_of
@@ -18,6 +20,29 @@ _KEPT = 32
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, type, enum.Enum)
 _CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore
 """Inputs that are no tensors and tell by themselves what they are."""
+
+
+def refuse_tracers(leaves: Sequence[Any]) -> None:
+    """Raise InputError where a call is made to be traced: what a pipe does with lanes and modules is no such graph."""
+    tracing = torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined]
+    if tracing or any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+        raise InputError(
+            "a pipe cannot be traced by torch.jit.trace, torch.export or torch.fx: trace the model, which "
+            "pipe.unsplit() gives back; pipe.code is the program that the pipe runs"
+        )
+
+
+def refuse_transformed() -> NoReturn:
+    """Raise InputError for the first call of a kind, which has to be recorded, under a transform."""
+    raise InputError(
+        "the first call of its kind is made under a transform of torch.func or forward-mode differentiation, where a "
+        "model cannot be recorded: call the pipe once without it, with inputs of the same shapes and in the same mode"
+    )
+
+
+def refuse_unplanned() -> NoReturn:
+    """Stand for the program of a pipe that was not called yet; raise InputError where something runs it."""
+    raise InputError("the pipe has no program before its first call: call it once, or pass sample=")
 
 
 class Constants:

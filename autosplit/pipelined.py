@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from autosplit.call_inputs import refuse_tracers, refuse_unplanned
 from autosplit.delegation import Delegating, forward_like, forward_overrides
 from autosplit.lower.locate import Locate
 from autosplit.lower.program import STATE, emit
@@ -74,7 +75,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
 
     def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None, own_plan: bool = False) -> None:
         graph = fx.Graph()
-        graph.output(None)
+        graph.output(graph.call_function(refuse_unplanned))
         super().__init__(nn.Module(), graph, "PipelinedModule")
         for name in SHARED:
             if name in model.__dict__:
@@ -324,6 +325,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
         core = self._core
         leaves, spec = take_apart((args, kwargs))
+        refuse_tracers(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key, sample = core.recordings.python.key_of(leaves, spec), Sample(*args, **kwargs)
         recorded, python = core.recordings.find_run(key, sample)

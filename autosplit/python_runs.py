@@ -11,8 +11,9 @@ from torch import nn
 
 from autosplit.options import Sample
 from autosplit.recorded import Recorded
-from autosplit.runtime.ambient import without_saved_tensor_hooks
+from autosplit.runtime.ambient import without_callers_modes
 from autosplit.trace.objects import leaves_of, take_apart
+from autosplit.trace.outside import OutsideValues
 from autosplit.trace.python_state import Place
 from autosplit.trace.run import PythonRun
 from autosplit.trace.signature import Key, key_of, rows_of
@@ -27,14 +28,15 @@ class PythonRuns:
         """Where calls of the model have changed Python state."""
         self._changing: frozenset[Place] = frozenset()
         """Where they do so time and again."""
+        self._outside = OutsideValues()
 
     def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
         """Return a call's signature, without attributes that calls change time and again."""
-        return key_of(self.model, leaves, spec, without=self._changing)
+        return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing)
 
     def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
         """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
-        with torch.inference_mode(False), without_saved_tensor_hooks():
+        with torch.inference_mode(False), without_callers_modes():
             flat = replace(recorded.trace.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
             rows = rows_of(key.shapes, recorded.kind.batch_dims)
             return recorded.trace.gathered.run_python(self.model, flat, rows)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.call_inputs import Constants
+from autosplit.call_inputs import Constants, refuse_transformed
 from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import ScheduleError, TraceError
 from autosplit.lower.place import place
@@ -29,7 +29,7 @@ from autosplit.planning.tree import plan_tree
 from autosplit.progress_lines import shown
 from autosplit.python_runs import PythonRuns
 from autosplit.recorded import PreparedStep, Recorded, tree_of, used
-from autosplit.runtime.ambient import without_saved_tensor_hooks
+from autosplit.runtime.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.changed_inputs import as_called, refusal
 from autosplit.runtime.graphs import Graphs
 from autosplit.runtime.lanes import Lane, lane
@@ -117,6 +117,8 @@ class Recordings:
         found = self._holding(self.kept.get(key, ()), key, sample)
         if found is not None:
             used(self.kept, key)
+        elif is_transformed():
+            refuse_transformed()
         else:
             with RECORDING, shown(self._work()):
                 found = self._recorded(key, as_called(sample))
@@ -242,7 +244,7 @@ class Recordings:
             if domain is None or kind.lengths_in(key) is None or not rows or recorded.lacks_one_row(key):
                 continue
             try:
-                with torch.inference_mode(False), without_saved_tensor_hooks():
+                with torch.inference_mode(False), without_callers_modes():
                     recorded.trace.check_rows(self.model, sample, rows)
             except TraceError:  # another one may do, or a new one will
                 continue
@@ -259,7 +261,7 @@ class Recordings:
             kind = base.kind
             if not rows_of(key.shapes, kind.batch_dims):
                 continue
-            with torch.inference_mode(False), without_saved_tensor_hooks():
+            with torch.inference_mode(False), without_callers_modes():
                 if base.lacks_one_row(key):
                     wide = widen_to_one_row(self.model, base.trace, sample)
                 elif lengths := kind.varying(key):
@@ -305,7 +307,7 @@ class Recordings:
         if (found := self._holding(self._known(key), key, sample)) is not None:
             if found.changes_python:  # its own Python runs in every call
                 return found
-            with torch.inference_mode(False), without_saved_tensor_hooks():
+            with torch.inference_mode(False), without_callers_modes():
                 found.trace.check_rows(self.model, sample, rows_of(key.shapes, found.kind.batch_dims))
             return found
         return self._holding(self._checked(key, sample), key, sample)
@@ -333,7 +335,7 @@ class Recordings:
     def _record(self, key: Key, sample: Sample) -> Recorded:
         """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
         self._constants.check(key, sample)
-        with torch.inference_mode(False), without_saved_tensor_hooks():
+        with torch.inference_mode(False), without_callers_modes():
             with attributes(self.model):
                 found = self._planned(key, sample)
             assert self.plan is not None
@@ -353,8 +355,8 @@ class Recordings:
         )
         if found.graph.asks_grad_mode and not key.rest[0][0].grad:
             raise TraceError(
-                f"forward asks whether gradients are on ({found.graph.asks_grad_mode}) and is called without them; "
-                "a recording has them on"
+                f"forward asks whether gradients or inference mode are on ({found.graph.asks_grad_mode}) and is called "
+                "without gradients; a recording has them on"
             )
         self.made += 1
         self._findings[values] = found.findings

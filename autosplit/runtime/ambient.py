@@ -139,9 +139,15 @@ def needs_one_thread() -> bool:
 
 
 @contextlib.contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
-    """Take the caller's hooks on saved tensors away, and a ban on such hooks: what runs in here is not the caller's."""
+def without_callers_modes() -> Iterator[None]:
+    """Take the caller's dispatch modes, its hooks on saved tensors and a ban on such hooks away.
+
+    What runs in here is not the caller's. Modes by which torch itself traces stay: the tensors may be theirs.
+    """
     autograd = torch._C._autograd
+    modes = []
+    while (mode := dispatch._get_current_dispatch_mode()) is not None and not mode.is_infra_mode():
+        modes.append(dispatch._pop_mode())
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
@@ -151,6 +157,8 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     try:
         yield
     finally:
+        for mode in reversed(modes):
+            dispatch._push_mode(mode)
         if refused is not None:
             autograd._saved_tensors_hooks_disable(refused)
         for pack, unpack in reversed(hooks):

@@ -229,7 +229,11 @@ class _Checker:
                 own = leaf.detach().clone() if dim is None else self._rows(leaf.detach(), dim, rows)
             wants = leaf.requires_grad or (step > 0 and self.gradients == _ALL)
             able = own.is_floating_point() or own.is_complex()
-            leaves[index] = own.requires_grad_(wants and able and self.gradients != _NONE)
+            own.requires_grad_(wants and able and self.gradients != _NONE)
+            if isinstance(leaf, nn.Parameter):
+                leaves[index] = given[index] = nn.Parameter(own, own.requires_grad)
+                continue
+            leaves[index] = own
             given[index] = own.clone() if own.requires_grad else own
         return leaves, given
 

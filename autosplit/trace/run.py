@@ -34,6 +34,7 @@ from autosplit.trace.grad_mode import GradModeWatch
 from autosplit.trace.holders import HOOK_TABLES, Holder, Holders
 from autosplit.trace.kept import check_given
 from autosplit.trace.logged import Decides
+from autosplit.trace.layouts import empty_in_layout, layout_of, one_tensor
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.random_watch import RandomWatch
@@ -70,8 +71,8 @@ class FlatInputs:
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments made of other leaves."""
-        args, kwargs = self.spec(leaves)
+        """Return positional and keyword arguments made of other leaves; those that were one tensor are one again."""
+        args, kwargs = self.spec([leaves[i] for i in one_tensor(self.leaves)] if self.leaves else leaves)
         return args, kwargs
 
 
@@ -327,8 +328,11 @@ def _all_on_meta(model: nn.Module) -> bool:
 def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: Any) -> torch.Tensor:
     device = "meta" if isinstance(mode, _AsItIs) else leaf.device
     with mode:
-        fake = torch.empty(shape, dtype=leaf.dtype, device=device).requires_grad_(leaf.requires_grad)
-        return fake if leaf.is_leaf else fake.clone()
+        fake = empty_in_layout(layout_of(leaf), shape, dtype=leaf.dtype, device=device)
+        if isinstance(leaf, nn.Parameter):
+            return nn.Parameter(fake, leaf.requires_grad)
+        fake.requires_grad_(leaf.requires_grad)
+        return fake if leaf.is_leaf else fake.clone(memory_format=torch.preserve_format)
 
 
 def _notes(error: BaseException) -> str:

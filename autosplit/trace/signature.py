@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,37 +14,16 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.trace.calls import Ambient
 from autosplit.trace.formula import Length
+from autosplit.trace.identity import Identity
+from autosplit.trace.layouts import layout_of, one_tensor
 from autosplit.trace.lengths import consistent, sizes_at, varying, without_lengths
+from autosplit.trace.outside import OutsideValues
 from autosplit.trace.python_state import Passing, Place, signature
 from autosplit.trace.scope import CONTAINERS
 
 _SHORT = 32
 _OWN = frozenset(nn.Module().__dict__)
 Shapes = tuple[tuple[int, ...] | None, ...]
-
-
-class Identity:
-    """An object as part of a key: equal to the same object only, never to a later one at the same address.
-
-    It is held by a weak reference, so that a key keeps no tensor alive; one that is gone equals nothing.
-    """
-
-    __slots__ = ("_hash", "_of")
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self._of: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # it takes no weak reference
-            self._of = lambda: value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Identity) and (value := self._of()) is not None and value is other._of()
 
 
 @dataclass(frozen=True)
@@ -82,47 +61,69 @@ class Kind:
         return varying(_tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims)), self.lengths)
 
 
-def key_of(model: nn.Module, leaves: Sequence[Any], spec: Any, *, without: Collection[Place] = ()) -> Key:
+def key_of(
+    model: nn.Module, leaves: Sequence[Any], spec: Any, *, outside: OutsideValues, without: Collection[Place] = ()
+) -> Key:
     """Return a call's signature from the flattened inputs and their structure.
 
     It covers grad mode and autocast; each module's type, mode and plain attributes; the parameters' dtypes and ties;
-    the inputs' structure, shapes, dtypes, devices and constants. Attributes ``without`` are left out.
+    the values ``outside`` of the modules that their functions name; the inputs' structure, shapes, dtypes, devices,
+    layouts and constants, and which of them are one tensor. Places ``without`` are left out.
     """
     modes: list[Any] = [Ambient.current()]
     structure: list[Any] = []
     ties: dict[int, int] = {}
     seen: set[int] = set()
+    kinds_of_modules: set[type] = set()
     for path, module in model.named_modules():
         kind = type(module)
+        kinds_of_modules.add(kind)
         modes.append(module.training)
         if isinstance(module, CONTAINERS) or not kind.__module__.startswith("torch.nn"):
             structure.append(len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks))
         structure.append(kind)
         for parameter in module._parameters.values():
-            if parameter is not None:
-                structure += (parameter.dtype, parameter.requires_grad, ties.setdefault(id(parameter), len(ties)))
-        if not kind.__module__.startswith("torch.nn"):
-            for key, value in module.__dict__.items():
-                if key in _OWN or isinstance(value, Passing):
-                    continue
-                if (path, key) in without:
-                    signature(value, seen)  # nor is it part of it where another module has the same object
-                    continue
-                if isinstance(value, (bool, int, float, str)):
-                    structure.append((type(value), value))
-                elif value is None:
-                    structure.append(None)
-                elif callable(value) or isinstance(value, torch.Tensor):
-                    structure += (Identity(value), signature(value, seen, _part))
-                elif type(value) in (list, tuple, dict, set) and _is_plain(value):
-                    structure.append(repr(value))
-                elif (plain := signature(value, seen, _part)) is not None:
-                    structure.append(plain)
-        elif isinstance(module, nn.modules.dropout._DropoutNd):
+            tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
+            structure.append(tie if parameter is None else (parameter.dtype, parameter.requires_grad, tie))
+        structure += [(name, buffer is None) for name, buffer in module._buffers.items()]
+        declared = _declared(kind)  # type: ignore[arg-type]
+        for key, value in module.__dict__.items():
+            if key in _OWN or key in declared or isinstance(value, Passing):
+                continue
+            if (path, key) in without:
+                signature(value, seen)  # nor is it part of it where another module has the same object
+            elif not declared or isinstance(value, (bool, int, float, str, torch.Tensor, type(None))):
+                structure += _attribute(value, seen)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
+    structure.append(outside.signature(frozenset(kinds_of_modules), without))
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
+    structure.append(one_tensor(leaves))
     return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+
+
+@functools.cache
+def _declared(kind: type) -> frozenset[str]:
+    """Return the attributes that a layer of ``torch.nn`` declares: its own code reads them when it runs."""
+    if not kind.__module__.startswith("torch.nn"):
+        return frozenset()
+    tables = (vars(one).get(table, ()) for one in kind.__mro__ for table in ("__annotations__", "__constants__"))
+    return frozenset(("training", *(name for table in tables for name in table)))
+
+
+def _attribute(value: Any, seen: set[int]) -> Sequence[Any]:
+    """Return what of a module's attribute is part of a signature."""
+    if isinstance(value, (bool, int, float, str)):
+        return ((type(value), value),)
+    if value is None:
+        return (None,)
+    if callable(value) or isinstance(value, torch.Tensor):
+        return Identity(value), signature(value, seen, _part)
+    if type(value) in (list, tuple, dict, set) and _is_plain(value):
+        return (repr(value),)
+    plain = signature(value, seen, _part)
+    return () if plain is None else (plain,)
 
 
 def _part(value: Any) -> Any:
@@ -141,8 +142,9 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, Any]:
     """Return a tensor's dtype and the rest; under ``torch.func`` every input requires a gradient of the transform's."""
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return tensor.dtype, (tensor.device, tensor.requires_grad and not transformed)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return tensor.dtype, (tensor.device, False, None, False)
+    return tensor.dtype, (tensor.device, tensor.requires_grad, layout_of(tensor), isinstance(tensor, nn.Parameter))
 
 
 def _constant(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Hooks of the caller's that only observe: they are not called in runs of which the caller is told nothing.
 
 A hook that may return a value is part of what the model computes, and runs in all runs. So do torch's own, such as
-weight norms, and those by which transformers' models collect their outputs.
+weight norms, and those by which transformers' models collect their outputs. Those of ``torch.utils.module_tracker``,
+which counters of operations use, observe.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def only_observes(hook: Callable[..., Any]) -> bool:
     function = hook if hasattr(hook, "__code__") else getattr(hook, "__func__", None) or type(hook).__call__
     home = str(getattr(function, "__module__", ""))
     code = getattr(function, "__code__", None)
+    if home == "torch.utils.module_tracker":
+        return True
     if code is None or home == COLLECTS or home.partition(".")[0] == "torch":
         return False
     steps = list(dis.get_instructions(code))

@@ -64,7 +64,7 @@ def test_the_line_that_asks_is_said() -> None:
     _, _, pipe = both(Asks)
     with torch.no_grad():
         pipe(torch.randn(4, 6))
-    assert f"forward asks whether gradients are on ({__file__}:" in " ".join(pipe.report().split())
+    assert f"forward asks whether gradients or inference mode are on ({__file__}:" in " ".join(pipe.report().split())
 
 
 @pytest.mark.parametrize("mode", [True, False])
