@@ -94,9 +94,6 @@ class OpaqueProbe:
                 self._is_shown(site, alone) for site in list(self.outcomes)
             )
         except Exception:  # what does not run on some rows alone is no module by rows
-            import traceback
-
-            traceback.print_exc()
             return False
 
     def _batches(self) -> list[list[int]]:

@@ -33,8 +33,8 @@ from autosplit.trace import side_effects, state
 from autosplit.trace.grad_mode import GradModeWatch
 from autosplit.trace.holders import HOOK_TABLES, Holder, Holders
 from autosplit.trace.kept import check_given
-from autosplit.trace.logged import Decides
 from autosplit.trace.layouts import empty_in_layout, layout_of, one_tensor
+from autosplit.trace.logged import Decides
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.random_watch import RandomWatch
@@ -218,7 +218,7 @@ def _run(
     output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch, asked))
     if (made := state.places(model)) != named:
         raise FirstCall([name for name in {**named, **made} if named.get(name) != made.get(name)])
-    check_given((args, kwargs), inputs.spec, leaves, output)
+    check_given((args, kwargs), inputs.spec, [leaves[i] for i in one_tensor(inputs.leaves)], output)
     if torch.initial_seed() != seed:
         raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
     found = side_effects.changes(holders, before).without(partial(_comes_with_the_graph, recorder))
