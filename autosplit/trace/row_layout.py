@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ class Layouts:
         """
         operands, picking = moved_and_index(node, self.root)
         index = [n for n in picking if n in self.valued]
+        stated = [n for n in picking if n not in self.valued and self._has_rows(n) and n in self._stated]
         if not any(n in self.valued for n in operands) or any(INFO not in n.meta for n in index):
             return None
         if any(None in self.noted.get(n, ()) for n in operands):
@@ -129,6 +131,8 @@ class Layouts:
         try:
             numbers = {n: self._numbers(n) for n in operands} if picking or kind not in self.known else {}
             found = self.known[kind] if not numbers else self._after(node, numbers)
+            if stated and not self._stays(node, {**numbers, **{n: torch.zeros_like(self.run.env[n]) for n in stated}}):
+                return False
             if index:
                 return self._picks_own(node, numbers, index, suspects)
         except Exception:
@@ -149,9 +153,33 @@ class Layouts:
             for n in index if draw else ():
                 if n.meta[INFO].name not in suspects:
                     values[n] = shuffled(self.run.env[n], self.of(n), self.rows, generator)
-            if not all(layout is not None and layout.is_stack for layout in self._after(node, values)):
+            if not self._stays(node, values):
                 return False
         return True
+
+    def _stays(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+        return all(layout is not None and layout.is_stack for layout in self._after(node, values))
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        return INFO in node.meta and any(tensor.batch_dim is not None for tensor in node.meta[INFO].tensors)
+
+    @cached_property
+    def _stated(self) -> set[fx.Node]:
+        """The nodes whose numbers depend on parameters, buffers, or arguments without rows: others in the next call.
+
+        Positions are positions whatever they depend on.
+        """
+        found: set[fx.Node] = set()
+        own = {name for name, _ in (*self.root.named_parameters(), *self.root.named_buffers())}
+        for node in self.run.graph.nodes:
+            if node.op == "placeholder":
+                stated = bool(node.meta.get(INFO) and node.meta[INFO].tensors) and not self._has_rows(node)
+            else:
+                held = node.op == "get_attr" and str(node.target) in own
+                stated = held or (any(n in found for n in node.all_input_nodes) and not gives_positions(node, self.root))
+            if stated:
+                found.add(node)
+        return found
 
     def _is_offset(self, node: fx.Node, suspects: Collection[str]) -> bool:
         """Tell whether an index is a row's own, or a sum of places and of positions within a row."""
