@@ -13,7 +13,6 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
 from autosplit.runtime import own_loss, train_cells
-from autosplit.runtime.ambient import without_callers_modes
 from autosplit.runtime.cells import Step
 from autosplit.runtime.clock import Whole
 from autosplit.runtime.lanes import Lane
@@ -236,7 +235,6 @@ def _prove(loss: _Loss, whole: Callable[[], Any]) -> Proof | None:
     traced = step.lowered.traced
     given = state.contents(step.tensors if step.lowered.changes_inputs else ())
     with (
-        without_callers_modes(),
         torch.no_grad(),
         state.random_state(),
         state.buffer_contents(traced.root),

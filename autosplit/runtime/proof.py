@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.errors import InputError
+from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.loss import WAY_OUT, Parts, adds_up, call_loss
 from autosplit.runtime.loss_calls import Count, Counted
 from autosplit.runtime.loss_wants import Placeholder, joined
@@ -184,7 +185,7 @@ def _check_gradients(
 def _gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found = gradients([loss], [torch.ones_like(loss)], leaves, keep=False)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
 

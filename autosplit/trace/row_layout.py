@@ -176,7 +176,9 @@ class Layouts:
                 stated = bool(node.meta.get(INFO) and node.meta[INFO].tensors) and not self._has_rows(node)
             else:
                 held = node.op == "get_attr" and str(node.target) in own
-                stated = held or (any(n in found for n in node.all_input_nodes) and not gives_positions(node, self.root))
+                stated = held or (
+                    any(n in found for n in node.all_input_nodes) and not gives_positions(node, self.root)
+                )
             if stated:
                 found.add(node)
         return found
