@@ -9,15 +9,16 @@ divide a weight's gradient by the number of rows. It is asked with small gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autosplit.trace.calls import apply_function
-from autosplit.trace.graph import INFO, LENGTH
+from autosplit.trace.graph import INFO
 from autosplit.trace.kinds import function_of
+from autosplit.trace.neighbours import size_at
 from autosplit.trace.scope import is_layer
 from autosplit.trace.structure import flatten_output, tensors_in
 
@@ -116,7 +117,7 @@ class BackwardProbe:
     def _operand(self, operand: fx.Node, start: int, stop: int, leaves: dict[Operand, torch.Tensor]) -> Any:
         value = self.run.env[operand]
         if isinstance(value, (int, float)):
-            return self._size(operand, stop - start)
+            return size_at(operand, self.run, stop - start)
         if not isinstance(value, torch.Tensor):
             return value
         dim = _batch_dim(operand)
@@ -130,14 +131,6 @@ class BackwardProbe:
     def _rows(self, value: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
         factor = value.shape[dim] // self.rows
         return value.narrow(dim, start * factor, (stop - start) * factor)
-
-    def _size(self, node: fx.Node, rows: int) -> Any:
-        """Evaluate a size at a number of rows."""
-        if node.op == "placeholder":
-            return self.run.env[node] if LENGTH in node.meta else rows
-        args: Sequence[Any] = fx.node.map_arg(node.args, lambda n: self._size(n, rows))
-        assert callable(node.target)
-        return node.target(*args)
 
 
 def _batch_dim(operand: Operand) -> int | None:

@@ -8,7 +8,8 @@ A node is *suspect* when the value probe saw rows influence each other in it, an
 result depends on the batch and is no stack of rows, or it permutes rows at random. What is computed from a suspect is
 suspect, whatever the values: a gate that is zero or a mask that is empty in the sample hides influence. Only a step
 that rearranges values heals a suspect, when the probe saw it do so: ``x[arange(B), i]``, two flips, a batch that was
-merged into another dimension and comes out again. What is mixing never heals.
+merged into another dimension and comes out again. An influence that the values hide cannot be seen to end: what is
+suspect by its operands only, and whatever is computed from it, never heals. Nor does what is mixing.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def classify(
         full |= _chain(full, depends, suspect)
         full.update(node for node, sort in sorts.order.items() if sort in full)
         full |= {operand for node in full for operand in node.all_input_nodes if operand in rowless}
+        full |= _parted(effects, batched, full)
     return {
         node: NodeClass.FULL if node in full else NodeClass.MICRO if node in batched else NodeClass.SHARED
         for node in graph.nodes
@@ -137,7 +139,8 @@ def _spread(
     """Return all suspects: those that the probe saw, those that mix, and what is computed from them unhealed."""
     mixing = {node for node in mixing_nodes(graph, root, batched, findings.alone) if node not in sorts.sorting}
     mixing |= {node for node in batched if INFO in node.meta and node.meta[INFO].name in findings.mixing}
-    suspect = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects} | mixing
+    seen = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects} | mixing
+    suspect, hidden = set(seen), set[fx.Node]()
     for node in graph.nodes:
         if node not in batched or node.op == "placeholder" or takes_shape_only(node, root):
             continue
@@ -145,10 +148,13 @@ def _spread(
         from_mixing = any(d in mixing for d in depends[node] if d is not bounds)
         moves = rearranges(node, root) or node in sorts.back
         heals = moves and (INFO not in node.meta or node.meta[INFO].name in findings.probed)
+        heals = heals and not any(d in hidden for d in depends[node])
         if from_mixing:
             mixing.add(node)
         if from_mixing or (not heals and any(d in suspect for d in depends[node] if d is not bounds)):
             suspect.add(node)
+            if any(d in hidden for d in depends[node]) or not (node in seen or node in sorts.order or heals):
+                hidden.add(node)
     return suspect
 
 
@@ -188,6 +194,12 @@ def _rowless(batched: set[fx.Node]) -> set[fx.Node]:
     """Return the nodes whose values are no stacks of rows and cannot be merged, such as ``x.new_zeros(3)``."""
     computed = (node for node in batched if node.op != "placeholder" and INFO in node.meta)
     return {node for node in computed if any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)}
+
+
+def _parted(effects: Effects, batched: set[fx.Node], full: set[fx.Node]) -> set[fx.Node]:
+    """Return what shares a storage with a full node of those that change it: merged views share no storage."""
+    groups = [{node for node in group if node in batched} for group in effects.storages]
+    return {node for group in groups if group & full and len(group - full) > 1 for node in group}
 
 
 def with_classes(graph: fx.Graph, classes: Mapping[fx.Node, NodeClass]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload, OpOverloadPacket
 
 from autosplit.trace.calls import apply_function, invoke, under
 from autosplit.trace.graph import INFO
@@ -63,6 +64,8 @@ def is_torchs(node: fx.Node, root: nn.Module) -> bool:
     called = function_of(node, root)
     if called is under:
         called = node.args[1]
+    if called is invoke and isinstance(node.args[0], fx.Node):
+        return isinstance(getattr(root, str(node.args[0].target), None), (OpOverload, OpOverloadPacket))
     if isinstance(called, nn.Module):
         return type(called).__module__.startswith("torch.nn.") and not has_hooks(called)
     return called not in (apply_function, invoke)
@@ -80,7 +83,7 @@ def called(node: fx.Node, root: nn.Module) -> tuple[str, tuple[Any, ...]]:
     args: tuple[Any, ...] = node.args
     if node.target is invoke:
         held = getattr(root, str(args[0].target))
-        return str(getattr(held, "__name__", "")).lstrip("_"), args[1:]
+        return str(getattr(held, "__name__", "")).lstrip("_").partition(".")[0], args[1:]
     name = str(getattr(function_of(node, root), "__name__", "")).removeprefix("__").removesuffix("__").lstrip("_")
     return name, args[2:] if node.target is under else args
 

@@ -4,10 +4,11 @@
     one row kept         rows  ?  1  ?  ?  ─► result  ? [1] ?  ?     the kept row's result must be the same bits
 
 The neighbours are other rows in another order, copies of the kept row, random values in the range of the operand's own,
-and values far outside of it; the kept row changes from draw to draw. So it does not matter what the model's values are:
-a comparison that is false in the whole sample, a tie or a gate that is zero hides influence in a run of the model, and
-a sort of four keys leaves a row in its place now and then. Each kind of operation is asked once; a kind is a function,
-its other arguments and its operands' shapes. Operations that only move values are followed on row numbers instead.
+and values far outside of it; the kept row changes from draw to draw, and some draws make it up too. So it does not
+matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
+that is masked hides influence in a run of the model, and a sort of four keys leaves a row in its place now and then.
+Each kind of operation is asked once; a kind is a function, its other arguments and its operands' shapes. Operations
+that only move values are followed on row numbers instead. Whether a row's place matters is asked of more rows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,26 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.graph import INFO, TracedNode
-from autosplit.trace.kinds import function_of, is_opaque, is_product, is_torchs, rearranges, takes_shape_only
-from autosplit.trace.neighbours import FEW_KINDS, KINDS, changed_by, result_of, tensors_of, with_neighbours
+from autosplit.trace.kinds import (
+    function_of,
+    is_opaque,
+    is_product,
+    is_torchs,
+    leaves_unset,
+    rearranges,
+    takes_shape_only,
+)
+from autosplit.trace.neighbours import (
+    FEW_KINDS,
+    KINDS,
+    Values,
+    changed_by,
+    result_of,
+    tensors_of,
+    with_neighbours,
+    with_random_rows,
+)
+from autosplit.trace.place_probe import PlaceProbe, counts_of_rows
 from autosplit.trace.row_layout import Layout, Layouts
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -36,7 +55,9 @@ class OperatorProbe:
         beside: another run, in which other rows have other values.
         rows: the number of rows in both.
         lengths: the lengths of the inputs in both.
+        sample_rows: the number of rows in the sample.
         same: compares two results.
+        nearly_same: compares two results for other numbers of rows.
         same_in_groups: compares two results of an opaque module, which may compute rows in groups.
     """
 
@@ -49,7 +70,9 @@ class OperatorProbe:
         *,
         rows: int,
         lengths: Mapping[str, int],
+        sample_rows: int,
         same: Same,
+        nearly_same: Same,
         same_in_groups: Same,
     ) -> None:
         self.root, self.run, self.beside, self.rows = root, run, beside, rows
@@ -58,19 +81,37 @@ class OperatorProbe:
         self.valued = _valued(graph, root)
         self.layouts = Layouts(root, run, rows=rows, valued=self.valued)
         self.asked: dict[Any, bool] = {}
+        self.numbered: set[fx.Node] = set()
+        """Nodes that depend on the number of rows alone, and are not equal for all places."""
+        self.places = [
+            PlaceProbe(run, self.layouts, self.valued, rows=rows, count=count, lengths=lengths, same=nearly_same)
+            for count in counts_of_rows(graph, rows, sample_rows)
+        ]
+        self.placed: dict[Any, bool] = {}
 
     def is_moved(self, node: fx.Node) -> bool:
-        """Tell whether rows do not lie one after the other in a node, or in what it changes."""
-        return any(n in self.layouts.noted for n in (node, *([] if node.meta[INFO].tensors else changed_by(node))))
+        """Tell whether rows do not lie one after the other in a node or in what it changes, or are numbered there."""
+        return node in self.numbered or any(
+            n in self.layouts.noted for n in (node, *([] if node.meta[INFO].tensors else changed_by(node)))
+        )
 
     def mixes(self, node: fx.Node, suspects: Collection[str]) -> bool:
         """Tell whether an operation lets rows influence each other in a way that no later operation puts right."""
         operands = [n for n in node.all_input_nodes if n in self.valued and INFO in n.meta]
         info: TracedNode = node.meta[INFO]
-        if not operands or info.writes or takes_shape_only(node, self.root):
+        if info.writes or takes_shape_only(node, self.root) or leaves_unset(node, self.root):
             return False
         if any(tensor.batch_dim is None for tensor in info.tensors):
             return False  # certain by its shape
+        if not operands:
+            differing = [places for places in self.places if places.differs(node)]  # all of them note its value
+            if differing:
+                self.numbered.add(node)
+            return False
+        return self._mixes_values(node, operands, suspects) or self._depends_on_place(node, suspects)
+
+    def _mixes_values(self, node: fx.Node, operands: Sequence[fx.Node], suspects: Collection[str]) -> bool:
+        info: TracedNode = node.meta[INFO]
         kind = self._kind(node)
         if rearranges(node, self.root):
             followed = self.layouts.moved(node, kind, suspects)
@@ -86,6 +127,22 @@ class OperatorProbe:
             self.asked[kind] = self._is_influenced(node, operands)
         return self.asked[kind]
 
+    def _depends_on_place(self, node: fx.Node, suspects: Collection[str]) -> bool:
+        """Tell whether a row's result depends on its place, unless that is known, or rows are no stack."""
+        operands = [n for n in node.all_input_nodes if INFO in n.meta]
+        if node.meta[INFO].random or any(n in self.layouts.noted for n in (node, *operands)):
+            return False
+        if any(n.meta[INFO].name in suspects for n in operands) and not rearranges(node, self.root):
+            return False
+        if is_product(node, self.root) and all(self._is_generic(n) for n in operands if n in self.valued):
+            return False
+        kind = self._kind(node)
+        if kind is None or any(n not in self.valued and _has_rows(n) for n in operands):
+            return any(places.differs(node) for places in self.places)
+        if kind not in self.placed:
+            self.placed[kind] = any(places.differs(node) for places in self.places)
+        return self.placed[kind]
+
     def _is_influenced(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
         try:
             plain = result_of(node, self.run, {})
@@ -94,18 +151,20 @@ class OperatorProbe:
         generator = torch.Generator().manual_seed(0)
         for draw, kind in enumerate(KINDS if self._is_light(node) else FEW_KINDS):
             kept = (draw + 1) % self.rows
-            values = {
-                n: with_neighbours(
-                    self.run.env[n], self.layouts.of(n), self.rows, kept=kept, kind=kind, generator=generator
-                )
-                for n in operands
-            }
+            base: Values = {}
+            if kind == "all random":
+                base = {n: with_random_rows(self.run.env[n], self.layouts.of(n), generator) for n in operands}
+            values = {}
+            for n in operands:
+                value, layouts = base.get(n, self.run.env[n]), self.layouts.of(n)
+                values[n] = with_neighbours(value, layouts, self.rows, kept=kept, kind=kind, generator=generator)
             try:
                 made = result_of(node, self.run, values)
+                before = result_of(node, self.run, base) if base else plain
             except Exception:  # the operation takes no such values
                 continue
             same = self.same_in_groups if is_opaque(node, self.root) else self.same
-            if not _is_kept(kept, plain, made, self._result_layouts(node, plain), same):
+            if not _is_kept(kept, before, made, self._result_layouts(node, plain), same):
                 return True
         return False
 
@@ -155,6 +214,10 @@ class OperatorProbe:
         own = tuple(self.layouts.of(node)) if node in self.layouts.noted else ()
         batch = [t.batch_dim for t in node.meta[INFO].tensors] if INFO in node.meta else []
         return tuple(value.shape), value.stride(), value.dtype, node in self.valued, tuple(batch), own
+
+
+def _has_rows(node: fx.Node) -> bool:
+    return any(tensor.batch_dim is not None for tensor in node.meta[INFO].tensors)
 
 
 def _is_kept(

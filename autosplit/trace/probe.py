@@ -106,13 +106,14 @@ def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Influence:
     runs = {"alone": rows, "among": among, "beside": (kept + 4, *rows, kept + 6, kept + 3)}
     batched = [(inputs.leaves[i], d) for i in inputs.tensors() if (d := inputs.batch_dims[i]) is not None]
     vary = not any(_distinct(leaf, dim, kept + 7) for leaf, dim in batched)
+    count = max((leaf.shape[dim] for leaf, dim in batched), default=0)
     with torch.no_grad(), slow_attention():
         try:
-            return _Lockstep(raw, _leaves(inputs, runs, vary), runs).run()
+            return _Lockstep(raw, _leaves(inputs, runs, vary), runs, count).run()
         except Exception:
             if not vary:
                 raise
-            return _Lockstep(raw, _leaves(inputs, runs, False), runs).run()
+            return _Lockstep(raw, _leaves(inputs, runs, False), runs, count).run()
 
 
 def _leaves(inputs: FlatInputs, runs: dict[str, tuple[int, ...]], vary: bool) -> dict[str, list[torch.Tensor]]:
@@ -132,7 +133,13 @@ def _distinct(leaf: torch.Tensor, dim: int, rows: int) -> bool:
 
 
 class _Lockstep:
-    def __init__(self, raw: RawGraph, leaves: dict[str, list[torch.Tensor]], rows: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        raw: RawGraph,
+        leaves: dict[str, list[torch.Tensor]],
+        rows: dict[str, tuple[int, ...]],
+        sample_rows: int,
+    ) -> None:
         self.raw = raw
         self.rows = rows
         self.kept = len(rows["alone"])
@@ -157,7 +164,9 @@ class _Lockstep:
             self.runs["beside"],
             rows=len(rows["among"]),
             lengths=self.lengths,
+            sample_rows=sample_rows,
             same=_same_bits,
+            nearly_same=_nearly_same,
             same_in_groups=_same_but_rounding,
         )
         self.failed: list[fx.Node] = []
@@ -182,7 +191,7 @@ class _Lockstep:
                 self._compare(node)
                 self._compare_backward(node)
             position += INFO in node.meta and node.op == "placeholder"
-            for gone in self.last[node]:
+            for gone in (n for n in self.last[node] if INFO in n.meta):  # sizes are worked out at other numbers of rows
                 for interpreter in self.runs.values():
                     interpreter.env.pop(gone, None)
         return Influence(frozenset(self.suspects), frozenset(self.mixing), frozenset(self.alone))

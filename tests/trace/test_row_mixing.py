@@ -56,7 +56,64 @@ def beyond(h: Tensor) -> Tensor:
     return h + h.reshape(-1)[at % h.numel()][:, None]
 
 
-MIXING: dict[str, Body] = {
+def changed(body: Callable[[Tensor], object]) -> Body:
+    """Return a body that returns a copy of its rows, changed in place."""
+
+    def run(h: Tensor) -> Tensor:
+        copied = h.clone()
+        body(copied)
+        return copied
+
+    return run
+
+
+def viewed_before(h: Tensor) -> Tensor:
+    copied = h.clone()
+    column = copied[:, 1:2]
+    copied.sub_(copied.mean(0))
+    return copied + column
+
+
+def places(h: Tensor) -> Tensor:
+    return torch.arange(len(h))
+
+
+def gates() -> Tensor:
+    return torch.cat([torch.ones(5), torch.full((27,), 0.3)]).double()
+
+
+def numbers() -> Tensor:
+    return torch.cat([torch.arange(5), torch.zeros(27, dtype=torch.long)])
+
+
+PLACED: dict[str, Body] = {
+    "tril along the batch": lambda h: h.T.tril(1).T,
+    "tril with rows first": lambda h: h.tril(2),
+    "triu along the batch": lambda h: h.T.triu(2).T,
+    "triu of ones": lambda h: h * torch.ones(len(h), WIDTH).double().triu(-3),
+    "tril in place": changed(lambda h: h.T.tril_(2)),
+    "a fifth row and later ones": changed(lambda h: h[5:].mul_(2)),
+    "an assignment from the fifth row": changed(lambda h: h.__setitem__(slice(5, None), 0)),
+    "a diagonal in a view": changed(lambda h: h[:, :].fill_diagonal_(0)),
+    "roll by the probe's rows": lambda h: h + h.roll(4, 0),
+    "roll by many of the probe's rows": lambda h: h + h.roll(60, 0),
+    "roll along a second dimension": lambda h: h + h.T.roll(4, 1).T,
+    "where": lambda h: torch.where(places(h)[:, None] < 5, h, -h),
+    "a gate by places, reshaped": lambda h: (h * (places(h) < 5).double()[:, None]).reshape(-1, 2, 3).reshape(-1, 6),
+    "masked_fill by places": lambda h: h.masked_fill((places(h) > 4)[:, None], 0.0),
+    "one-hot of places": lambda h: h + F.one_hot(places(h), 32).double()[:, 5:6],
+    "identity": lambda h: h + torch.eye(len(h), 32).double()[:, 6:12],
+    "a slice of a table": lambda h: h * gates()[: len(h), None],
+    "a table by places": lambda h: h * gates()[places(h)][:, None],
+    "an index from a table": lambda h: h + h[numbers()[: len(h)]],
+    "clamped places": lambda h: h + h[places(h).clamp(max=4)],
+    "places by a remainder": lambda h: h + h[places(h) % 5],
+    "places among thresholds": lambda h: h * torch.searchsorted(torch.tensor([4.5, 7.0]), places(h).float())[:, None],
+}
+"""What treats the first rows alike, or returns them to their places, and others not."""
+MIXING: dict[str, Body] = PLACED | {
+    "a view changed by a mean": changed(lambda h: h[:, 1:3].sub_(h[:, 1:3].mean(0))),
+    "a view of before a mean": viewed_before,
     "argsort of one value per row": lambda h: h + h[h[:, 0].argsort()],
     "sort of one value per row": lambda h: h + h[h[:, 0].sort().indices],
     "sort along the batch": lambda h: h.sort(0).values,
@@ -132,6 +189,20 @@ def assert_equal(model: nn.Module, batches: list[Tensor]) -> None:
 def test_what_mixes_rows_is_equal(name: str) -> None:
     torch.manual_seed(1)
     assert_equal(Model(MIXING[name]).double(), [torch.randn(ROWS, WIDTH).double() for _ in range(2)])
+
+
+class OverRows(nn.Module):
+    """A softmax over the rows, by an operator that no table names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.aten._safe_softmax.default(x, 0)
+        return result
+
+
+def test_rows_that_are_masked_in_the_sample_hide_no_influence() -> None:
+    x = torch.randn(ROWS, WIDTH).double()
+    x[1:3] = -torch.inf
+    assert full_nodes(OverRows(), x)
 
 
 def test_what_is_never_used_may_mix_rows() -> None:
