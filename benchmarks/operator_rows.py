@@ -286,7 +286,7 @@ def _difference(case: Case, rows: tuple[Tensor, ...], pieces: Sequence[tuple[int
             ]
         except Exception as error:
             return f"a piece fails: {type(error).__name__}"
-        rounding = max(_ROUNDING.get(t.dtype, 0.0) for t in wholes) * sum(float(t.abs().sum()) for t in wholes)
+        rounding = _added_rounding(wholes)
         for i, whole in enumerate(wholes):
             if not _close(torch.cat([outputs[i] for outputs, _ in parts], dims[i]), whole):
                 return "outputs differ"
@@ -341,6 +341,12 @@ def _grown(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     return None
 
 
+def _added_rounding(outputs: Sequence[Tensor]) -> float:
+    """Return what a sum over all values of the outputs may be off by in the coarsest of their dtypes."""
+    finite = [t[t.isfinite()] for t in outputs if t.dtype in _ROUNDING]
+    return max((_ROUNDING[t.dtype] for t in finite), default=0.0) * sum(float(t.double().abs().sum()) for t in finite)
+
+
 def _close(a: Tensor, b: Tensor, rounding: float = 0.0) -> bool:
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
@@ -385,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judged_all = [
         one for operator in chosen for one in judged_apart(operator, count=options.per_operator, seed=options.seed)
     ]
-    found = summary(judged_all)
+    found = {"per_operator": options.per_operator, "seed": options.seed, **summary(judged_all)}
     print(json.dumps({key: value for key, value in found.items() if key != "listed"}, indent=2))
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

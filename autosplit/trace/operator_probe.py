@@ -105,7 +105,7 @@ class OperatorProbe:
             return False  # certain by its shape
         if not operands:
             differing = [places for places in self.places if places.differs(node)]  # all of them note its value
-            if differing:
+            if differing and not info.random:
                 self.numbered.add(node)
             return False
         return self._mixes_values(node, operands, suspects) or self._depends_on_place(node, suspects)

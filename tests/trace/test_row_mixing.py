@@ -161,6 +161,7 @@ APART: dict[str, Body] = {
     "two views": lambda h: torch.cat([h, h.cos()]).tanh().chunk(2)[1],
     "merged dimensions": lambda h: torch.stack([h, h.cos()]).reshape(-1, WIDTH).tanh().reshape(2, -1, WIDTH)[1],
     "sort and back": inverted,
+    "a draw per row": lambda h: h * torch.rand(len(h), 1).add(0.9).floor(),
 }
 
 
