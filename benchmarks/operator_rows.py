@@ -272,7 +272,7 @@ def _difference(case: Case, rows: tuple[Tensor, ...], pieces: Sequence[tuple[int
     for sizes in pieces:
         try:
             runs = [case.model(*part) for part in _split(rows, sizes, case.dim)]
-            dims = [_grown(whole, [run[i] for run in runs]) for i, whole in enumerate(wholes)]
+            dims: list[Any] = [_grown(whole, [run[i] for run in runs]) for i, whole in enumerate(wholes)]
             if None in dims:
                 return "an output has no rows"
             weights = [_weights(whole) for whole in wholes]
@@ -280,7 +280,7 @@ def _difference(case: Case, rows: tuple[Tensor, ...], pieces: Sequence[tuple[int
                 _run(
                     case.model,
                     part,
-                    [w.split(_sizes([r[i] for r in runs], dims[i]), dims[i])[k] for i, w in enumerate(weights)],
+                    [w.split([r[i].shape[dims[i]] for r in runs], dims[i])[k] for i, w in enumerate(weights)],
                 )
                 for k, part in enumerate(_split(rows, sizes, case.dim))
             ]
@@ -325,10 +325,6 @@ def _weights(tensor: Tensor) -> Tensor:
 
 def _split(rows: Sequence[Tensor], sizes: tuple[int, ...], dim: int) -> list[tuple[Tensor, ...]]:
     return list(zip(*(t.split(sizes, dim) for t in rows), strict=True))
-
-
-def _sizes(parts: Sequence[Tensor], dim: Any) -> list[int]:
-    return [part.shape[dim] for part in parts]
 
 
 def _grown(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
