@@ -316,7 +316,7 @@ def _run(
         allow_unused=True,
         materialize_grads=True,
     )
-    return tuple(t.detach() for t in outputs), dict(zip(wanted, found, strict=True))
+    return tuple(t.detach() for t in outputs), dict(zip(wanted, (g.to_dense() for g in found), strict=True))
 
 
 def _weights(tensor: Tensor) -> Tensor:
