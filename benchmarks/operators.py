@@ -36,6 +36,8 @@ HANDLING = frozenset(
 """What a pipe runs beside the model's own operators."""
 READS = frozenset("_local_scalar_dense is_nonzero equal item lift_fresh".split())
 """What reads a value, as a guard does once per call, or makes a constant, which a recording holds."""
+ONCE = frozenset("ones zeros full empty new_ones new_zeros new_full new_empty".split())
+"""What makes a constant: once per step, not once per microbatch, and ``x.new_ones`` is recorded as ``ones``."""
 Counts = Counter[tuple[str, str]]
 
 
@@ -89,21 +91,20 @@ def compared(model: nn.Module, pipe: nn.Module, sample: Sample, batch: Sample) -
 def difference(plain: Counts, piped: Counts) -> Difference:
     """Return how the operators of a pipe differ from those of plain runs on each microbatch."""
     extra, missing = piped - plain, plain - piped
-    for key in [key for key in missing if MICROBATCHES * piped[key] >= plain[key]]:
-        del missing[key]  # a shared value: once per step
     left = _without_sizes(missing)
     for key in list(extra):
         like = (key[0], _bare(key[1]))
-        if left[like] >= extra[key]:  # on the whole batch at once
+        if left[like] >= MICROBATCHES * extra[key]:  # on the whole batch at once
             left[like] -= MICROBATCHES * extra[key]
             del extra[key]
+    left -= _without_sizes({key: n for key, n in missing.items() if MICROBATCHES * piped[key] >= plain[key]})  # shared
     more: Counter[str] = Counter()
     for (name, _), count in extra.items():
-        if _base(name) not in HANDLING:
+        if _base(name) not in HANDLING | ONCE:
             more[name] += count
     less: Counter[str] = Counter()
     for (name, _), count in (+left).items():
-        if _base(name) not in HANDLING | READS:
+        if _base(name) not in HANDLING | READS | ONCE:
             less[name] += count
     return Difference(dict(more), dict(less))
 
