@@ -134,7 +134,8 @@ class OperatorProbe:
             return False
         if any(n.meta[INFO].name in suspects for n in operands) and not rearranges(node, self.root):
             return False
-        if is_product(node, self.root) and all(self._is_generic(n) for n in operands if n in self.valued):
+        first = all(tensor.batch_dim in (0, None) for n in operands for tensor in n.meta[INFO].tensors)
+        if first and is_product(node, self.root) and all(self._is_generic(n) for n in operands if n in self.valued):
             return False
         kind = self._kind(node)
         if kind is None or any(n not in self.valued and _has_rows(n) for n in operands):

@@ -151,6 +151,9 @@ MIXING: dict[str, Body] = PLACED | {
     ),
     "a place beyond the row, by a value that is rare": beyond,
     "renorm of rare values": lambda h: h.renorm(2, 1, 1e3),
+    "dilated convolution": lambda h: (
+        F.conv1d(h.T[:, None], torch.tensor([[[1.0, 0.0, 0.5]]]).double(), padding=6, dilation=6)[:, 0].T
+    ),
 }
 APART: dict[str, Body] = {
     "one value of each row": lambda h: h + h[torch.arange(len(h)), h.argmax(1)][:, None],
