@@ -144,6 +144,7 @@ def quiet_layers(model: nn.Module) -> Iterator[bool]:
 def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, torch.Tensor]]:
     """Replace parameters and buffers by fake ones, inside of :func:`attributes`; yield the real ones by their ids."""
     real: dict[int, torch.Tensor] = {}
+    twins: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
@@ -162,6 +163,14 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, t
                         "a sparse_coo tensor can: keep it so"
                     )
                 if tensor is not None:
-                    entries[name] = mode.from_tensor(tensor, static_shapes=True)
+                    own = twins.setdefault(id(tensor), _with_own_gradient(tensor))
+                    entries[name] = mode.from_tensor(own, static_shapes=True)
                     real[id(entries[name])] = tensor
     yield real
+
+
+def _with_own_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor; where its data was replaced by data of another size, one of the same data and no gradient."""
+    if not tensor.is_leaf or tensor.grad is None or tensor.grad.shape == tensor.shape:
+        return tensor
+    return nn.Parameter(tensor.detach(), tensor.requires_grad)

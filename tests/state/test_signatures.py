@@ -173,3 +173,11 @@ def test_a_first_call_under_a_tracer_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=message):
         call(pipe, rows(6))
     check(plain, pipe, rows(6))
+
+
+def test_a_parameter_that_grew_beside_its_old_gradient() -> None:
+    plain, pipe = models(Plain)
+    check(plain, pipe, rows(6))
+    for model in (plain, pipe):
+        model.b.weight.data, model.b.bias.data = torch.ones(5, 8).double(), torch.ones(5).double()
+    torch.testing.assert_close(pipe(rows(6)), plain(rows(6)), rtol=1e-12, atol=1e-12)
