@@ -34,6 +34,11 @@ class PythonRuns:
         """Return a call's signature, without attributes that calls change time and again."""
         return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing)
 
+    def called(self) -> bool:
+        """Leave what a call has changed outside of the modules out of signatures; tell whether that is new."""
+        before, self._changing = self._changing, self._changing | self._outside.changed()
+        return self._changing != before
+
     def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
         """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
         with torch.inference_mode(False), without_callers_modes():
@@ -55,12 +60,16 @@ class PythonRuns:
                 return recorded, run
         return None
 
-    def leave(self, recorded: Recorded, key: Key, run: PythonRun, sample: Sample, kept: Sequence[torch.Tensor]) -> Key:
+    def leave(
+        self, recorded: Recorded, key: Key, run: PythonRun | None, sample: Sample, kept: Sequence[torch.Tensor]
+    ) -> Key:
         """Leave what a call changes, and return the signature that its recording is good for now too.
 
         Attributes that a second run would change again are no part of signatures any more. Where a second run changes
         nothing, the model's Python does not have to run in later calls of this kind.
         """
+        if run is None:
+            return self.key_of(*take_apart((sample.args, sample.kwargs)))
         run.leave(kept)
         places, again = run.changes.places, None
         if key not in recorded.settled:

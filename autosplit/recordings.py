@@ -214,7 +214,7 @@ class Recordings:
 
     def leave(self, step: PreparedStep, kept: Sequence[torch.Tensor]) -> None:
         """Leave in Python what the model's own call would have left, with the tensors that it would have kept."""
-        if step.python is None:
+        if not self.python.called() and step.python is None:
             return
         with RECORDING:
             now = self.python.leave(step.recorded, step.key, step.python, step.sample, kept)

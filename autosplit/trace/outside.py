@@ -31,6 +31,10 @@ class OutsideValues:
             self._walk(kinds)
         return tuple(part for place, parts in self._parts.items() if place not in without for part in parts)
 
+    def changed(self) -> frozenset[Place]:
+        """Return the places where values are others than when the signature was read."""
+        return frozenset(h.place for h, content in self._holders if difference(content, h.read()))
+
     def _walk(self, kinds: frozenset[type]) -> None:
         found = Holders((), sorted(kinds, key=lambda kind: kind.__qualname__)).found
         pairs = [(holder, holder.read()) for holder in found if not holder.of_hook]

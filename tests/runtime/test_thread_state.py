@@ -169,11 +169,14 @@ def test_default_dtype() -> None:
 
 
 def test_default_device() -> None:
+    def observe() -> str:
+        return torch.empty(1).device.type
+
     pipe = build("threads")
-    pipe(value_of())
     value = value_of()
+    watch(observe, lambda: pipe(value))
     with torch.device("meta"):
-        assert set(watch(lambda: torch.empty(1).device.type, lambda: pipe(value))) == {"meta"}
+        assert set(watch(observe, lambda: pipe(value))) == {"meta"}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_context_variables_and_what_a_stage_sets_stays_there() -> None:
         return spot
 
     pipe = build("threads")
-    pipe(value_of())
+    watch(observe, lambda: pipe(value_of()))
     token = SPOT.set("the caller")
     values = watch(observe, lambda: pipe(value_of()))
     assert Counter(values) == {"the caller": STAGES, "a stage": 3 * STAGES}  # one copy of the context per lane

@@ -182,3 +182,32 @@ def test_a_parameter_that_grew_beside_its_old_gradient() -> None:
         model.b.weight.data, model.b.bias.data = torch.ones(5, 8).double(), torch.ones(5).double()
         model.eval()  # another kind of call, which is recorded
     torch.testing.assert_close(pipe(rows(6)), plain(rows(6)), rtol=1e-12, atol=1e-12)
+
+
+class Logs(torch.autograd.Function):
+    """The identity; counts its calls in its class."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        Logs.calls += 1
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+class Logged(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Logs.apply(x))
+
+
+def test_what_a_call_changes_outside_makes_no_recording_in_every_call() -> None:
+    plain, pipe = models(Logged)
+    pipe(rows(6))
+    made = pipe._core.recordings.made
+    for seed in range(3):
+        check(plain, pipe, rows(6, seed=seed))
+    assert pipe._core.recordings.made == made
