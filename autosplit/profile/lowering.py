@@ -106,11 +106,6 @@ _DEEPEST = 2
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def _guarded(func: types.FunctionType) -> bool:
-    """Whether a Python function is one of torch's own that asks for this mode; some only bear such a module's name."""
-    return func.__module__ in _MODULES and func.__globals__["__name__"] == func.__module__
-
-
 def _nobody(*_: Any) -> bool:
     return False
 

@@ -25,7 +25,8 @@ from autosplit.profile.times import NodeTimes
 from autosplit.profile.work import work_of
 from autosplit.trace import state
 from autosplit.trace.module_tree import Doors, ModuleCost
-from autosplit.trace.parameter_writes import own_gradients, written_back
+from autosplit.trace.parameter_writes import written_back
+from autosplit.trace.run_once import gradients_aside
 from autosplit.trace.structure import flatten_output, tensors_in
 
 _BACKWARD = 2.0
@@ -133,7 +134,12 @@ def _by_size(model: nn.Module) -> dict[str, Seen]:
 
 @contextlib.contextmanager
 def _borrowed(model: nn.Module) -> Iterator[None]:
-    with state.random_state(), state.attributes(model), state.buffer_contents(model), own_gradients(model):
+    with (
+        state.random_state(),
+        state.attributes(model),
+        state.buffer_contents(model),
+        gradients_aside(model.parameters()),
+    ):
         yield
 
 

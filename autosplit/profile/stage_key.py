@@ -17,6 +17,7 @@ from autosplit.profile.stage_graph import StageGraph, StageNodes
 from autosplit.profile.stage_pieces import unit_path
 from autosplit.profile.stage_trace import How
 from autosplit.trace.graph import INFO, TracedNode
+from autosplit.trace.structure import storage_key
 
 
 @dataclass(frozen=True)
@@ -162,20 +163,13 @@ class _Key:
         if id(tensor) not in self.tensors:
             self.places.append(self.kinds.place(tensor))
         number = self.tensors.setdefault(id(tensor), len(self.tensors))
-        return number, self.storages.setdefault(_storage(tensor), len(self.storages))
+        return number, self.storages.setdefault(storage_key(tensor), len(self.storages))
 
     def _unit(self, module: str) -> int:
         if module not in self.unit_of:
             path = unit_path(module, self.how.units)
             self.unit_of[module] = self.units.setdefault(path, len(self.units))
         return self.unit_of[module]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse ones have none
-        return -id(tensor)
 
 
 def described(value: Any, places: dict[fx.Node, Any]) -> Hashable:

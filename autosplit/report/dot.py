@@ -8,7 +8,6 @@ The language: https://graphviz.org/doc/info/lang.html
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Boundary, StagePlan
@@ -18,11 +17,6 @@ from autosplit.units import format_bytes, format_seconds
 _LONGEST = 60
 _NAMED = 3
 """How many values an edge names."""
-
-
-def write_dot(path: str | Path, plan: Plan) -> None:
-    """Write a plan as a DOT file; raises OSError."""
-    Path(path).write_text(dot_text(plan), encoding="utf-8")
 
 
 def dot_text(plan: Plan) -> str:

@@ -261,7 +261,8 @@ def _prove(loss: _Loss, whole: Callable[[], Any]) -> Proof | None:
 
     weights = loss.loss_fn.parameters() if isinstance(loss.loss_fn, nn.Module) else ()
     leaves = [leaf for leaf in (*flat, *weights) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    return prove(loss.loss_fn, part, loss.target, loss.targets, step.sizes, leaves)
+    with state.random_state(), state.attributes(functions=[loss.loss_fn]):
+        return prove(loss.loss_fn, part, loss.target, loss.targets, step.sizes, leaves)
 
 
 def _as_leaf(value: Any) -> Any:

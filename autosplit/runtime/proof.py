@@ -118,18 +118,6 @@ def prove(
     are the tensors of the whole output, and parameters of the loss, whose gradients count. Raises InputError when the
     loss or its gradient is neither a mean nor a sum, or when the loss draws random numbers or changes its own buffers.
     """
-    with state.random_state(), state.attributes(functions=[loss_fn]):
-        return _proof(loss_fn, output, target, targets, sizes, leaves)
-
-
-def _proof(
-    loss_fn: Callable[..., Any],
-    output: Callable[[int | None], Any],
-    target: Any,
-    targets: Sequence[Any],
-    sizes: Sequence[int],
-    leaves: Sequence[torch.Tensor],
-) -> Proof | None:
     with torch.no_grad():
         given = [leaf for leaf in pytree.tree_leaves((output(None), target)) if isinstance(leaf, torch.Tensor)]
         versions = [leaf._version for leaf in given if not leaf.is_inference()]

@@ -1,4 +1,4 @@
-"""Parameters and gradients as they were before a trial run that writes to them."""
+"""Parameters as they were before a trial run that writes to them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosplit.trace.structure import storage_key
 
 
 @contextlib.contextmanager
@@ -26,19 +28,6 @@ def written_back(model: nn.Module) -> Iterator[Collection[Any]]:
         writes.give_back()
 
 
-@contextlib.contextmanager
-def own_gradients(model: nn.Module) -> Iterator[None]:
-    """Put the caller's gradients aside: a forward that calls backward would add to them."""
-    aside = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in aside:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in aside:
-            parameter.grad = gradient
-
-
 class _Writes(TorchDispatchMode):
     """Copies each parameter before the first operation that writes to it.
 
@@ -50,8 +39,7 @@ class _Writes(TorchDispatchMode):
         self.storages: dict[int, torch.Tensor] = {}
         self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for parameter in parameters:
-            if (key := _storage(parameter)) is not None:
-                self.storages.setdefault(key, parameter)
+            self.storages.setdefault(storage_key(parameter), parameter)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,7 +53,7 @@ class _Writes(TorchDispatchMode):
                 continue
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             for leaf in pytree.tree_leaves(value):
-                owner = self.storages.get(_storage(leaf) or 0) if isinstance(leaf, torch.Tensor) else None
+                owner = self.storages.get(storage_key(leaf)) if isinstance(leaf, torch.Tensor) else None
                 if owner is not None and id(owner) not in self.saved:
                     self.saved[id(owner)] = owner, owner.detach().clone()
 
@@ -74,10 +62,3 @@ class _Writes(TorchDispatchMode):
         with torch.no_grad():
             for owner, content in self.saved.values():
                 owner.data.copy_(content)
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None

@@ -115,10 +115,6 @@ class Recorder(TorchFunctionMode):
         """Take what follows as operations of a module's ``number``-th call."""
         self._stack[1:] = [(path, number)] if path else []
 
-    def mute(self, muted: bool) -> None:
-        """Stop recording, or go on."""
-        self._muted = int(muted)
-
     # -- values ------------------------------------------------------------------------------------------------
     def add_input(self, name: str, tensor: torch.Tensor) -> None:
         """Bind an input tensor."""

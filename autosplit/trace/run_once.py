@@ -87,8 +87,12 @@ def _drawn() -> list[bytes]:
 
 @contextlib.contextmanager
 def gradients_aside(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give leaves no gradients inside, and their own back at the end."""
-    saved = [(leaf, leaf.grad) for leaf in leaves]
+    """Give leaves no gradients inside, and their own back at the end.
+
+    A gradient of another shape than its leaf's, whose data was replaced, stays: it could not be put back.
+    """
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    saved = [(leaf, gradient) for leaf, gradient in gradients if gradient is None or gradient.shape == leaf.shape]
     for leaf, _ in saved:
         leaf.grad = None
     try:
