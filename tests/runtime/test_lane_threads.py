@@ -178,9 +178,9 @@ def test_lanes_have_one_intra_op_thread_and_nobody_else_does() -> None:
 
 # -- callers ---------------------------------------------------------------------------------------------------------
 def test_two_callers_at_once_are_both_right() -> None:
-    plain, together, wrong = model(), threading.Barrier(2), []
+    plain, together, wrong = model().double(), threading.Barrier(2), []
     pipe = split(copy.deepcopy(plain))
-    pipe(ROWS)
+    pipe(ROWS.double())
 
     def call(value: Tensor) -> None:
         value = value.clone().requires_grad_()
@@ -193,7 +193,7 @@ def test_two_callers_at_once_are_both_right() -> None:
             if not (torch.allclose(output, other) and torch.allclose(mine, expected)):
                 wrong.append(value)
 
-    callers = [threading.Thread(target=call, args=(ROWS * factor,)) for factor in (1, -2)]
+    callers = [threading.Thread(target=call, args=(ROWS.double() * factor,)) for factor in (1, -2)]
     for caller in callers:
         caller.start()
     assert_ended(callers)
