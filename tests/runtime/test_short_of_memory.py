@@ -20,7 +20,7 @@ from autosplit.runtime.train_cells import _TrainCells
 from autosplit.schedule.action import Action
 from tests.runtime.gates import CHUNKS, LANES, MARK, STAGES, Case, Gated, Gates, case_of, notes, raiser, split
 from tests.runtime.happens_before import problems
-from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Skips, assert_close
+from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Skips
 from tests.runtime.recorded_pipe import RecordedPipe
 
 lanes_of = pytest.mark.parametrize("lanes", LANES)
