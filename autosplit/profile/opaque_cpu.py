@@ -154,7 +154,7 @@ def _attention(args: Sequence[Any], _kwargs: Mapping[str, Any], _out: Any) -> Wo
     rows, columns = _attention_blocks(query, key)
     held = 4 * (rows * columns + 2 * rows + rows * value.shape[3])
     halves = rows * columns * query.element_size() if query.dtype in _HALF else 0
-    return _some(torch.get_num_threads() * (held + halves))
+    return Workspace(torch.get_num_threads() * (held + halves), "unknown" if _is_packed(query) else "formula")
 
 
 def _attention_backward(args: Sequence[Any], _kwargs: Mapping[str, Any], _out: Any) -> Workspace | None:

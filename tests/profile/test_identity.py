@@ -119,7 +119,7 @@ def _flag(module: Any, name: str, value: Any) -> Iterator[None]:
     [
         lambda: torch.autocast("cpu", dtype=torch.bfloat16),
         lambda: _flag(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
-        lambda: _flag(torch.backends.mkldnn, "enabled", False),
+        lambda: torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
         lambda: torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]),
         lambda: _flag(torch, "__version__", "9.9.9"),
         lambda: _flag(caches, "version", lambda _: "9.9.9"),
