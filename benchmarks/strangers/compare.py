@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -25,6 +26,8 @@ from torch import nn
 
 from autosplit import AutosplitError, Sample, autosplit
 from benchmarks.strangers.freeze import differences, first_tensor, freeze, module_state
+
+_ROOT = f"{Path(__file__).parents[2]}/"
 
 ROWS = (7, 5, 7)
 LIMIT_S = 240
@@ -292,7 +295,7 @@ def run_subject(subject: Subject, setup: Setup, seed: int = 0) -> Result:
         chunks=piped.chunks,
         share=piped.share,
         cpu_s=round(time.process_time() - started, 2),
-        notes=tuple(dict.fromkeys(str(warning.message)[:200] for warning in caught)),
+        notes=tuple(dict.fromkeys(str(warning.message).replace(_ROOT, "")[:200] for warning in caught)),
     )
 
 
