@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from autosplit.aside import checked
 from autosplit.checks import choose, resolve_machine
 from autosplit.choices import BATCH_NORM, FIND, RESERVE
 from autosplit.errors import InputError
@@ -228,16 +227,13 @@ def plan(
     options = Options(devices=stand_ins(own), **asked.settings(), batch_dims=batch_dims, measure=False, machine=own)
     _check_room(options)
 
-    def planned() -> Plan:
+    with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         paper = prepare(model, given, options, loss_fn=loss_fn)
         if pinned is not None:
             return assumed(recosted(paper.model, paper.found, paper.options, pinned), paper)
         rows, free_chunks = batch_rows(paper.found.inputs), chunks == "auto"
         found = answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
         return assumed(found, paper)
-
-    with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
-        return checked(planned)
 
 
 def _given(model: nn.Module, sample: Any) -> Sample:

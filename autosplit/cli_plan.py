@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.aside import second_core
 from autosplit.choices import RESERVE
 from autosplit.cli_common import (
     AsJson,
@@ -147,7 +146,7 @@ def plan_command(
         find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
         machine = _checked(_devices(devices, pinned), pinned, choices)
         with rare_collections(objects=COMMAND_OBJECTS, look_back=False):
-            with beside_stdout(), second_core():
+            with beside_stdout():
                 found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
             return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 

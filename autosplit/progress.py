@@ -72,14 +72,3 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _LISTENER.reset(token)
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """Tell nobody of what is done inside the block."""
-    listener, bar = _LISTENER.set(None), _BAR.set(None)
-    try:
-        yield
-    finally:
-        _LISTENER.reset(listener)
-        _BAR.reset(bar)

@@ -14,8 +14,7 @@ kept. What a row of boundaries that moves together changes is a difference of ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -120,51 +119,22 @@ def _pairs(last: int) -> Ints:
     return np.array(list(offsets()), dtype=np.int64).reshape(-1, last + 1)
 
 
-class KnownPaths:
-    """The latest paths that were found, and what tells all that ever were."""
-
-    def __init__(
-        self, found: Iterable[Path] = (), known: Iterable[bytes] = (), added: list[Path] | None = None
-    ) -> None:
-        """``added`` is a list that all that are kept from now on are put into too."""
-        self.found, self.known, self._added = list(found), set(known), added
-
-    def add(self, path: Path) -> None:
-        """Keep a path, unless it was found before."""
-        told = path.counts.tobytes() + path.hops.tobytes()
-        if told not in self.known:
-            self.known.add(told)
-            self.found = [*self.found[1 - _PATHS :], path]
-            if self._added is not None:
-                self._added.append(path)
-
-
 class Paths:
     """Ways through the actions of one schedule, and what they take at least in cuts of a line."""
 
     def __init__(self, line: Line, model: StepModel) -> None:
         self.line, self.model = line, model
-        self.kept = KnownPaths()
+        self.found: list[Path] = []
+        """The paths that cuts are measured by, the latest last."""
+        self._known: set[bytes] = set()
         self._hops = Hops(line, model)
 
-    @property
-    def found(self) -> list[Path]:
-        """The paths that cuts are measured by, the latest last."""
-        return self.kept.found
-
     def add(self, path: Path) -> None:
-        """Keep a path."""
-        self.kept.add(path)
-
-    @contextmanager
-    def apart(self) -> Iterator[list[Path]]:
-        """Give a list that the paths which are found inside the block are added to; they are not kept."""
-        before, added = self.kept, list[Path]()
-        self.kept = KnownPaths(before.found, before.known, added)
-        try:
-            yield added
-        finally:
-            self.kept = before
+        """Keep a path, unless it was found before."""
+        key = path.counts.tobytes() + path.hops.tobytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.found = [*self.found[1 - _PATHS :], path]
 
     def bounds(self, chains: Ints, again: Floats) -> Floats:
         """Return what no step of each cut is below; ``again`` is which part of its forwards each stage redoes."""

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.fast_simulate import Path
 from autosplit.partition.graph import Graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_bands import Bands, Place
 from autosplit.partition.line_bytes import LineBytes
-from autosplit.partition.line_moves import RANGED, KnownPaths, Paths, Redone, Rows, paired, rows, stages_of
+from autosplit.partition.line_moves import RANGED, Paths, Redone, Rows, paired, rows, stages_of
 from autosplit.partition.problem import Problem, again_share
 from autosplit.partition.step_model import StepModel
 
@@ -56,27 +55,10 @@ class _Chosen:
     options: Ints
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What a search found on the way: it is taken up by another like it, which then goes on as the first would."""
-
-    paths: KnownPaths
-    leaner: dict[tuple[object, ...], list[int] | None]
-    free: dict[float, LineCut | None]
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A cut whose boundaries were moved, and the longest paths that were found on the way."""
-
-    cut: LineCut
-    paths: tuple[Path, ...]
-
-
 class LineSearch:
     """Cuts of one line into ``stages`` stages under one schedule."""
 
-    def __init__(self, line: Line, problem: Problem, *, stages: int, learned: Learned | None = None) -> None:
+    def __init__(self, line: Line, problem: Problem, *, stages: int) -> None:
         self.line, self.problem, self.stages = line, problem, stages
         self.model = StepModel(problem, _chain(line), stages=stages)
         self.lane = self.model.lane
@@ -88,13 +70,8 @@ class LineSearch:
         lanes = np.array(self.lane)
         self.mates = lanes[:, None] == lanes[None]
         self.paths = Paths(line, self.model)
-        own = learned or Learned(KnownPaths(), {}, {})
-        self.paths.kept, self._leaner_known, self._free = own.paths, own.leaner, own.free
-
-    @property
-    def learned(self) -> Learned:
-        """What was found so far."""
-        return Learned(self.paths.kept, self._leaner_known, self._free)
+        self._leaner_known: dict[tuple[object, ...], list[int] | None] = {}
+        self._free: dict[float, LineCut | None] = {}
 
     def fastest(
         self,
@@ -133,14 +110,10 @@ class LineSearch:
         """Return the like cut whose stages recompute as listed, one entry per stage."""
         return self._fastest(tuple(recompute), room, near, move=move)
 
-    def moved(self, cut: LineCut, options: Sequence[str], room: Sequence[float] | None) -> Moved:
-        """Return a cut with its boundaries moved while that is faster; stages take of a list, or what a tuple lists.
-
-        What is found on the way is told but not kept: several cuts may be moved in any order, or elsewhere.
-        """
+    def moved(self, cut: LineCut, options: Sequence[str], room: Sequence[float] | None) -> LineCut:
+        """Return a cut with its boundaries moved while that is faster; stages take of a list, or what a tuple lists."""
         ranked = options if isinstance(options, tuple) else sorted(options, key=self.share)
-        with self.paths.apart() as own:
-            return Moved(self._moved(cut, ranked, room), tuple(own))
+        return self._moved(cut, ranked, room)
 
     def _fastest(
         self,

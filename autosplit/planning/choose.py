@@ -19,7 +19,7 @@ from functools import cached_property
 
 from torch import nn
 
-from autosplit.errors import InputError, ScheduleError
+from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.partition.line_search import LineCut
 from autosplit.planning.apply import Wires, assign
@@ -183,7 +183,7 @@ class _Search:
 
     def leanest(self) -> Finished | None:
         """Return of a few of the leanest cuts that which needs the least when it is replayed; None without any."""
-        self.weighed, self.entries = [], [entry for entry in self.sweep.entries() if _has_schedule(entry)]
+        self.weighed, self.entries = [], [entry for entry in self.sweep.entries() if entry.has_schedule]
         self._leanest()
         return min(self.finished, key=lambda each: each.fullest, default=None)
 
@@ -232,11 +232,11 @@ class _Search:
         faster, else by more than the formula is worth.
         """
         found = []
-        leanest = self.weighing.each(self._lean, self.entries)
-        for (place, entry), cuts in zip(enumerate(self.entries), leanest, strict=True):
+        for place, entry in enumerate(self.entries):
             limits = self.sweep.room(entry.problem)
             assert limits is not None, "without limits everything fits"
-            for way, cut in cuts:
+            for way in self.sweep.ways(entry.settled.stages):
+                cut = entry.search.leanest(way, limits)
                 self.weighed.append(Weighed(entry, way, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
                 found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
@@ -250,12 +250,6 @@ class _Search:
                 tried[place, cut] = over, self._finish(self.entries[place], cut)
             if len(tried) == _LEANEST:
                 break
-
-    def _lean(self, entry: Entry) -> list[tuple[Sequence[str], LineCut]]:
-        """Return the leanest cut of a configuration for each way to recompute."""
-        limits = self.sweep.room(entry.problem)
-        assert limits is not None, "without limits everything fits"
-        return [(way, entry.search.leanest(way, limits)) for way in self.sweep.ways(entry.settled.stages)]
 
     def alternatives(self) -> list[Alternative]:
         """Return what was weighed, as the plan's file has it; what was replayed with its peak."""
@@ -312,13 +306,6 @@ class _Search:
         )
         self.cut_of[found] = entry, cut
         return found
-
-
-def _has_schedule(entry: Entry) -> bool:
-    try:
-        return bool(entry.search)
-    except ScheduleError:
-        return False
 
 
 def _key(each: Alternative) -> tuple[object, ...]:

@@ -7,20 +7,18 @@ Peaks are the additive formula's, steps are simulated. Nothing is replayed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
 
-from autosplit.aside import aside
 from autosplit.errors import ScheduleError
 from autosplit.options import Options
 from autosplit.partition.coarse import Coarse, coarsened, runs
-from autosplit.partition.fast_simulate import Path
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.line import Line
-from autosplit.partition.line_search import Learned, LineCut, LineSearch
+from autosplit.partition.line_search import LineCut, LineSearch
 from autosplit.partition.problem import RECOMPUTE, Problem
 from autosplit.planning.between import Pieces, pieces_of
 from autosplit.planning.case import Case, profiled, slowdowns, slowed
@@ -34,8 +32,6 @@ from autosplit.profile.trace_memo import TraceMemo
 from autosplit.profile.types import Profile
 from autosplit.trace.ladder import Trace
 
-_WORTH = 500
-"""Nodes times sizes from which on the profile of some sizes is made aside."""
 _FEW = 4
 """Pieces per device from which on the search looks at no other cuts than between them."""
 _UNITS = 320
@@ -77,15 +73,6 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class _Priced:
-    """What nodes cost for microbatches of one size, and the problem that comes of it."""
-
-    sizes: tuple[int, ...]
-    costs: Profile
-    formulation: Formulation
-
-
-@dataclass(frozen=True)
 class Entry:
     """One configuration but for what is recomputed, and the search for its cuts."""
 
@@ -94,22 +81,19 @@ class Entry:
     settled: Settled
     problem: Problem
     """That of the units."""
-    learned: Learned | None = None
 
     @cached_property
     def search(self) -> LineSearch:
         """The search; made when it is asked for. Raises ScheduleError."""
-        return LineSearch(self.sized.line, self.problem, stages=self.settled.stages, learned=self.learned)
+        return LineSearch(self.sized.line, self.problem, stages=self.settled.stages)
 
-    def learning(self, learned: Learned) -> Entry:
-        """Return the entry with what its search found elsewhere; itself where it was here."""
-        return self if "search" in vars(self) else replace(self, learned=learned)
-
-    def learn(self, paths: Sequence[Path]) -> None:
-        """Take up what moves of a cut found: the longest paths of other cuts."""
-        learned = self.search.learned if "search" in vars(self) or self.learned is None else self.learned
-        for path in paths:
-            learned.paths.add(path)
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the schedule can be built."""
+        try:
+            return bool(self.search)
+        except ScheduleError:
+            return False
 
     def case(self, model: nn.Module, found: Trace, memo: TraceMemo) -> Case:
         """Return the whole problem of the configuration."""
@@ -159,58 +143,41 @@ class Sweep:
         options = replace(self.options, cut_between="operations")
         return Sweep(self.model, self.found, options, self.space, rows=self.rows, shared=self._shared)
 
-    def entries(self, meanwhile: Callable[[], bool] = lambda: False) -> Iterator[Entry]:
-        """Yield every configuration that may have a schedule, each pair of sizes and schedule once.
-
-        ``meanwhile`` is what the caller does while others are still worked out aside, a bit at a time; False: nothing.
-        """
+    def entries(self) -> Iterator[Entry]:
+        """Yield every configuration that may have a schedule, each pair of sizes and schedule once."""
         every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for chunks in self.space.chunks:
             sizes = sizes_of(self.rows, chunks, self.found.graph.min_rows, like=self.options.microbatches)
             every.setdefault(sizes, []).extend(own for own in self.space.schedules if own not in every[sizes])
-        for sized in self._all_sized(list(every), meanwhile):
-            made = (self._entry(sized, *schedule) for schedule in every[sized.sizes])
+        for sizes, schedules in every.items():
+            sized = self._sized(sizes)
+            made = (self._entry(sized, *schedule) for schedule in schedules)
             yield from (entry for entry in made if entry is not None)
 
-    def _all_sized(self, every: Sequence[tuple[int, ...]], meanwhile: Callable[[], bool]) -> Iterator[Sized]:
-        """Yield the model for microbatches of all sizes; those of the second half of the list are profiled aside.
-
-        What is known of operations stays where it was found out.
-        """
-        here = every[: (len(every) + 1) // 2] if len(every) != 3 else every[:1]
-        there = every[len(here) :]
-        worth = len(there) * len(self.found.graph.graph.nodes) >= _WORTH
-        with aside(lambda: [self._priced(sizes) for sizes in there], worth=worth) as other:
-            yield from (self._in_units(self._priced(sizes)) for sizes in here)
-            while not other.ready and meanwhile():
-                pass
-            yield from map(self._in_units, other.result())
-
-    def _priced(self, sizes: tuple[int, ...]) -> _Priced:
+    def _sized(self, sizes: tuple[int, ...]) -> Sized:
+        """Return the model for microbatches of some sizes."""
         options = replace(self.options, chunks=len(sizes))
         costs = profiled(self.model, self.found, options, sizes, memo=self._costs)
         formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes), outline=self._outline)
         factors = slowdowns(self.model, self.found, options, sizes, costs, memo=self._costs)
-        return _Priced(sizes, costs, slowed(formulation, factors))
-
-    def _in_units(self, own: _Priced) -> Sized:
-        problem = own.formulation.problem
+        formulation = slowed(formulation, factors)
+        problem = formulation.problem
         if self._units is None:
             graph = base_graph(problem)
             self.group_of, self._parts = graph.group_of, graph.size
-            places = self._module_places(own, graph)
+            places = self._module_places(formulation, costs, graph)
             if places is not None:
                 self._parts = len(places) + 1
             self._units = runs(problem, graph, most=self._most(graph), places=places)
         coarse = coarsened(problem, self._units)
-        once_s = shared_s(self.found.graph, own.costs)
-        return Sized(own.sizes, own.costs, own.formulation, coarse, Line(coarse.problem), once_s)
+        once_s = shared_s(self.found.graph, costs)
+        return Sized(sizes, costs, formulation, coarse, Line(coarse.problem), once_s)
 
-    def _module_places(self, own: _Priced, graph: Graph) -> tuple[int, ...] | None:
+    def _module_places(self, formulation: Formulation, costs: Profile, graph: Graph) -> tuple[int, ...] | None:
         """Return where units begin: between modules and at narrow places, None: anywhere, for these are too few."""
         if self.options.cut_between != "modules":
             return None
-        self.pieces = pieces_of(own.formulation, own.costs, graph.group_of)
+        self.pieces = pieces_of(formulation, costs, graph.group_of)
         places = self.pieces.places
         return places if len(places) + 1 >= _FEW * len(self.options.devices) else None
 

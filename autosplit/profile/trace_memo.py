@@ -11,10 +11,9 @@ A search replays many cuts of one recording, whose stages are much the same: ten
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from autosplit.aside import aside
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.profile.blocks import block_trace
@@ -24,9 +23,6 @@ from autosplit.profile.stage_key import Kinds, StageKey
 from autosplit.profile.stage_pieces import block_paths
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.trace.graph import TracedGraph
-
-_WORTH = 100
-"""Nodes of new kinds of stages from which on half of them are traced aside."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +44,6 @@ class _Traced:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One way in which a stage runs, and the names in its trace."""
-
-    stage: StageNodes
-    how: How
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Wanted:
     """What is to be traced of a stage: its microbatches of both kinds, where there are such."""
 
@@ -74,24 +61,6 @@ class Wanted:
     def names(self) -> tuple[str, ...]:
         """The names in the stage's own words."""
         return next(key.names for key in self.keys if key is not None)
-
-    def runs(self) -> Iterator[tuple[Hashable, _Run]]:
-        """Yield each way in which it runs, with its kind."""
-        for how, key in zip(self.hows, self.keys, strict=True):
-            if how is not None and key is not None:
-                yield key.kind, _Run(self.stage, how, key.names)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What was traced of some kinds of stages, and of shorter ones on the way; and how many kinds of nodes are known.
-
-    Kinds of shorter stages are those of another memo as long as no node was told in the making.
-    """
-
-    whole: list[_Traced]
-    short: dict[Hashable, _Traced]
-    numbers: int
 
 
 class TraceMemo:
@@ -127,39 +96,27 @@ class TraceMemo:
         return Wanted(stage, recompute, (never, recomputed), tuple(keys))
 
     def traces(self, wanted: Iterable[Wanted]) -> list[Known]:
-        """Return the traces of stages; those of new kinds are made here and aside, every second one there.
+        """Return the traces of stages, those of new kinds made here.
 
         Each is in the names that its two traces share: both may have been made on other stages.
         """
-        every = list(wanted)
-        new = {kind: own for each in every for kind, own in each.runs() if kind not in self._whole}
-        kinds = list(new)
-        here, there = kinds[::2], kinds[1::2]
-        told = self._kinds.count
-        with aside(lambda: self._made(new, there), worth=sum(map(_size, new.values())) >= _WORTH) as other:
-            self._made(new, here)
-            found = other.result()
-        if found.numbers == told:
-            self._short |= {kind: traced for kind, traced in found.short.items() if kind not in self._short}
-        self._whole |= zip(there, found.whole, strict=True)
-        return [self._traced(own) for own in every]
-
-    def _made(self, new: Mapping[Hashable, _Run], kinds: Sequence[Hashable]) -> _Found:
-        """Trace some kinds of stages, and return what was found out."""
-        before = set(self._short)
-        for kind in kinds:
-            own = new[kind]
-            self._whole[kind] = _Traced(block_trace(own.stage.copied(), own.how, run=self._run), own.names)
-        short = {kind: traced for kind, traced in self._short.items() if kind not in before}
-        return _Found([self._whole[kind] for kind in kinds], short, self._kinds.count)
+        return [self._traced(own) for own in wanted]
 
     def _traced(self, own: Wanted) -> Known:
         if own.kind not in self._known:
+            pairs = zip(own.hows, own.keys, strict=True)
             never, recomputed = (
-                None if key is None else _in_words(self._whole[key.kind], own.names) for key in own.keys
+                None if how is None or key is None else _in_words(self._made(own.stage, how, key), own.names)
+                for how, key in pairs
             )
             self._known[own.kind] = Known(StageTraces(own.recompute, never=never, recomputed=recomputed), own.names)
         return self._known[own.kind]
+
+    def _made(self, stage: StageNodes, how: How, key: StageKey) -> _Traced:
+        """Return what is traced of a stage, which is done once for each kind."""
+        if key.kind not in self._whole:
+            self._whole[key.kind] = _Traced(block_trace(stage.copied(), how, run=self._run), key.names)
+        return self._whole[key.kind]
 
     def _run(self, stage: StageGraph, how: How) -> StageTrace:
         """Return the trace of a stage as it is, made or renamed."""
@@ -168,10 +125,6 @@ class TraceMemo:
         if known is None:
             known = self._short[key.kind] = _Traced(trace_stage(stage, how, quick=self.quick), key.names)
         return _in_words(known, key.names)
-
-
-def _size(own: _Run) -> int:
-    return len(own.stage.own)
 
 
 def _in_words(known: _Traced, names: tuple[str, ...]) -> StageTrace:

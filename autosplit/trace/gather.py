@@ -8,23 +8,18 @@ record ──► a value read ──► ask the sample's own values, record agai
 from __future__ import annotations
 
 import contextlib
-import io
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autosplit.aside import believes, later, withdrawn_where_it_raises
 from autosplit.errors import TraceError
 from autosplit.progress import phase
 from autosplit.trace.again import Mixed
-from autosplit.trace.foreseen import Foreseen, Unforeseen, may_foresee, same
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.logged import Decides
@@ -44,26 +39,13 @@ _HIDES = 0.4
 _ROUNDS = 64
 
 
-class _Plain(Exception):
-    """What a recording raised in which nothing was foreseen, so that another would raise it too."""
-
-    def __init__(self, raised: Refusal | Unexpected | Unanswered) -> None:
-        super().__init__()
-        self.raised = raised
-
-
 @dataclass(frozen=True)
 class Gathered:
-    """The recording of a model at all batch sizes, and what it entered; whether it holds for one row is told later."""
+    """The recording of a model at all batch sizes, what it entered, and the smallest batch for which it holds."""
 
     recording: MergedRecording
-    holds_for_one: Callable[[], bool]
+    min_rows: int
     scope: Scope
-
-    @property
-    def min_rows(self) -> int:
-        """The smallest batch for which it holds."""
-        return 1 if self.holds_for_one() else 2
 
     def run_python(self, model: nn.Module, flat: FlatInputs, rows: int) -> PythonRun | None:
         """Run the model's own Python at the sizes of a call; None where its calls are not the recorded ones."""
@@ -141,22 +123,8 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
 
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
-    if believes() and may_foresee(model):
-        try:
-            with withdrawn_where_it_raises():
-                return _merged_of(model, flat, *_foreseen(model, flat, scope))
-        except _Plain as error:
-            raise error.raised from None
-        except Exception:  # whatever it is, it is met again where all blocks run
-            pass
-    first, entered = _first(model, flat, scope)
+    first, scope = _first(model, flat, scope)
     alike = {} if first.changed else _alike(model, first)  # a block's equal says nothing of its attributes
-    return _merged_of(model, flat, first, entered, alike)
-
-
-def _merged_of(
-    model: nn.Module, flat: FlatInputs, first: Recording, scope: Scope, alike: Mapping[str, str]
-) -> Gathered:
     try:
         merged = _with_others(model, flat, scope, first, alike)
     except (TraceError, Unexpected):
@@ -167,74 +135,27 @@ def _merged_of(
     bare = replace(merged, recording=replace(first, segments={}))
     on_paper = bool(alike) and all(p.is_meta for p in model.parameters())
     twins = partial(_twins, model, alike, first) if on_paper else None
-
-    def check() -> bool:
-        Gathered(bare, lambda: True, scope).check_rows(model, flat, batch_rows(flat), repeats=twins)
-        return _holds_for_one(model, flat, scope, merged, first, alike)
-
-    return Gathered(bare, later(check), scope)
+    gathered = Gathered(bare, 2, scope)
+    gathered.check_rows(model, flat, batch_rows(flat), repeats=twins)
+    return replace(gathered, min_rows=1 if _holds_for_one(model, flat, scope, merged, first, alike) else 2)
 
 
-def _alike(model: nn.Module, first: Recording, *, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+def _alike(model: nn.Module, first: Recording) -> dict[str, str]:
     kinds = {path: type(module) for path, module in model.named_modules()}
-    return equals(first.calls, first.segments, kinds, known=known)
+    return equals(first.calls, first.segments, kinds)
 
 
-def _foreseen(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope, dict[str, str]]:
-    """Record at the first size what blocks do, but for those of which it is foreseen: that is checked aside.
-
-    Raises whatever the recording does, as _Plain where all blocks ran until then, and Unforeseen for one that would not
-    be made so again. What a forward prints is said by the recording in which all blocks run.
-    """
-    made: list[Foreseen] = []
-
-    def anew(scope: Scope) -> Repeats:
-        made.append(Foreseen(model, scope))
-        return made[-1]
-
-    def check() -> None:
-        own, own_scope = _first(model, flat, scope)
-        if own_scope != entered or not same(first, own) or _alike(model, own) != alike:
-            raise Unforeseen
-
-    said = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said[0]), contextlib.redirect_stderr(said[1]):
-            first, entered = _first(model, flat, scope, repeats=anew)
-    except (Refusal, Unexpected, Unanswered) as error:
-        if not any(foreseen.found for foreseen in made):
-            _say(said)
-            raise _Plain(error) from error
-        raise
-    if first.changed:
-        raise Unforeseen
-    alike = _alike(model, first, known=made[-1].found)
-    if made[-1].found:
-        made[-1].check(first, alike)
-        later(check)
-    else:
-        _say(said)
-    return first, entered, alike
-
-
-def _say(printed: tuple[io.StringIO, io.StringIO]) -> None:
-    for stream, text in zip((sys.stdout, sys.stderr), printed, strict=True):
-        stream.write(text.getvalue())
-
-
-def _first(
-    model: nn.Module, flat: FlatInputs, scope: Scope, *, repeats: Callable[[Scope], Repeats] | None = None
-) -> tuple[Recording, Scope]:
+def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope]:
     """Record at the first size, with those leaves entered whose parameters are used more than once."""
     ties = tied_layers(model, scope)
     if ties:  # most often a language model's embedding and head: recorded once with them entered, not twice
         entered = replace(scope, entered=scope.entered | ties.keys())
         with contextlib.suppress(Refusal, Unexpected):
-            first = record_at(model, flat, BATCH_SIZES[0], entered, repeats=repeats and repeats(entered))
+            first = record_at(model, flat, BATCH_SIZES[0], entered)
             if all_used(ties, first.calls) and not _to_enter(model, first.calls) - entered.entered:
                 return first, entered
     while True:
-        first = record_at(model, flat, BATCH_SIZES[0], scope, repeats=repeats and repeats(scope))
+        first = record_at(model, flat, BATCH_SIZES[0], scope)
         more = _to_enter(model, first.calls) - scope.entered
         if not more:
             return first, scope

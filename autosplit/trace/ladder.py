@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from autosplit.aside import later
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample
 from autosplit.trace import state
@@ -103,7 +102,7 @@ def trace(
         _raise_own(model, flat, error.error)
     graph, gathered = found.graph, found.gathered
     if found.proof is None:
-        later(lambda: _check(model, graph, flat, gathered))
+        _check(model, graph, flat, gathered)
     guard = guard_of(model, gathered.recording, gathered.scope.answers)
     proof = found.proof or (Proof.of(found.identity, found.findings) if found.identity is not None else None)
     return Trace(graph, flat, found.findings, guard, gathered, proof=proof)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,25 +77,21 @@ def equals(
     calls: Sequence[Call],
     segments: Mapping[str, Segment],
     kinds: Mapping[str, type],
-    *,
-    known: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Map modules to the first module whose calls were the same but for names; ``kinds`` are the modules' classes.
 
-    What is inside of a module that has an equal is not looked at: it is asked for with the module around it. ``known``
-    maps modules to those whose calls they have.
+    What is inside of a module that has an equal is not looked at: it is asked for with the module around it.
     """
     if any(call.target is assign_buffer for call in calls):
         return {}
     firsts: dict[type, list[tuple[Segment, Any]]] = {}
-    forms: dict[str, Any] = {}
     of_kind = Counter(kinds[path] for path in segments)
     found: dict[str, str] = {}
     known_to = 0  # the end of the last module that has an equal
     for path, segment in sorted(segments.items(), key=_outermost_first):
         if segment.end - segment.start < _FEWEST_CALLS or segment.end <= known_to or of_kind[kinds[path]] < 2:
             continue
-        form = forms[path] = forms.get(known.get(path, "")) or form_of(calls, segment)
+        form = _form_of(calls, segment)
         if form is None:
             continue
         others = firsts.setdefault(kinds[path], [])
@@ -114,7 +109,7 @@ def _outermost_first(item: tuple[str, Segment]) -> tuple[int, int, int]:
     return segment.start, -segment.end, len(path)
 
 
-def form_of(calls: Sequence[Call], segment: Segment) -> Any:
+def _form_of(calls: Sequence[Call], segment: Segment) -> Any:
     """Return the calls of a segment without its own names; None when they reach outside."""
     own = calls[segment.start : segment.end]
     if any(c.kind == "read" or not _inside(c.module, segment.path) for c in own):
@@ -160,7 +155,7 @@ class Repeats:
         if described is None:
             self.segments.pop(path, None)
             return original(module, *args, **kwargs)
-        like = self.like(path, kinds)
+        like = self._like(path, kinds)
         start = len(recorder.calls)
         if like is None:
             out = original(module, *args, **kwargs)
@@ -179,18 +174,13 @@ class Repeats:
                 self.segments[path] = Segment(
                     path, given, kinds, storages, start, end, returned, tensors, after, rebuild
                 )
-                if like is None:
-                    self.ran(recorder.calls, self.segments[path])
         return out
 
-    def like(self, path: str, kinds: Any) -> Segment | None:
+    def _like(self, path: str, kinds: Any) -> Segment | None:
         """Return the run of a module's equal that was given the same kind of inputs; None where there is none."""
         like = self.segments.get(self.alike.get(path, ""))
         same = like is not None and like.kinds == kinds and (self.twins is None or self.twins.same(like.path, path))
         return like if same else None
-
-    def ran(self, calls: Sequence[Call], segment: Segment) -> None:
-        """Take notice of a run of an entered module."""
 
 
 def _replay(

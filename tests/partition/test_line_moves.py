@@ -143,21 +143,3 @@ def test_a_path_after_a_move_is_what_it_is_in_the_moved_cut(schedule: str, virtu
             along += hops.along(path.hops[None], moves.start, moves.stop, moves.by)
             whole = one.bounds(chains, np.tile(again, (len(chains), 1)))
             assert along[0] + once_s == pytest.approx(whole, rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_moves_find_is_told_and_not_kept(seed: int) -> None:
-    """So that a cut comes out the same before and after another was moved, and as with what is found kept at once."""
-    search, slow = (searched(seed, "1f1b", 1) for _ in range(2))
-    cuts = [search.cut(chain.tolist(), ["never"] * 3) for chain in some_cuts(search, seed, 4)]
-    before = set(search.paths.kept.known)
-    found = [search.moved(cut, ["never"], None) for cut in cuts]
-    assert search.paths.kept.known == before
-    assert [own.cut for own in found[::-1]] == [search.moved(cut, ["never"], None).cut for cut in cuts[::-1]]
-    for chain in some_cuts(slow, seed, 4):
-        slow.cut(chain.tolist(), ["never"] * 3)
-    assert slow._moved(cuts[0], ["never"], None) == found[0].cut
-    for path in found[0].paths:
-        search.paths.add(path)
-    assert search.paths.kept.known == slow.paths.kept.known > before
-    assert len(search.paths.found) == len(slow.paths.found)

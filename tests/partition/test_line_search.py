@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from dataclasses import replace
 from itertools import combinations
@@ -177,24 +176,3 @@ def test_units_are_runs_that_end_with_their_blocks() -> None:
     assert sum(work.forward_s for work in coarse.problem.works) == sum(work.forward_s for work in problem.works)
     apart = taken_apart(graph.group_of, coarse, (0, 5, max(few) + 1))
     assert max(apart) >= max(few)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_search_goes_on_with_what_another_learned(seed: int) -> None:
-    """To the same cuts, and what it learns further is the same."""
-    problem = random_problem(seed, works=14, devices=4)
-    line, room = Line(problem), [500.0, 450.0, 500.0, 450.0]
-    first = LineSearch(line, problem, stages=4)
-    begun = first.fastest(["never"]), first.fastest(RECOMPUTE, room, move=False)
-    sent = pickle.loads(pickle.dumps(first.learned))
-    second = LineSearch(Line(problem), problem, stages=4, learned=sent)
-    assert second.fastest(["never"]) == begun[0]
-    again = [own.moved(begun[1] or begun[0], RECOMPUTE, room) for own in (first, second) if begun[0] is not None]
-    assert len(again) == 2
-    assert again[0].cut == again[1].cut
-    for own, moved in zip((first, second), again, strict=True):
-        for path in moved.paths:
-            own.paths.add(path)
-    assert second.paths.kept.known == first.paths.kept.known != set()
-    bare = LineSearch(line, problem, stages=4)
-    assert not bare.paths.kept.known

@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 from autosplit.api import plan
 from autosplit.options import Options, Sample
-from autosplit.partition.line_search import LineSearch, Moved
+from autosplit.partition.line_search import LineCut, LineSearch
 from autosplit.planning import choose, weighing
 from autosplit.planning.choose import Space, alternative, choose_plan
 from autosplit.planning.finish import Finished
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import predicted
-from autosplit.planning.weighing import halves
 from autosplit.trace.ladder import Trace, trace
 
 WIDTH, ROWS = 16, 64
@@ -152,7 +151,7 @@ def test_boundaries_of_what_is_beaten_by_far_need_not_move(
     moved: list[int] = []
     move = LineSearch.moved
 
-    def counted(*arguments: Any) -> Moved:
+    def counted(*arguments: Any) -> LineCut:
         moved[-1] += 1
         return move(*arguments)
 
@@ -210,19 +209,6 @@ def test_the_frontier_says_of_what_was_replayed_that_it_may_not_fit(
     assert [each.verdict for each in best.frontier if each.replayed and each.peak_bytes == peak(first)] == [
         "borderline"
     ]
-
-
-@pytest.mark.parametrize(
-    ("weights", "here", "there"),
-    [
-        ([4, 4, 8, 16, 4, 4, 8, 16], [0, 2, 3, 4], [1, 5, 6, 7]),
-        ([5, 1, 1, 1], [0], [1, 2, 3]),
-        ([3], [0], []),
-        ([], [], []),
-    ],
-)
-def test_configurations_are_shared_out_by_their_actions(weights: list[int], here: list[int], there: list[int]) -> None:
-    assert halves(weights) == (here, there)
 
 
 class Shifted(nn.Module):

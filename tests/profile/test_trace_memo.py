@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.aside import second_core
 from autosplit.memory.events import StageTrace
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.options import Options, Sample
@@ -179,32 +177,6 @@ def test_microbatches_of_other_sizes_are_traced_anew() -> None:
     for rows in (1, 2):
         own = replace(cut(False, 3, "never", 0), sizes=(rows,) * CHUNKS)
         assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain())
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="children are forked on Linux only")
-@pytest.mark.parametrize("telling", [False, True])
-def test_short_stages_of_a_child_that_told_a_kind_of_its_own_are_not_taken(
-    telling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(trace_memo, "_WORTH", 0)
-    run, here, made = TraceMemo._run, os.getpid(), list[StageGraph]()
-
-    def counted(memo: TraceMemo, stage: StageGraph, how: How) -> StageTrace:
-        """Trace a stage; each process may meet a node that the other one does not know."""
-        made.append(stage)
-        if telling:
-            memo._kinds._numbers.setdefault(("met by", os.getpid() == here), len(memo._kinds._numbers))
-        return run(memo, stage, how)
-
-    monkeypatch.setattr(TraceMemo, "_run", counted)
-    memo = TraceMemo()
-    never: tuple[Recompute, ...] = tuple("never" for _ in range(LAYERS + 1))
-    with second_core():
-        fullest_moments(by_block(*never), memo=memo)
-    assert len(memo._whole) == 3
-    assert len(made) == 2
-    assert len(memo._short) == (2 if telling else 3)
 
 
 class Crossed(nn.Module):
