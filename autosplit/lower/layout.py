@@ -62,7 +62,7 @@ class Layout:
         given: values that the program itself holds (inputs and tied parameters) and how many aliases it makes of each.
         home: the stage of every tied parameter and shared value.
         alias_of: the alias that a consumer takes of a given or shared value: (value, consumer) to number.
-        uses: number of uses of every value, the epilogue and the caller counting once each.
+        uses: number of uses of every value, the epilogue and the caller counting once each; the caller has its inputs.
         forked: micro values that are forked where they are made.
         merged: micro values that the epilogue or the caller wants whole, and the stage that makes each.
     """
@@ -116,7 +116,7 @@ class _Uses:
         self.stage_of = stage_of
         self.tied = set(self.traced.tied)
         output = next(iter(reversed(self.traced.graph.nodes)))
-        self.outputs = {n for n in output.all_input_nodes if INFO in n.meta}
+        self.outputs = {n for n in output.all_input_nodes if INFO in n.meta and n.op != "placeholder"}
         self.consumers: dict[str, list[fx.Node]] = defaultdict(list)
         self.values: dict[str, fx.Node] = {}
         for node in self.traced.graph.nodes:

@@ -260,7 +260,7 @@ class _Program:
 
     def _from_beginning(self, value: fx.Node) -> bool:
         info = value.meta.get(INFO)
-        return info is not None and (value.op == "placeholder" or info.node_class is NodeClass.SHARED)
+        return info is not None and value.op != "placeholder" and info.node_class is NodeClass.SHARED
 
     def _output(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):
@@ -269,6 +269,8 @@ class _Program:
             return self.graph.get_attr(f"{STATE}.{value.target}")
         if INFO not in value.meta:
             return self._size(value)
+        if value.op == "placeholder":
+            return self.inputs[value]
         if self._from_beginning(value):
             return self.values[program_alias(self.layout, value.name, OUT)]
         full = value.meta[INFO].node_class is NodeClass.FULL

@@ -50,7 +50,7 @@ from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
 from autosplit.trace.side_effects import by_hooks
 from autosplit.trace.stacks import is_stack, run_stack
-from autosplit.trace.state_calls import assign_buffers, track_mutation, track_state
+from autosplit.trace.state_calls import assign_buffers, give_back, track_mutation, track_state
 from autosplit.trace.structure import Field, flatten_output, projections, storage_key, tensors_in
 
 
@@ -85,6 +85,7 @@ class Recorder(TorchFunctionMode):
         self.random = RandomWatch()
         self._refs: dict[int, int] = {}
         self.attributes: dict[int, str] = {}
+        self.inputs: list[tuple[torch.Tensor, bool]] = []  # and whether each requires a gradient: the first calls
         self._keep: list[Any] = []
         self._muted = 0
         self._stack: list[tuple[str, int]] = [("", 0)]
@@ -122,6 +123,7 @@ class Recorder(TorchFunctionMode):
         self.calls.append(call)
         self._note(call, tensor)
         self._refs[id(tensor)] = len(self.calls) - 1
+        self.inputs.append((tensor, tensor.requires_grad))
 
     def reference(self, tensor: torch.Tensor) -> Ref | Attribute:
         """Return the recorded call or the attribute that a tensor is."""
@@ -383,6 +385,7 @@ class Recorder(TorchFunctionMode):
     def finish(self, output: Any, buffers: dict[str, torch.Tensor], kept: Sequence[torch.Tensor]) -> Recording:
         """Record buffers that were assigned, and return the recording; what is kept besides are its last outputs."""
         assign_buffers(self, buffers)
+        give_back(self)
         check_own(self.model, output)
         flat, unflatten = flatten_output(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]

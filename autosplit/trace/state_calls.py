@@ -73,3 +73,22 @@ def assign_buffers(recorder: Recorder, buffers: Mapping[str, torch.Tensor]) -> N
             table = recorder.model.get_submodule(path)._buffers
             args = (recorder.constant(table), own, recorder.reference(tensor))
             recorder.calls.append(Call("function", assign_buffer, args, {}, "", f"#0/assign_{name}", writes=[name]))
+
+
+def give_back(recorder: Recorder) -> None:
+    """Let inputs, parameters and buffers that no call changed stand for themselves in what the model returns.
+
+    Until now the last operation that returned its operand stood for it, as a dropout does in evaluation. What an opaque
+    module gave back stays its result: with other values it may be a new tensor.
+    """
+    refs, calls = recorder.recorded(), recorder.calls
+    changed = {storage for call in calls for storage in call.mutates}
+    changed |= {storage for call in calls if call.leaf in recorder.scope.atoms for storage in call.storages}
+    for index, (tensor, requires_grad) in enumerate(recorder.inputs):
+        if recorder.storage_of(tensor) not in changed and tensor.requires_grad == requires_grad:
+            refs[id(tensor)] = index
+    written = {name for call in calls for name in call.writes}
+    for tensor in (*recorder.model.parameters(), *recorder.model.buffers()):
+        own = id(tensor) in recorder.attributes and recorder.storage_of(tensor) not in changed
+        if own and recorder.owners.get(storage_key(tensor)) not in written:
+            refs.pop(id(tensor), None)
