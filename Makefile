@@ -4,6 +4,7 @@
 #   make test     check, then the whole suite, a process per core (four at most)      ARGS="-k name" goes to pytest
 #   make browser  Debian's Chromium, in which the tests open the report's page: installed as root where it is missing
 #   make check    lint, format, types, layers              fast
+#   make docs     the documentation as a site, in build/docs; a warning is an error
 #   make golden   rewrite the golden files from what the tests produce
 #   make clean    remove environments and caches
 #
@@ -20,7 +21,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check golden clean browser
+.PHONY: demo test check docs golden clean browser
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -46,6 +47,9 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 golden: $(INSTALLED)
 	$(BIN)/python -m pytest --update-golden $(ARGS)
 
@@ -65,4 +69,9 @@ else
 	echo 'torch==$(TORCH)' >> $(VENV)/constraints.txt
 endif
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,dev]'
+	touch $@
+
+# What builds the site is installed when it is first built; the tests do without.
+$(VENV)/installed-docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
 	touch $@

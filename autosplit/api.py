@@ -101,15 +101,19 @@ def autosplit(
             is, and the report says why. What a microbatch in flight saves is held for good.
         cut: where the plan's cuts fall: "modules": between modules; inside a repeated block, or between a head and its
             loss, only where the step gets at least 2% shorter or nothing else fits; "operations": anywhere.
-        precision, mesh: reserved; only the defaults are available in this version, anything else is refused.
+        precision: reserved; anything but None is refused.
+        mesh: reserved; anything but None is refused.
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
 
     Raises:
-        InputError, DeviceError: an argument cannot be used. TraceError: no graph can follow the model.
-        InfeasibleError: the memory limit cannot hold. PlanError: the plan is of another model. ScheduleError: an action
-        file is no legal schedule, or is made for other devices or chunks.
+        InputError: an argument cannot be used.
+        DeviceError: a device cannot be used.
+        TraceError: no graph can follow the model.
+        InfeasibleError: the memory limit cannot hold.
+        PlanError: the plan is of another model.
+        ScheduleError: an action file is no legal schedule, or is made for other devices or chunks.
     """
     _check_model(model)
     choose("precision", precision, (None,))
@@ -182,7 +186,9 @@ def plan(
         optimizer: what keeps state: "adamw", "adam", "momentum", "sgd", "none", or state bytes per parameter element.
         precision: what the training runs in: "fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master" (bf16 weights
             and gradients; fp32 weights count as state of the optimizer), or None: as the model is.
-        schedule, virtual_stages, recompute: as in `autosplit`; "auto" searches.
+        schedule: as in `autosplit`; "auto" searches.
+        virtual_stages: as in `autosplit`.
+        recompute: as in `autosplit`; "auto" searches.
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
         reserve: what each device keeps free: bytes, text such as "2GiB", or "3%" of the device, which does not count
             under a ``memory_limit``. Plans keep out of it where they can; a peak that reaches into it is borderline.
@@ -198,7 +204,9 @@ def plan(
         The plan, also where it does not fit: `Plan.verdict` is then "no".
 
     Raises:
-        InputError, DeviceError: an argument cannot be used. TraceError: no graph can follow the model without values.
+        InputError: an argument cannot be used.
+        DeviceError: a device is not known.
+        TraceError: no graph can follow the model without values.
         PlanError: the plan is of another model or number of devices, or has a node where it cannot run.
     """
     _check_module(model)

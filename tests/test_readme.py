@@ -1,30 +1,51 @@
-"""What the README says is so: its programs run, its output is real, its commands and files exist."""
+"""What the README and ``docs/`` say is so: programs run, output is real, commands, files and links exist."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
+import autosplit
 from autosplit.cli import app
 from benchmarks.gpu import races, run
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+}
+README = PAGES["README.md"]
+TEXT = "\n".join(text for name, text in PAGES.items() if not name.startswith("docs/decisions"))
+CLIENTS = (
+    "ignore:.*does not have many workers.*",
+    "ignore:.*isinstance\\(treespec, LeafSpec\\).*",
+    "ignore:.*pin_memory.*",
+    "ignore:.is_gradient_checkpointing. is deprecated",  # PEFT asks for it
+)
+"""What the libraries that train pipes warn of."""
 
 
-def blocks(language: str) -> list[str]:
+def without_code(page: str) -> str:
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: str, language: str) -> list[str]:
     """Return the fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
 
 
-def commands(name: str) -> list[str]:
+def commands(page: str, name: str) -> list[str]:
     """Return what is said of a command in code, from its name to the end of the line."""
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE))
-    lines = [*spans, *(line for block in blocks("sh") for line in block.splitlines())]
+    spans = re.findall(r"`([^`\n]+)`", without_code(page))
+    lines = [*spans, *(line for block in blocks(page, "sh") for line in block.splitlines())]
     found = (re.match(rf"(?:\.venv/bin/)?{name} (.*)", line.partition("#")[0].strip()) for line in lines)
     return [match[1].strip() for match in found if match]
 
@@ -39,44 +60,62 @@ def lines_without_numbers(text: str) -> list[str]:
     ]
 
 
+def assert_same_form(printed: str, shown: str) -> None:
+    """Compare two reports but for what is measured."""
+    assert lines_without_numbers(printed) == lines_without_numbers(shown)
+    assert printed.splitlines()[:4] == [line for line in shown.splitlines()[:4] if line]
+
+
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``devices=4`` mean lanes on every machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.usefixtures("_no_gpu")
-def test_the_python_blocks_run_in_order_and_print_the_program_that_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def _fresh_accelerate() -> Iterator[None]:
+    """Leave no process-wide state of accelerate behind."""
+    from accelerate.state import AcceleratorState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_no_gpu", "_fresh_accelerate")
+@pytest.mark.filterwarnings(*CLIENTS)
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if blocks(text, "python")])
+def test_the_python_blocks_of_a_page_run_in_order_and_print_what_is_shown(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "readme"}
-    for number, block in enumerate(blocks("python")):
-        exec(compile(block, f"README.md, python block {number}", "exec"), names)
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert (tmp_path / "plan.json").is_file()
-    assert any("no partition was found that fits 4 stages" in line for line in printed)
-    [program] = [block for block in blocks("text") if block.startswith("def forward")]
-    assert program.strip() in "\n".join(printed)
+    printed: list[str] = []
+    for number, block in enumerate(blocks(PAGES[name], "python")):
+        exec(compile(block, f"{name}, python block {number}", "exec"), names)
+        printed.append("\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()))
+    for shown in blocks(PAGES[name], "text"):
+        if shown.startswith("def forward"):
+            assert shown.strip() in "\n".join(printed)
+        elif not commands(PAGES[name], r"autosplit report"):
+            assert_same_form(next(text for text in printed if text.startswith(shown.splitlines()[0])), shown)
 
 
 @pytest.mark.usefixtures("_no_gpu")
-def test_the_report_has_the_form_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_command_has_the_form_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    [shown] = [block for block in blocks("text") if block.startswith("Partition of")]
-    command, *_ = (text for text in commands("autosplit") if text.startswith("report "))
+    page = PAGES["docs/guides/planning.md"]
+    [shown] = [block for block in blocks(page, "text") if block.startswith("Partition of")]
+    command, *_ = (text for text in commands(page, "autosplit") if text.startswith("report "))
     result = CliRunner().invoke(app, [word.strip('"') for word in command.split()])
     assert result.exit_code == 0, result.output
-    assert lines_without_numbers(result.stdout) == lines_without_numbers(shown)
-    head = [line for line in shown.splitlines()[:4] if line]
-    assert result.stdout.splitlines()[:4] == head
+    assert_same_form(result.stdout, shown)
 
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
-    named = {text.split()[0] for text in commands("make")}
-    assert {"demo", "test"} <= named <= targets
+    named = {text.split()[0] for text in commands(TEXT, "make")}
+    assert {"demo", "test", "docs"} <= named <= targets
 
 
 def test_command_line_options_exist() -> None:
@@ -84,13 +123,13 @@ def test_command_line_options_exist() -> None:
     helps = [CliRunner().invoke(app, [*name, "--help"]) for name in ((), *((name,) for name in commands))]
     assert [result.exit_code for result in helps] == [0] * len(helps)
     known = "".join(result.stdout for result in helps) + run.parser().format_help() + races.parser().format_help()
-    named = set(re.findall(r"--[a-z][a-z-]+", README))
+    named = set(re.findall(r"--[a-z][a-z-]+", TEXT))
     assert {"--devices", "--chunks", "--input", "--json", "--save"} <= named
     assert [option for option in named if option not in known] == []
 
 
 def test_the_commands_for_a_gpu_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [text.split() for text in commands("python -m benchmarks.gpu.run")]
+    given = [text.split() for text in commands(TEXT, "python -m benchmarks.gpu.run")]
     assert len(given) >= 4
     for words in given:
         asked = run.parser().parse_args(words)
@@ -104,9 +143,7 @@ def test_the_commands_for_a_gpu_can_be_given(tmp_path: Path, monkeypatch: pytest
 
 
 def test_files_exist_and_no_example_is_left_out() -> None:
-    named = set(re.findall(r"\b(?:examples|tests|docs|autosplit|cost_models)/[\w/.]*", README)) | set(
-        re.findall(r"\]\(([^#)]+)\)", README)
-    )
+    named = set(re.findall(r"\b(?:examples|tests|docs|autosplit|cost_models|benchmarks)/[\w/.-]*[\w/]", TEXT))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
     scripts = {
         f"examples/{path.name}"
@@ -115,6 +152,38 @@ def test_files_exist_and_no_example_is_left_out() -> None:
     }
     assert len(scripts) > 5
     assert scripts <= named
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(PAGES[name])):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.is_file(), target
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), target
+
+
+def test_the_site_has_every_page_and_every_public_name() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = set(re.findall(r"[\w/-]+\.md", str(settings["nav"])))
+    assert listed == {name.removeprefix("docs/") for name in PAGES if re.match(r"docs/(?!decisions/\d)", name)}
+    documented = re.findall(r"^::: ([\w.]+)$", PAGES["docs/reference.md"], flags=re.MULTILINE)
+    names = {name for name in autosplit.__all__ if not name.endswith("Error")}
+    assert {name.rpartition(".")[2] for name in documented} == names | {"errors"}
+
+
+def test_the_readme_and_the_glossary_are_short() -> None:
+    assert len(README.splitlines()) <= 250
+    assert len(re.findall(r"^\| [a-z]", PAGES["docs/glossary.md"], flags=re.MULTILINE)) <= 31
 
 
 def test_the_metric_is_the_suites_own() -> None:

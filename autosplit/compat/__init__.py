@@ -1,6 +1,6 @@
 """The interfaces of torchgpipe and of the removed ``torch.distributed.pipeline.sync``, on top of the pipe.
 
-Old code runs with its imports changed; see "Coming from torchgpipe or Pipe" in the README.
+Old code runs with its imports changed; see "Coming from torchgpipe or Pipe" in the documentation.
 """
 
 from __future__ import annotations
