@@ -23,7 +23,6 @@ from torch import fx, nn
 from autosplit.memory.events import StageTrace
 from autosplit.profile.expand import Costs, Run, Traces, Uneven
 from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
-from autosplit.profile.node_memo import module_kind, tensor_kind
 from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_trace import How, trace_stage
@@ -268,7 +267,7 @@ class _Blocks:
             value: Any = self.root
             for part in str(node.target).split("."):
                 value = getattr(value, part)
-            return tensor_kind(value) if isinstance(value, torch.Tensor) else id(value)
+            return _tensor_kind(value) if isinstance(value, torch.Tensor) else id(value)
         return node.target
 
 
@@ -309,7 +308,14 @@ def _known(node: fx.Node, path: str) -> Hashable:
 
 
 def _module_kind(module: nn.Module) -> Hashable:
+    """Return what tells a layer from others: settings and state for one of torch's own without hooks, else itself."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     if hooks or not type(module).__module__.startswith("torch.nn"):
         return id(module)
-    return module_kind(module)
+    state = ((name, _tensor_kind(t)) for name, t in (*module.named_parameters(), *module.named_buffers()))
+    return (type(module), repr(module), module.training, *state)
+
+
+def _tensor_kind(tensor: torch.Tensor) -> Hashable:
+    """Return what tells a tensor of a module's state from others."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter)

@@ -1,6 +1,6 @@
 """What every node of a recording costs, from one run on fake tensors: nothing is allocated, no value is computed.
 
-Torch has no public way to run shapes only; its ``FakeTensorMode`` is in :mod:`autosplit.profile.late_fake`. Every fake
+Torch has no public way to run shapes only; its ``FakeTensorMode`` is in :mod:`autosplit.profile.quick_fake`. Every fake
 tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process
 without a GPU, and "meta" tensors take other kernels.
 
@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autosplit.errors import is_internal
+from autosplit.errors import ProfileError, is_internal
 from autosplit.profile.assumptions import parameters_met, why_estimated
 from autosplit.profile.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
-from autosplit.profile.gradients import gradients
-from autosplit.profile.late_fake import FakeWorld, LateFakeMode
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.lowering import CudaKernels
-from autosplit.profile.node_memo import NodeMemo
-from autosplit.profile.quick_fake import QuickFake, blank
+from autosplit.profile.quick_fake import QuickFake, blank, fake_mode
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.run import quiet_log
@@ -62,10 +59,6 @@ class NodeCosts:
     requires_grad: bool
     estimated: str | None = None
 
-    def again(self, name: str, *, saved: Mapping[int, int], outputs: Mapping[int, int]) -> NodeCosts:
-        """Return the costs of a node that does the same on other storages."""
-        return replace(self, name=name, saved=saved, outputs=outputs)
-
 
 @dataclass(frozen=True)
 class FakeCosts:
@@ -98,17 +91,16 @@ def fake_costs(
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
-    mode, quick = LateFakeMode(), quick or QuickFake()
+    mode, quick = fake_mode(), quick or QuickFake()
     ledger = Ledger(kernels=kernels, quick=quick)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
-        with quiet_log(), FakeWorld(mode, quick), ledger:
-            memo = NodeMemo(traced.root, ledger, quick.make)
-            first = _FakePass(traced, twin, ledger, before_epilogue, {}, memo)
+        with quiet_log(), mode, ledger:
+            first = _FakePass(traced, twin, ledger, before_epilogue, {})
             first.sweep(rows, grads, skip=epilogue)
             costs = first.costs
             if epilogue:
-                second = _FakePass(traced, twin, ledger, epilogue, first.output_ids, memo)
+                second = _FakePass(traced, twin, ledger, epilogue, first.output_ids)
                 second.sweep(batch_rows, grads, skip=frozenset())
                 costs |= second.costs
     names = [info.name for _, info in traced.compute_nodes()]
@@ -125,7 +117,6 @@ class _FakePass(BorderInterpreter):
         ledger: Ledger,
         profiled: frozenset[fx.Node],
         known_ids: Mapping[str, list[int]],
-        memo: NodeMemo,
     ) -> None:
         super().__init__(twin.module, graph=traced.graph, device=_CPU)
         self.costs: dict[str, NodeCosts] = {}
@@ -134,7 +125,6 @@ class _FakePass(BorderInterpreter):
         self._lowering = CudaKernels() if ledger.kernels == "cuda" else contextlib.nullcontext()
         self._profiled = profiled
         self._known_ids = known_ids
-        self._memo = memo
         self._saved: dict[int, int] = {}
         self._rows = 0
         self._state_ids = {storage.id for t in twin.tensors if (storage := ledger.storage(t))}
@@ -157,14 +147,9 @@ class _FakePass(BorderInterpreter):
         info: TracedNode | None = n.meta.get(INFO)
         if info is None or n.op == "placeholder":
             return super().run_node(n)
-        operands = self._memo.operands(n, self.env, self._state_ids) if n in self._profiled else None
-        if operands is not None and (known := self._memo.again(operands, info.name)) is not None:
-            self.costs[info.name], settled = known
-            self._number(info, settled)
-            return settled
         self._ledger.open()
         self._saved = {}
-        before, first = self._ledger.live_bytes, self._ledger.entered
+        before = self._ledger.live_bytes
         call = self.prepare(n)
         try:
             with self._lowering:
@@ -176,8 +161,6 @@ class _FakePass(BorderInterpreter):
         settled = call.settle(result)
         if n in self._profiled:
             self.costs[info.name] = self._profile(info, call, result, before=before)
-            if operands is not None:
-                self._memo.learn(operands, settled, self.costs[info.name], first=first)
         self._number(info, settled)
         return settled
 
@@ -192,7 +175,7 @@ class _FakePass(BorderInterpreter):
         if targets and call.leaves:
             try:
                 ones = [torch.empty_like(target) for target in targets]
-                found = gradients(targets, call.leaves, ones)
+                found = torch.autograd.grad(targets, call.leaves, ones, allow_unused=True)
                 del ones, found
             except Exception as error:
                 if is_internal(error):
@@ -284,6 +267,18 @@ def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
         casts |= node.name() == "ToCopyBackward0"
         node = node.next_functions[0][0]
     return casts and isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+@contextlib.contextmanager
+def on_fakes(what: str) -> Iterator[None]:
+    """Raise ProfileError for what the user's code raises on fake tensors, or torch lacks there."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ProfileError) or is_internal(error):
+            raise
+        first = str(error).partition("\n")[0]
+        raise ProfileError(f"{what} does not run on fake tensors ({type(error).__name__}: {first})") from error
 
 
 def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

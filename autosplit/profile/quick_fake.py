@@ -11,7 +11,6 @@ no public names, and ``torch._C._DisableTorchDispatch``, under which a meta tens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,21 +18,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosplit.trace.known_results import New, gives_first, known_results
+from autosplit.trace.shape_rules import new_tensor
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
-_EMPTY = torch.ops.aten.empty.memory_format
-_VIEWS: dict[Any, Any] = {
-    getattr(getattr(torch.ops.aten, name), overload): getattr(getattr(torch.ops.aten, name), overload)
-    for name, overload in (
-        *((name, "default") for name in "alias detach expand permute t unsqueeze view".split()),
-        *(("transpose", "int"), ("select", "int"), ("slice", "Tensor"), ("squeeze", "dim"), ("squeeze", "dims")),
-    )
-} | {_UNSAFE_VIEW: torch.ops.aten.view.default}
-"""Operations that give one view of their first operand, and what gives the same view of a meta tensor."""
 _make = torch.Tensor._make_subclass
 _UNKNOWN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
@@ -74,8 +64,6 @@ class QuickFake:
     """Runs operations on fake tensors, each kind of call once; what is known of one mode's tensors holds for any's."""
 
     def __init__(self) -> None:
-        self.mode: FakeTensorMode | None = None
-        """What makes tensors where no operand says so."""
         self._mode: FakeTensorMode | None = None
         self._attributes: dict[str, Any] = {}
         self._known: dict[Hashable, _Known | None] = {}
@@ -95,14 +83,12 @@ class QuickFake:
         _, suited, views = self._suited[place]
         tensors: list[FakeTensor] = []
         parts: list[Any] = [place]
-        if not suited or not self._tell_all(args, kwargs, parts, tensors, views=views):
-            return self._worked_out(func, args, kwargs)
-        mode = tensors[0].fake_mode if tensors else self.mode
-        if mode is None or not (tensors or func is _EMPTY):
+        if not suited or not self._tell_all(args, kwargs, parts, tensors, views=views) or not tensors:
             return self._worked_out(func, args, kwargs)
         key = tuple(parts)
-        if key not in self._known and (told := self._told(func, args, kwargs)) is not None:
-            self._known[key] = told
+        if key not in self._known and (new := new_tensor(func, args, kwargs)) is not None:
+            strides = torch.empty(new.shape, device=_META).stride()
+            self._known[key] = None, (_Result(False, -1, self._looking(new.shape, strides, 0, new.dtype)),)
         if key not in self._known:
             out = self._worked_out(func, args, kwargs)
             again: list[Any] = [place]
@@ -115,23 +101,8 @@ class QuickFake:
         kind, results = known
         sources: list[Any] = [*tensors]
         for result in results:
-            sources.append(None if result is None else self._made(result, sources, mode))
+            sources.append(None if result is None else self._made(result, sources, tensors[0].fake_mode))
         return sources[-1] if kind is None else kind(sources[len(tensors) :])
-
-    def make(
-        self,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        offset: int,
-        dtype: torch.dtype,
-        *,
-        on: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return a tensor of some looks, on the storage of another one or on a new one."""
-        assert self.mode is not None
-        result = _Result(False, -1 if on is None else 0, self._looking(shape, strides, offset, dtype))
-        made: torch.Tensor = self._made(result, [on], self.mode)
-        return made
 
     def _worked_out(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the operation, which may change what its arguments look like."""
@@ -200,44 +171,6 @@ class QuickFake:
     def _look(self, tensor: torch.Tensor) -> _Look:
         return self._looking(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
-    def _told(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Known | None:
-        """Return what an operation gives where that is known without running it on fake tensors."""
-        if func is _EMPTY:
-            return self._empty(args[0], **kwargs)
-        if gives_first(func, args, kwargs):
-            return None, (_Result(True, 0, self._look(args[0])),)
-        if func in _VIEWS:
-            return self._viewed(func, args, kwargs)
-        told = known_results(func, args, kwargs)
-        if told is None:
-            return None
-        return tuple if told.several else None, tuple(part and self._new(part) for part in told.parts)
-
-    def _new(self, new: New) -> _Result:
-        return _Result(False, -1, self._looking(new.shape, new.strides, 0, new.dtype))
-
-    def _empty(self, shape: Sequence[int], dtype: Any = None, device: Any = None, **choices: Any) -> _Known | None:
-        """Tell of a new tensor on the CPU, as it comes if no more is said."""
-        plain = device == _CPU and dtype is not None and choices.pop("layout", None) in (None, torch.strided)
-        if not plain or any(value not in (None, False) for value in choices.values()):
-            return None
-        sizes = [max(size, 1) for size in shape]
-        strides = tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
-        return None, (_Result(False, -1, self._looking(tuple(shape), strides, 0, dtype)),)
-
-    def _viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Known | None:
-        """Tell of a view from that of a meta tensor of the same looks: torch has no Python for these."""
-        look = self._look(args[0])
-        guard = torch._C._DisableTorchDispatch()
-        try:
-            whole = torch.empty(look.offset + _elements(look.shape, look.strides), dtype=look.dtype, device=_META)
-            view = _VIEWS[func](whole.as_strided(look.shape, look.strides, look.offset), *args[1:], **kwargs)
-        except (RuntimeError, IndexError, TypeError):
-            return None  # torch says what is wrong
-        finally:
-            del guard
-        return None, (_Result(False, 0, self._look(view)),)
-
     def _looking(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> _Look:
         look = shape, strides, offset, dtype
         if look not in self._looks:
@@ -274,6 +207,18 @@ class QuickFake:
                 return _Result(False, number, look) if func.is_view or func is _UNSAFE_VIEW else None
         plain = _bytes(look.shape, look.strides, value.element_size()) == storage.nbytes() and not look.offset
         return _Result(False, -1, look) if plain else None
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode for fake tensors that allows real ones, such as numbers that a forward makes.
+
+    Its own memory of operations stays off: it is slower than `QuickFake`, and it forgets which results are one tensor.
+    The first one imports torch's compiler, so it is made before there are tensors to trace: errors that are caught in
+    an import keep the frames above, and what these hold, alive until the garbage collector comes.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
 
 
 def blank(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -29,14 +29,12 @@ from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import Picks, alias, tensors_of
 from autosplit.profile.engine_nodes import Guess, Handed
-from autosplit.profile.fake import as_recorded, empty_value, fake
-from autosplit.profile.gradients import accumulate, gradients, on_fakes
+from autosplit.profile.fake import as_recorded, empty_value, fake, on_fakes
 from autosplit.profile.labels import Labels
-from autosplit.profile.late_fake import FakeWorld, LateFakeMode
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.products import late, products_in
-from autosplit.profile.quick_fake import QuickFake
+from autosplit.profile.quick_fake import QuickFake, fake_mode
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_pieces import cut_in_pieces, last_uses
@@ -102,12 +100,12 @@ def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) 
 
 def _traced(stage: StageGraph, how: How, quick: QuickFake, *, once: bool) -> StageTrace | None:
     """Run one microbatch or two; None where one does not tell enough."""
-    mode = LateFakeMode()
+    mode = fake_mode()
     observed = None if how.observed is None else how.observed.operations
     ledger = Ledger(kernels=how.kernels, quick=quick, listing=False, observed=observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
-        with quiet_log(), FakeWorld(mode, quick), ledger, _one_autocast():
+        with quiet_log(), mode, ledger, _one_autocast():
             run = _Run(stage, how, twin.module, ledger, once=once)
             for tensor in twin.tensors:
                 ledger.storage(tensor)
@@ -255,12 +253,12 @@ class _Run:
                     self.stand_ins.leave_out(root)
                 del root
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
-            found = gradients(outputs, wanted, cotangents)
+            found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
             self.labels.forget()
             pairs = zip(self.leaves, found[len(inputs) :], strict=True)
             self.totals |= {id(leaf): total for leaf, total in pairs if total is not None}
         else:
-            accumulate(outputs, cotangents)
+            torch.autograd.backward(outputs, cotangents)
             self.labels.forget()
             for tensor in inputs:
                 tensor.grad = None

@@ -4,10 +4,9 @@ Most of torch's kernels for the meta device are Python and take a tenth of a mil
 model ask them the same again and again. What a kernel makes of new memory follows from the kinds of its operands alone:
 
     func, shapes, strides, dtypes, numbers  ─► seen? ─► an empty tensor of the known shape, strides and dtype
-                                            ├► told by a rule (`known_results`)? ─► the same
                                             └► no   ─► the kernel itself; known from now on if its result is new memory
 
-Views, in-place operations but for a few, what draws random numbers and what is no operation of torch's own run as ever.
+Views, in-place operations, what draws random numbers and what is no operation of torch's own run as ever.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.trace.known_results import Results, gives_first, known_results
+from autosplit.trace.shape_rules import New, new_tensor
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _OTHER = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -62,14 +61,14 @@ class MetaKernels(TorchDispatchMode):
         if func is _UNSAFE_VIEW:
             return _VIEW(*args, **kwargs)  # the same memory, without the detour through Python
         if not makes_new:
-            return args[0] if gives_first(func, args, kwargs) and args[0].is_meta else func(*args, **kwargs)
+            return func(*args, **kwargs)
         try:
             key = (func, torch.get_default_dtype(), _kinds(args), _kinds(kwargs.items()) if kwargs else ())
         except _Unknown:
             return func(*args, **kwargs)
         found = self._known.get(key, _UNSEEN)
-        if found is _UNSEEN and (told := known_results(func, args, kwargs)) is not None:
-            found = self._known[key] = _new(told)
+        if found is _UNSEEN and (new := new_tensor(func, args, kwargs)) is not None:
+            found = self._known[key] = _contiguous(new)
         if found is _UNSEEN:
             out = func(*args, **kwargs)
             self._known[key] = _made(out, args, kwargs)
@@ -115,9 +114,10 @@ def _kinds(values: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _new(told: Results) -> tuple[bool, tuple[_Made | None, ...]]:
-    """Return what is told by rule as what an operation made."""
-    return told.several, tuple(part and _Made(part.shape, part.strides, part.dtype) for part in told.parts)
+def _contiguous(new: New) -> tuple[bool, tuple[_Made | None, ...]]:
+    """Return a new contiguous tensor as what an operation made."""
+    strides = torch.empty(new.shape, device="meta").stride()
+    return False, (_Made(new.shape, strides, new.dtype),)
 
 
 def _made(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[_Made | None, ...]] | None:

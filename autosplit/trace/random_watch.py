@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.trace.known_results import known_results
 from autosplit.trace.meta_kernels import MetaKernels
+from autosplit.trace.shape_rules import new_tensor
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
@@ -72,10 +72,10 @@ class RandomWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _GROUPED_MM and isinstance(args[0], FakeTensor):  # torch's kernel for shapes takes bfloat16 only
-            told = known_results(func, args, kwargs)
-            if told is not None and told.parts[0] is not None:
-                return args[0].new_empty(told.parts[0].shape)
+        if func is _GROUPED_MM and isinstance(args[0], FakeTensor):
+            new = new_tensor(func, args, kwargs)
+            if new is not None:
+                return args[0].new_empty(new.shape)
         if not draws_numbers(func, args, kwargs):
             return func(*args, **kwargs) if self.kernels is None else self.kernels.call(func, args, kwargs)
         if is_composite(func):

@@ -1,0 +1,47 @@
+"""Shapes of results where torch's own shape functions refuse what its kernels take.
+
+Tried on torch 2.13: ``_grouped_mm`` on meta and fake tensors takes bfloat16 only, though the kernels take other floats;
+``histc`` of integers on fake CPU tensors asks the CPU's kernel, though CUDA has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_GROUPED_MM, _HISTC = torch.ops.aten._grouped_mm.default, torch.ops.aten.histc.default
+_GROUPED = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_COUNTED = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
+
+
+class New(NamedTuple):
+    """A new contiguous tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def new_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> New | None:
+    """Return the new tensor that an operation gives; None: torch works it out."""
+    if func is _GROUPED_MM:
+        return _grouped_mm(args, kwargs)
+    return _histogram(args, kwargs) if func is _HISTC else None
+
+
+def _grouped_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> New | None:
+    """Products of groups of rows."""
+    one, other, *rest = args
+    groups = (rest[0] if rest else kwargs.get("offs")) if one.dim() == other.dim() == 2 else None
+    if one.dtype is not other.dtype or one.dtype not in _GROUPED or len(rest) > 1 or kwargs.keys() - {"offs"}:
+        return None
+    leads = ((len(groups),) if groups is not None else ()) if one.dim() == other.dim() == 2 else one.shape[:-2]
+    rows, width = one.shape[-2], other.shape[-1]
+    return New((*(leads if other.dim() == one.dim() else ()), rows, width), one.dtype)
+
+
+def _histogram(args: Sequence[Any], kwargs: Mapping[str, Any]) -> New | None:
+    """Counts in the values' own dtype."""
+    bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
+    return New((bins,), args[0].dtype) if args[0].dtype in _COUNTED and bins > 0 else None
