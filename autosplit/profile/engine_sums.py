@@ -66,10 +66,10 @@ def summed_in_place(
 
 def _is_alone(tensor: Any) -> bool:
     held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return bool(tensor._use_count() <= _HOLDERS and held <= _STORAGE_HOLDERS and is_dense(tensor))
+    return bool(tensor._use_count() <= _HOLDERS and held <= _STORAGE_HOLDERS and _is_dense(tensor))
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's elements are its storage's, each once, in any order."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):

@@ -27,10 +27,7 @@ class Labels:
         self.running: list[str] = []
         self.repeating = False
         """A unit runs again: what goes between its nodes belongs to the one before."""
-        self.unsure = False
-        """Something went to the node before it that another microbatch gives to another one."""
         self._last = ""
-        self._last_of_both = ""
 
     def begin(self) -> None:
         """Begin a microbatch: what is done to its inputs belongs to no node, nor does the backward of that."""
@@ -40,7 +37,7 @@ class Labels:
 
     def forget(self) -> None:
         """Begin a pass: what comes before its first node belongs to none."""
-        self._last = self._last_of_both = ""
+        self._last = ""
 
     @contextlib.contextmanager
     def forward(self, name: str) -> Iterator[None]:
@@ -51,10 +48,10 @@ class Labels:
         try:
             yield
         finally:
-            self._last = self._last_of_both = self.running.pop()
+            self._last = self.running.pop()
 
-    def current(self, *, alone: bool = False) -> str:
-        """Return the node that something belongs to; ``alone``: it happens in this microbatch and not in another."""
+    def current(self) -> str:
+        """Return the node that something belongs to."""
         if self.running:
             return self.running[-1]
         node = None if self.repeating else torch._C._current_autograd_node()
@@ -62,8 +59,4 @@ class Labels:
         if number < _LEAF:
             place = bisect.bisect_right(self.starts, number) - 1
             self._last = self.names[place] if place >= 0 else ""
-            if not alone:
-                self._last_of_both = self._last
-        elif not alone and self._last != self._last_of_both:
-            self.unsure = True
         return self._last

@@ -73,10 +73,7 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = 0
         self.operations: list[Operation] = []
         self._notify: Callable[[tuple[int, int]], None] | None = None
-        self._sum: Callable[..., torch.Tensor | None] = summed_in_place
         self._formulas = flop_formulas()
-        self.calls = 0
-        """How many operations ran so far."""
         self.entered = 0
         """How many storages and how much scratch were entered so far; the next id."""
         self._storages: dict[int, Storage] = {}
@@ -96,10 +93,6 @@ class Ledger(TorchDispatchMode):
         """Call ``take`` with the id and the bytes of every storage that comes (above zero) or goes (below)."""
         self._notify = take
 
-    def sum_by(self, take: Callable[..., torch.Tensor | None]) -> None:
-        """Let ``take`` be asked for every sum, as `summed_in_place` is."""
-        self._sum = take
-
     def storage(self, tensor: torch.Tensor) -> Storage | None:
         """Return the tensor's storage, entered now if it was unknown; None for a tensor without one (sparse)."""
         try:
@@ -117,12 +110,6 @@ class Ledger(TorchDispatchMode):
             if self._notify is not None:
                 self._notify((known.id, known.bytes))
         return known
-
-    def enter(self, tensor: torch.Tensor, number: int) -> None:
-        """Enter a tensor's storage, which is new, under an id that nobody has."""
-        storage = self.storage(tensor)
-        assert storage is not None
-        storage.id = number
 
     def _scratch(self, name: str, found: Workspace | None) -> None:
         """Enter what a kernel held and released before it returned."""
@@ -148,9 +135,8 @@ class Ledger(TorchDispatchMode):
         """Run the operation and enter its work and its results."""
         if func is _DEVICE or func.namespace == "prim":
             return self._run(func, args, kwargs or {})
-        self.calls += 1
         if self.kernels is not None and func is _ADD:
-            total = self._sum(func, args, kwargs or {}, run=self._run)
+            total = summed_in_place(func, args, kwargs or {}, run=self._run)
             if total is not None:
                 self._enter(func, args, [total])
                 return total

@@ -8,8 +8,6 @@
 Nothing is allocated and no value is computed. Autograd's engine decides what is saved and when it is freed; what it
 runs belongs to the node in whose range of sequence numbers its autograd node's number lies.
 
-One microbatch is run where the other backward can be told from its (:mod:`autosplit.profile.stand_ins`).
-
 Private torch API, used in this file only, tried on torch 2.13: ``torch.utils.checkpoint._StopRecomputationError``,
 which ends a recomputation early: torch has no public name for it.
 """
@@ -38,9 +36,7 @@ from autosplit.profile.quick_fake import QuickFake, fake_mode
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_pieces import cut_in_pieces, last_uses
-from autosplit.profile.stand_ins import StandIns
 from autosplit.trace.graph import INFO, NodeClass
-from autosplit.trace.kinds import is_torchs
 from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
 from cost_models.workspaces import Workspaces
@@ -88,35 +84,16 @@ def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) 
 
     ``quick`` knows operations from other traces.
     """
-    quick = quick or QuickFake()
-    found = None
-    if _repeats(stage, how):
-        with contextlib.suppress(ProfileError):  # two microbatches run into it too, or do without
-            found = _traced(stage, how, quick, once=True)
-    found = found or _traced(stage, how, quick, once=False)
-    assert found is not None, "two microbatches tell all"
-    return found
-
-
-def _traced(stage: StageGraph, how: How, quick: QuickFake, *, once: bool) -> StageTrace | None:
-    """Run one microbatch or two; None where one does not tell enough."""
     mode = fake_mode()
     observed = None if how.observed is None else how.observed.operations
-    ledger = Ledger(kernels=how.kernels, quick=quick, listing=False, observed=observed)
+    ledger = Ledger(kernels=how.kernels, quick=quick or QuickFake(), listing=False, observed=observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
         with quiet_log(), mode, ledger, _one_autocast():
-            run = _Run(stage, how, twin.module, ledger, once=once)
+            run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
                 ledger.storage(tensor)
             return run.traced()
-
-
-def _repeats(stage: StageGraph, how: How) -> bool:
-    """Tell whether a second microbatch does what the first does, but for gradients that are there."""
-    if not how.apart or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        return False
-    return all(is_torchs(node, stage.root) for node in stage.own if node.op.startswith("call_"))
 
 
 @contextlib.contextmanager
@@ -131,13 +108,12 @@ def _one_autocast() -> Iterator[None]:
 
 
 class _Run:
-    def __init__(self, stage: StageGraph, how: How, root: nn.Module, ledger: Ledger, *, once: bool) -> None:
+    def __init__(self, stage: StageGraph, how: How, root: nn.Module, ledger: Ledger) -> None:
         self.stage, self.how, self.root, self.ledger = stage, how, root, ledger
         self.interpreter = fx.Interpreter(root, graph=stage.graph)
         self.lowering = CudaKernels() if how.kernels == "cuda" else contextlib.nullcontext()
         """Entered node by node: what runs again in a backward runs outside of the modes around it."""
         self.labels = Labels()
-        self.stand_ins = StandIns(ledger) if once else None
         self.steps: list[tuple[str, list[Change]]] = []
         self.parameters = {id(p): name for name, p in root.named_parameters() if p.requires_grad}
         self.leaves: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
@@ -155,11 +131,9 @@ class _Run:
         self.pieces = cut_in_pieces(stage, how.units, whole=how.whole)
         self.ends = last_uses(self.pieces, keep=self.outputs)
 
-    def traced(self) -> StageTrace | None:
+    def traced(self) -> StageTrace:
         self.ledger.notify(self._note)
         forward, backward = self._microbatch()
-        if self.stand_ins is not None:
-            return self._told(self.stand_ins, forward, backward)
         gradients = self._gradients()
         split = self._split(gradients, self.saved)
         again, later = self._microbatch()
@@ -167,26 +141,11 @@ class _Run:
         sums = {name: storage for storage, name in self._gradients().items()}
         renewed = {storage: sums[name] for storage, name in gradients.items()}
         later = _renamed(later, renewed | _as_first(again, forward, kept))
-        return StageTrace(forward, backward, later, gradients, kept, split, self._guessed_bytes())
-
-    def _told(self, stand_ins: StandIns, forward: tuple[Step, ...], later: tuple[Step, ...]) -> StageTrace | None:
-        """Return the trace from one microbatch, whose gradients were added to what stood in for earlier ones."""
-        told = None if self.labels.unsure else stand_ins.told(later)
-        if told is None:
-            return None
-        gradients = {told.gradients[id(p)]: self.parameters[id(p)] for p in self.leaves if id(p) in told.gradients}
-        kept = _kept((*forward, *told.first), gradients)
-        sizes = dict(change for step in (*forward, *told.first) for change in step.changes if change[1] >= 0)
-        if any(sizes.get(storage, 1) for storage in kept):
-            return None
-        split = self._split(gradients, self.saved)
-        return StageTrace(forward, told.first, told.later, gradients, kept, split, self._guessed_bytes())
-
-    def _guessed_bytes(self) -> int:
-        return max(self.ledger.guessed.values(), default=0)
+        guessed_bytes = max(self.ledger.guessed.values(), default=0)
+        return StageTrace(forward, backward, later, gradients, kept, split, guessed_bytes)
 
     def _note(self, change: Change) -> None:
-        name = self.labels.current(alone=self.stand_ins is not None and self.stand_ins.noted(change))
+        name = self.labels.current()
         if not self.steps or self.steps[-1][0] != name:
             self.steps.append((name, []))
         self.steps[-1][1].append(change)
@@ -225,11 +184,9 @@ class _Run:
         return forward, self._taken()
 
     def _look_at(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Read off the graph, which nobody holds afterwards, which gradients can wait and where gradients arrive."""
+        """Read off the graph, which nobody holds afterwards, which gradients can wait."""
         arrivals, products = products_in(outputs)
         self.late = {self.parameters[leaf] for leaf in late(arrivals, products, self.parameters)}
-        if self.stand_ins is not None:
-            self.totals = self.stand_ins.made(self.leaves, arrivals, large=_is_large)
 
     def _loss(self, value: torch.Tensor) -> torch.Tensor:
         if self.how.loss is None:
@@ -249,8 +206,6 @@ class _Run:
             if large:
                 root = Handed.apply([self.totals.pop(id(leaf)) for leaf in large], *large)
                 outputs, cotangents = [*outputs, root], [*cotangents, root.detach()]
-                if self.stand_ins is not None:
-                    self.stand_ins.leave_out(root)
                 del root
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
             found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
