@@ -1,4 +1,4 @@
-"""Where a cut falls between modules, and what it must gain to fall inside one (decision 0075).
+"""Where a cut falls between modules, and what it must gain to fall inside one (decision 20).
 
 A cut lies between modules in front of a repeated block, and outside of blocks in front of a module with parameters. So
 none falls inside a block, and none between a head and what is made of its output, such as the loss. Inside a block

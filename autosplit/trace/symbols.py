@@ -5,7 +5,7 @@
     int(dim0), str(dim0)    a number taken out of a symbol is noted as the condition ``dim0 == 37``
 
 So the recording is what the model does at *all* sizes that meet the conditions. What a symbol does not notice, such as
-``isinstance(dim0, int)``, is in decision 0014.
+``isinstance(dim0, int)``, is in decision 08.
 
 Private torch interfaces used here (tried on torch 2.13): ``ShapeEnv``, with which ``torch.export`` makes shapes
 symbolic (nothing public runs a model's own Python on symbolic sizes), the Python dispatcher, without which some
