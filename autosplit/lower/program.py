@@ -214,8 +214,10 @@ class _Program:
     def _merge(self, stage: int, bundles: Any) -> None:
         nodes = {n.name: n for n in self.lowered.traced.graph.nodes}
         slots = self.layout.stages[stage].sent[OUT]
-        dims = tuple(nodes[slot.value].meta[INFO].tensors[0].batch_dim for slot in slots)
-        merged = self._call(merge, (bundles, dims), f"merged{stage}")
+        infos = [nodes[slot.value].meta[INFO].tensors[0] for slot in slots]
+        layouts = tuple(info.layout if isinstance(info.layout, tuple) else None for info in infos)
+        dims = tuple(info.batch_dim for info in infos)
+        merged = self._call(merge, (bundles, dims, *([layouts] if any(layouts) else [])), f"merged{stage}")
         for position, slot in enumerate(slots):
             self.values[Slot(slot.value)] = self._item(merged, position)
 

@@ -112,13 +112,24 @@ def rows_along(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[tor
     return [piece.contiguous() for piece in pieces] if dim and tensor.is_contiguous() else pieces
 
 
-def merge(bundles: Sequence[Bundle], dims: Sequence[int]) -> Bundle:
-    """Join the microbatches of every tensor of a bundle along its batch dimension, on the lane that made them."""
+def merge(bundles: Sequence[Bundle], dims: Sequence[int], layouts: Sequence[Sequence[int] | None] = ()) -> Bundle:
+    """Join the microbatches of every tensor of a bundle along its batch dimension, on the lane that made them.
+
+    ``layouts``: the order of each tensor's dimensions in the plain model's memory, where it is not their own.
+    """
     first = bundles[0]
     if len(bundles) == 1:
         return tuple(first)
     with first.lane.active() if isinstance(first, Sent) else nullcontext():
-        return tuple(torch.cat(pieces, dim) for pieces, dim in zip(zip(*bundles, strict=True), dims, strict=True))
+        pieces = zip(*bundles, strict=True)
+        return tuple(map(_joined, pieces, dims, layouts or (None,) * len(dims)))
+
+
+def _joined(pieces: Sequence[torch.Tensor], dim: int, layout: Sequence[int] | None) -> torch.Tensor:
+    if layout is None:
+        return torch.cat(tuple(pieces), dim)
+    together = torch.cat([piece.permute(*layout) for piece in pieces], layout.index(dim))
+    return together.permute([layout.index(place) for place in range(len(layout))])
 
 
 def transfer(bundle: Bundle, source: Lane, target: Lane) -> Bundle:

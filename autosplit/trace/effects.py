@@ -1,7 +1,8 @@
 """What in-place changes demand: nodes that share a stage and pairs that keep their order.
 
 A storage or a buffer that some call changes is a register: whoever touched it before the change comes before, whoever
-touches it after comes after, and the producer of a storage stays with all who change it.
+touches it after comes after, and the producer of a storage stays with all who change it. So do a storage's views with
+who reads it by strides: a copy, as a transfer or a merge makes it, has others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Effects:
     Attributes:
         flow: (a node that changes a register, a later node that sees the change).
         order: (a node that touches a register, a later node that changes it).
-        storages: per changed storage its producers and changers; of an input, whoever touches it until its last change.
+        storages: per storage that is changed or read by strides its producers and changers until the last of these; of
+            an input, whoever touches it.
         buffers: per changed buffer everyone who touches it.
         mutated: nodes whose result's storage is changed.
     """
@@ -44,6 +46,7 @@ def effects(calls: Sequence[Call], nodes: Mapping[int, fx.Node]) -> Effects:
     """Collect the effects of all recorded calls."""
     touched: dict[object, list[int]] = defaultdict(list)
     changed: dict[object, set[int]] = defaultdict(set)
+    strided: dict[object, int] = {}
     for index, call in enumerate(calls):
         if index not in nodes:
             continue
@@ -53,12 +56,14 @@ def effects(calls: Sequence[Call], nodes: Mapping[int, fx.Node]) -> Effects:
             changed[name].add(index)
         for storage in call.mutates:
             changed[storage].add(index)
+        if call.kind == "function" and getattr(call.target, "__name__", "") == "as_strided":
+            strided.update(dict.fromkeys(call.storages, index))
     flow: dict[Pair, None] = {}
     order: dict[Pair, None] = {}
     storages, buffers = [], []
     mutated: set[fx.Node] = set()
-    for register, writers in changed.items():
-        users = touched[register]
+    for register in dict.fromkeys((*changed, *strided)):
+        writers, users = changed.get(register, set()), touched[register]
         for writer in sorted(writers):
             flow.update({(nodes[writer], nodes[user]): None for user in users if user > writer})
             order.update({(nodes[user], nodes[writer]): None for user in users if user < writer})
@@ -66,8 +71,10 @@ def effects(calls: Sequence[Call], nodes: Mapping[int, fx.Node]) -> Effects:
             buffers.append(tuple(nodes[user] for user in users))
             continue
         holders = [i for i in users if register in calls[i].storages]
-        mutated.update(nodes[i] for i in holders)
+        if writers:
+            mutated.update(nodes[i] for i in holders)
         inputs = {i for i in holders if calls[i].kind == "input"}
-        together = [i for i in (users if inputs else holders) if i <= max(writers)]
+        last = max((*writers, strided.get(register, -1)))
+        together = [i for i in (users if inputs else holders) if i <= last]
         storages.append(tuple(nodes[i] for i in sorted({*together, *writers} - inputs)))
     return Effects(tuple(flow), tuple(order), tuple(storages), tuple(buffers), frozenset(mutated))

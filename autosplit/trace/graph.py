@@ -28,6 +28,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.formula import ROWS, Length, Number, evaluate
+from autosplit.trace.layouts import Layout
 from autosplit.trace.random_watch import Draw
 
 INFO = "autosplit"
@@ -66,10 +67,12 @@ class Size:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape, dtype and batch dimension of one tensor; ``strides`` are those of the recording."""
+    """Shape, dtype, batch dimension and layout of one tensor."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
+    layout: Layout = None
+    """The order of its dimensions in memory; see :func:`autosplit.trace.layouts.layout_of`."""
 
     @property
     def differentiable(self) -> bool:

@@ -77,8 +77,10 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
         try:
             args, kwargs = _values([(c.args, c.kwargs) for c in calls])
             tensors = tuple(
-                TensorInfo(tuple(_size(sizes) for sizes in zip(*shapes, strict=True)), dtype)
-                for shapes, dtype in zip(zip(*(c.shapes for c in calls), strict=True), calls[0].dtypes, strict=True)
+                TensorInfo(tuple(_size(sizes) for sizes in zip(*shapes, strict=True)), dtype, layout)
+                for shapes, dtype, layout in zip(
+                    zip(*(c.shapes for c in calls), strict=True), calls[0].dtypes, calls[0].layouts, strict=True
+                )
             )
         except (_Differs, ValueError) as error:
             raise TraceError(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from autosplit.errors import TraceError
+from autosplit.trace.layouts import Layout, layout_of
 from autosplit.trace.objects import Structure
 from autosplit.trace.random_watch import Draw
 
@@ -87,6 +88,7 @@ class Call:
     name: str
     shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
+    layouts: list[Layout] = dataclasses.field(default_factory=list)
     reads: list[str] = dataclasses.field(default_factory=list)
     writes: list[str] = dataclasses.field(default_factory=list)
     views: list[str] = dataclasses.field(default_factory=list)
@@ -109,6 +111,7 @@ class Call:
         """Add a tensor that the call gives, and the number of its storage."""
         self.shapes.append(tuple(tensor.shape))
         self.dtypes.append(tensor.dtype)
+        self.layouts.append(layout_of(tensor))
         self.storages.append(storage)
 
 
