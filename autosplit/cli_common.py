@@ -23,7 +23,6 @@ from autosplit.choices import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHE
 from autosplit.cli_interrupts import Interrupts, go_on
 from autosplit.cli_streams import answers_a_terminal, nobody_reads, tell
 from autosplit.errors import AutosplitError, DeviceError, InfeasibleError, InputError
-from autosplit.garbage import rare_collections
 from autosplit.progress import phase
 from autosplit.progress_lines import bars
 
@@ -175,8 +174,8 @@ def page_width() -> int | None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import torch and the like inside: the garbage collector, which would find nothing there, comes rarely."""
-    with rare_collections(), phase("importing"):
+    """Import torch and the like inside."""
+    with phase("importing"):
         yield
     go_on()
 

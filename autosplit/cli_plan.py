@@ -50,7 +50,6 @@ from autosplit.cli_outputs import (
     check_form,
 )
 from autosplit.errors import InputError, TraceError
-from autosplit.garbage import COMMAND_OBJECTS, rare_collections
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,10 +144,9 @@ def plan_command(
         choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
         find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
         machine = _checked(_devices(devices, pinned), pinned, choices)
-        with rare_collections(objects=COMMAND_OBJECTS, look_back=False):
-            with beside_stdout():
-                found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
-            return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
+        with beside_stdout():
+            found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
+        return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 
     raise typer.Exit(exit_code(answer, debug=debug))
 

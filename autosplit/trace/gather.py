@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 from torch.nn import functional as F
@@ -19,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.errors import TraceError
 from autosplit.progress import phase
-from autosplit.trace.again import Mixed
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.logged import Decides
@@ -32,7 +30,6 @@ from autosplit.trace.repeats import Repeats, equals
 from autosplit.trace.run import FlatInputs, PythonRun, record, run_python
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
 from autosplit.trace.ties import all_used, tied_layers
-from autosplit.trace.twins import Twins
 
 _HIDES = 0.4
 """Share of the parameters above which an atom that has parts is not accepted, unless it runs by microbatch."""
@@ -57,20 +54,11 @@ class Gathered:
             return None
         return run if holds_at(self.recording, run.recording, rows=rows, lengths=lengths) else None
 
-    def check_rows(
-        self, model: nn.Module, flat: FlatInputs, rows: int, *, repeats: Callable[[], Repeats] | None = None
-    ) -> None:
-        """Record once more at another batch size; raise Refusal when the recording does not hold there.
-
-        ``repeats`` takes some blocks' calls from their equals; None: all modules run.
-        """
+    def check_rows(self, model: nn.Module, flat: FlatInputs, rows: int) -> None:
+        """Record once more at another batch size; raise Refusal when the recording does not hold there."""
         lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
-        again = record_at(model, flat, rows, self.scope, repeats=repeats and repeats())
-        try:
-            holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
-        except Mixed:
-            again = record_at(model, flat, rows, self.scope)
-            holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
+        again = record_at(model, flat, rows, self.scope)
+        holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
         self.recording.recording.changed |= again.changed
         if not holds:
             raise Refusal(
@@ -133,10 +121,8 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
         alike = {}  # a block may do more than its calls say: add to a list that others read
         merged = _with_others(model, flat, scope, first, alike)
     bare = replace(merged, recording=replace(first, segments={}))
-    on_paper = bool(alike) and all(p.is_meta for p in model.parameters())
-    twins = partial(_twins, model, alike, first) if on_paper else None
     gathered = Gathered(bare, 2, scope)
-    gathered.check_rows(model, flat, batch_rows(flat), repeats=twins)
+    gathered.check_rows(model, flat, batch_rows(flat))
     return replace(gathered, min_rows=1 if _holds_for_one(model, flat, scope, merged, first, alike) else 2)
 
 
@@ -162,10 +148,6 @@ def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording,
         scope = replace(scope, entered=scope.entered | more)
 
 
-def _twins(model: nn.Module, alike: Mapping[str, str], first: Recording) -> Repeats:
-    return Repeats(alike, first=first, twins=Twins(model))
-
-
 def _holds_for_one(
     model: nn.Module,
     flat: FlatInputs,
@@ -177,12 +159,9 @@ def _holds_for_one(
     try:
         if any(_one_row_misleads(model, call) for call in first.calls):
             return False
-        try:
-            single = record_at(model, flat, 1, scope, repeats=Repeats(alike, first=first))
-            first.changed |= single.changed
-            return holds_at(merged, single, rows=1)
-        except Mixed:
-            return holds_at(merged, record_at(model, flat, 1, scope, repeats=Repeats(alike)), rows=1)
+        single = record_at(model, flat, 1, scope, repeats=Repeats(alike))
+        first.changed |= single.changed
+        return holds_at(merged, single, rows=1)
     except Exception:  # whatever one row does to the model, microbatches of one row are then not made
         return False
 
@@ -203,16 +182,10 @@ def _one_row_misleads(model: nn.Module, call: Call) -> bool:
 def _with_others(
     model: nn.Module, flat: FlatInputs, scope: Scope, first: Recording, alike: Mapping[str, str]
 ) -> MergedRecording:
-    def others(start: Recording | None) -> list[Recording]:
-        made = [record_at(model, flat, rows, scope, repeats=Repeats(alike, first=start)) for rows in BATCH_SIZES[1:]]
-        for again in made:
-            first.changed |= again.changed
-        return made
-
-    try:
-        return merge([first, *others(first)])
-    except Mixed:
-        return merge([first, *others(None)])
+    others = [record_at(model, flat, rows, scope, repeats=Repeats(alike)) for rows in BATCH_SIZES[1:]]
+    for other in others:
+        first.changed |= other.changed
+    return merge([first, *others])
 
 
 def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from autosplit.errors import TraceError
-from autosplit.trace.again import Again, Mixed
 from autosplit.trace.formula import ROWS, Formula, Length, Symbol, evaluate
 from autosplit.trace.graph import Size, TensorInfo
 from autosplit.trace.random_watch import Draw
@@ -51,8 +50,6 @@ class MergedRecording:
     output: list[Any]
     recording: Recording
     lengths: tuple[Length, ...] = ()
-    again: Mapping[int, int] = field(default_factory=dict)
-    """Calls that are merged as others were, by index: those of repeated blocks."""
 
 
 class _Differs(Exception):
@@ -60,20 +57,12 @@ class _Differs(Exception):
 
 
 def merge(recordings: Sequence[Recording]) -> MergedRecording:
-    """Merge recordings at ``BATCH_SIZES``.
-
-    Raises TraceError where they differ by more than affine numbers, Mixed where not all later ones have a call again.
-    """
+    """Merge recordings at ``BATCH_SIZES``; raises TraceError where they differ by more than affine numbers."""
     first = recordings[0]
     for other in recordings[1:]:
         _same_calls(first, other)
     merged: list[MergedCall] = []
-    again: dict[int, int] = {}
-    for index, calls in enumerate(zip(*(r.calls for r in recordings), strict=True)):
-        if (like := _like(calls[1:])) is not None:
-            again[index] = like
-            merged.append(_as(merged[like], calls[0]))
-            continue
+    for calls in zip(*(r.calls for r in recordings), strict=True):
         try:
             args, kwargs = _values([(c.args, c.kwargs) for c in calls])
             tensors = tuple(
@@ -93,52 +82,17 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
     except _Differs as error:
         raise TraceError(f"the model's output cannot be recorded: it holds {error}") from None
     _same_constants(recordings)
-    return MergedRecording(tuple(merged), output, first, again=again)
-
-
-def _like(later: Sequence[Call]) -> int | None:
-    """Return the call that later recordings have again, or None where they made it anew."""
-    found = {call.like if isinstance(call, Again) else None for call in later}
-    if len(found) > 1:
-        raise Mixed
-    return found.pop()
-
-
-def _as(merged: MergedCall, call: Call) -> MergedCall:
-    """Return a call with the numbers that another one was merged to, which differs from it by names alone."""
-    args, kwargs = _pattern((merged.args, merged.kwargs), (call.args, call.kwargs))
-    return MergedCall(call, args, kwargs, merged.tensors, merged.draws)
-
-
-def _pattern(merged: Any, value: Any) -> Any:
-    """Return a value with another one's Affine numbers in their places."""
-    if isinstance(merged, Affine):
-        return merged
-    if isinstance(merged, (list, tuple)):
-        parts = [_pattern(m, v) for m, v in zip(merged, value, strict=True)]
-        return type(merged)(*parts) if hasattr(merged, "_fields") else type(merged)(parts)
-    if isinstance(merged, dict):
-        return {key: _pattern(part, value[key]) for key, part in merged.items()}
-    if isinstance(merged, slice):
-        return slice(*(_pattern(getattr(merged, part), getattr(value, part)) for part in ("start", "stop", "step")))
-    return value
+    return MergedRecording(tuple(merged), output, first)
 
 
 def matches(
     merged: MergedRecording, recording: Recording, *, rows: int, lengths: Mapping[str, int] = MappingProxyType({})
 ) -> bool:
-    """Tell whether a recording at ``rows`` rows and given lengths is the merged one evaluated there.
-
-    Raises Mixed where it has calls again that were not merged so.
-    """
+    """Tell whether a recording at ``rows`` rows and given lengths is the merged one evaluated there."""
     sizes = {**lengths, ROWS: rows}
     if len(merged.calls) != len(recording.calls):
         return False
-    for index, (expected, call) in enumerate(zip(merged.calls, recording.calls, strict=True)):
-        if isinstance(call, Again):  # as the call that it is like, which matched
-            if merged.again.get(index) != call.like:
-                raise Mixed
-            continue
+    for expected, call in zip(merged.calls, recording.calls, strict=True):
         if (expected.call.name, expected.call.kind) != (call.name, call.kind):
             return False
         if [t.shape_at(rows, lengths) for t in expected.tensors] != call.shapes:

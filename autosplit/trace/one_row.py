@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from autosplit.trace.again import Again, Mixed
 from autosplit.trace.formula import ROWS
 from autosplit.trace.merge import MergedCall, MergedRecording, equal, evaluated, matches, same_constants
 from autosplit.trace.recording import Call, Recording, Ref, attributes_in
@@ -33,15 +32,12 @@ def holds_at(
 ) -> bool:
     """Tell whether a recording at ``rows`` rows does what the merged one does there.
 
-    At one row operations that change nothing may be left out, or be done besides. Raises Mixed where the recording has
-    calls again that cannot be compared so.
+    At one row operations that change nothing may be left out, or be done besides.
     """
     if matches(merged, recording, rows=rows, lengths=lengths):
         return True
     if rows != 1 or not same_constants(merged.recording, recording):
         return False
-    if any(isinstance(call, Again) for call in recording.calls):
-        raise Mixed
     sizes = {**lengths, ROWS: 1}
     expected = [_at_one_row(call, lengths) for call in merged.calls]
     views, copies = _functions(*_VIEWS), _functions(*_COPIES)

@@ -7,8 +7,7 @@
     blocks.0:  linear(x, blocks.0.w) ─► relu            blocks.1:  linear(y, blocks.1.w) ─► relu
 
 So the Python of every block runs at one batch size, and again at every batch size that the caller uses, when the merged
-recording is checked there; only the sizes that the recorder chooses itself are taken from its equal. (Of a model on the
-meta device the caller's size too, where :mod:`autosplit.trace.twins` finds no difference that the Python could see.)
+recording is checked there; only the sizes that the recorder chooses itself are taken from its equal.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autosplit.trace.again import aligned, write_again
 from autosplit.trace.calls import Ambient, assign_buffer
-from autosplit.trace.recording import Attribute, Call, Recording, Ref
+from autosplit.trace.recording import Attribute, Call, Ref
 from autosplit.trace.structure import flatten_output
-from autosplit.trace.twins import Twins
 
 if TYPE_CHECKING:
     from autosplit.trace.record import Recorder
@@ -130,15 +127,11 @@ class Repeats:
 
     Attributes:
         alike: maps modules to their equals.
-        first: the recording at the first size, where calls that are as there need not be written down once more.
-        twins: tells which equals are such at this size; None: all.
         segments: the runs of the entered modules that were called once.
     """
 
-    def __init__(self, alike: Mapping[str, str], *, first: Recording | None = None, twins: Twins | None = None) -> None:
+    def __init__(self, alike: Mapping[str, str]) -> None:
         self.alike = alike
-        self.first = first
-        self.twins = twins
         self.segments: dict[str, Segment] = {}
 
     def enter(
@@ -160,9 +153,6 @@ class Repeats:
         if like is None:
             out = original(module, *args, **kwargs)
         else:
-            own = None if self.first is None else aligned(self.first.segments, like, path, start, given)
-            if own is not None and self.first is not None:
-                return write_again(recorder, self.first, own, like, leaves, _similar)
             out = _replay(recorder, like, path, leaves, given, storages)
         with recorder.muted():
             flat, rebuild = flatten_output(out)
@@ -179,8 +169,7 @@ class Repeats:
     def _like(self, path: str, kinds: Any) -> Segment | None:
         """Return the run of a module's equal that was given the same kind of inputs; None where there is none."""
         like = self.segments.get(self.alike.get(path, ""))
-        same = like is not None and like.kinds == kinds and (self.twins is None or self.twins.same(like.path, path))
-        return like if same else None
+        return like if like is not None and like.kinds == kinds else None
 
 
 def _replay(

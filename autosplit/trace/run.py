@@ -212,10 +212,8 @@ def _run(
     for index in inputs.tensors():
         recorder.add_input(inputs.names[index], leaves[index])
     args, kwargs = inputs.rebuild(leaves)
-    twins = recorder.repeats.twins
-    watch = contextlib.nullcontext() if twins is None else twins.watch()
     asked = GradModeWatch()
-    output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, watch, asked))
+    output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, asked))
     if (made := state.places(model)) != named:
         raise FirstCall([name for name in {**named, **made} if named.get(name) != made.get(name)])
     check_given((args, kwargs), inputs.spec, [leaves[i] for i in one_tensor(inputs.leaves)], output)
