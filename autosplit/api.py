@@ -11,7 +11,6 @@ from torch import fx, nn
 from autosplit.checks import choose, resolve_machine
 from autosplit.choices import BATCH_NORM, FIND, RESERVE
 from autosplit.errors import InputError
-from autosplit.garbage import rare_collections
 from autosplit.options import (
     Options,
     Sample,
@@ -150,7 +149,6 @@ def autosplit(
     return pipe
 
 
-@rare_collections()
 def plan(
     model: nn.Module,
     devices: Any = _MACHINE,

@@ -16,7 +16,6 @@ from torch import nn
 from autosplit.call_inputs import Constants, refuse_transformed
 from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import ScheduleError, TraceError
-from autosplit.garbage import rare_collections
 from autosplit.lower.place import place
 from autosplit.lower.split import lower
 from autosplit.options import Options, Sample
@@ -333,7 +332,6 @@ class Recordings:
             if same and rows_of(key.shapes, kind.batch_dims):
                 yield recorded
 
-    @rare_collections()
     def _record(self, key: Key, sample: Sample) -> Recorded:
         """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
         self._constants.check(key, sample)
