@@ -1,7 +1,9 @@
 # autosplit: every target makes its own environment from constraints.txt; a machine needs python3 (3.11 or newer) and make.
 #
 #   make demo     run the demonstration
-#   make test     check, then the whole suite, a process per core (four at most)      ARGS="-k name" goes to pytest
+#   make test     check, then the suite without what is marked slow, a process per core (four at most)
+#                 ARGS="-k name" goes to pytest
+#   make test-all the same with what is marked slow: full products and long oracles
 #   make browser  Debian's Chromium, in which the tests open the report's page: installed as root where it is missing
 #   make check    lint, format, types, layers              fast
 #   make docs     the documentation as a site, in build/docs; a warning is an error
@@ -21,13 +23,14 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check docs golden clean browser
+.PHONY: demo test test-all check docs golden clean browser
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
-test: browser $(if $(TORCH),,check) $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+test: SELECTION := -m "not slow"
+test test-all: browser $(if $(TORCH),,check) $(INSTALLED)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(SELECTION) $(ARGS)
 
 # A page is tested where it is read. Without root, or on another system, its tests are skipped, and say so.
 browser:
