@@ -1,10 +1,10 @@
-"""Predicted against measured memory: the peak of a training step, and of each stage under its schedule.
+"""Predicted against measured memory: the peak of a training step of the plain model.
 
     python -m benchmarks.memory [--family gpt2 unet] [--precision fp32 amp_bf16] [--recompute never block]
-                                [--optimizer sgd adam] [--stages [gpipe 1f1b]] [--device cpu] [--json FILE] [--resume]
+                                [--optimizer sgd adam] [--device cpu] [--json FILE] [--resume]
 
 Without choices: eight families, both precisions, with and without recompute per block, both optimizers: 64 cells.
-``--stages`` measures four stages instead, each alone, for 8 microbatches (recompute "always": a whole stage).
+The peaks of a pipe's stages are :mod:`benchmarks.memory_pipe`'s.
 
 A prediction is made from a recording on the meta device: nothing is allocated for it, and nothing in it is fitted to
 these families. What is measured on the CPU are the allocator's own events (``torch.profiler`` with one thread), so the
@@ -34,7 +34,6 @@ import torch
 from benchmarks import pairs
 from benchmarks.families import Family, families
 from benchmarks.memory_cuda import cuda_lines
-from benchmarks.memory_stage import Lanes, stage_lines
 from benchmarks.memory_step import OPTIMIZERS, Way, step_lines
 from benchmarks.memory_subject import Line, Precision, Subject, recorded
 
@@ -76,25 +75,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", choices=list(families()), default=list(families()))
-    parser.add_argument("--precision", nargs="+", choices=("fp32", "amp_bf16"))
-    parser.add_argument("--recompute", nargs="+", choices=("never", "block", "always"))
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "amp_bf16"), default=["fp32", "amp_bf16"])
+    parser.add_argument("--recompute", nargs="+", choices=("never", "block"), default=["never", "block"])
     parser.add_argument("--optimizer", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
-    parser.add_argument("--stages", nargs="*", choices=("gpipe", "1f1b"), help="under these schedules; both when empty")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true", help="measure only what the file of --json lacks")
     found = parser.parse_args(argv)
-    stages = found.stages is not None
     if found.resume and not found.json:
         parser.error("--resume reads the file of --json; name it")
-    if stages and found.device == "cuda":
-        parser.error("stages are measured on the CPU; leave out --stages or --device cuda")
-    if stages and "amp_bf16" in (found.precision or ()):
-        parser.error("stages are measured in fp32: values between stages are recorded without autocast")
-    found.precision = found.precision or (["fp32"] if stages else ["fp32", "amp_bf16"])
-    found.recompute = found.recompute or (["never", "block", "always"] if stages else ["never", "block"])
-    if not stages and "always" in found.recompute:
-        parser.error('recompute "always" is of a stage; use --stages with it')
     return found
 
 
@@ -103,16 +92,10 @@ def _lines(arguments: argparse.Namespace, done: Mapping[str, Any]) -> Iterator[l
     works = [Work(families()[name], precision) for precision in arguments.precision for name in arguments.family]
     make = step_lines if arguments.device == "cpu" else cuda_lines
     for work, recompute in itertools.product(works, arguments.recompute):
-        rows = (
-            work.family.rows if work.precision == "fp32" and arguments.stages is None else max(1, work.family.rows // 4)
-        )
+        rows = work.family.rows if work.precision == "fp32" else max(1, work.family.rows // 4)
         known = {cell: figure["measured_bytes"] for cell, figure in done.items() if figure["rows"] == rows}
-        if arguments.stages is None:
-            way = Way(work.precision, recompute, rows)
-            yield make(work.subject, way, optimizers=arguments.optimizer, known=known)
-            continue
-        for schedule in arguments.stages or ("gpipe", "1f1b"):
-            yield stage_lines(work.subject, Lanes(schedule, work.precision, recompute, rows), known=known)
+        way = Way(work.precision, recompute, rows)
+        yield make(work.subject, way, optimizers=arguments.optimizer, known=known)
 
 
 def text(line: Line) -> str:
@@ -155,7 +138,7 @@ def _write(path: Path, done: Mapping[str, Mapping[str, Any]], machine: Mapping[s
     pairs.write(
         path,
         benchmark="memory",
-        settings={"rows": "each figure's own", "microbatches": "8 per stage", "threads": torch.get_num_threads()},
+        settings={"rows": "each figure's own", "threads": torch.get_num_threads()},
         machine=machine,
         figures=[{**figure, **errors[cell]} for cell, figure in done.items()],
         checks=checks(list(lines.values())),

@@ -24,7 +24,7 @@ from autosplit.trace.ladder import trace
 from benchmarks.families import Family
 
 Precision = Literal["fp32", "amp_bf16"]
-Recompute = Literal["never", "block", "always"]
+Recompute = Literal["never", "block"]
 
 
 class Training(nn.Module):
