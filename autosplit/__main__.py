@@ -12,7 +12,7 @@ from typing import NoReturn
 def main() -> None:
     """Run the command line; whoever interrupts it, even while it starts or ends, sees one line and no traceback."""
     try:
-        from autosplit.cli import main as run
+        from autosplit.cli.app import main as run
 
         run()
     except KeyboardInterrupt:

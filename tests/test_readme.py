@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 import autosplit
-from autosplit.cli import app
+from autosplit.cli.app import app
 from benchmarks.gpu import races, run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli
+from autosplit.cli import app as cli
 from cost_models import DeviceSpec, MachineSpec, device, find, machine, machine_names, names
 
 Run = Callable[..., Any]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from autosplit.cli import app
+from autosplit.cli.app import app
 from autosplit.planning.plan import Plan
 from autosplit.report.dot import dot_text
 from autosplit.report.trace_file import trace_text

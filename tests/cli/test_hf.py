@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from autosplit import cli, cli_hf
-from autosplit.cli_hf import build, default_inputs
-from autosplit.cli_inputs import ConfigInputs, InputSpec, ModelSpec
-from autosplit.cli_models import make_model, make_sample
+from autosplit.cli import app as cli
+from autosplit.cli import hf
+from autosplit.cli.hf import build, default_inputs
+from autosplit.cli.inputs import ConfigInputs, InputSpec, ModelSpec
+from autosplit.cli.models import make_model, make_sample
 from autosplit.errors import InputError
 from autosplit.planning.plan import Plan
 
@@ -138,7 +139,7 @@ def test_the_model_is_on_meta_in_the_dtype_of_the_config_and_keeps_no_cache(writ
 
 def test_with_values_only_where_there_are_few(written: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(written(), kwargs={}, blank=False).embed.weight.device.type == "cpu"
-    monkeypatch.setattr(cli_hf, "MOST_BYTES", 1024)
+    monkeypatch.setattr(hf, "MOST_BYTES", 1024)
     with pytest.raises(InputError, match=r"has 1.56 KiB of parameters, .* gets values up to 1.00 KiB; autosplit plan"):
         build(written(), kwargs={}, blank=False)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli
+from autosplit.cli import app as cli
 from autosplit.planning.plan import Plan
 
 NETS = str(Path(__file__).parent / "nets.py")

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autosplit.cli_caret import pointed
-from autosplit.cli_inputs import DTYPES, ConfigInputs, Constant, InputSpec, ModelSpec, TensorForm
-from autosplit.cli_models import build_sample, random_tensor
-from autosplit.cli_places import Place, Step, nested
+from autosplit.cli.caret import pointed
+from autosplit.cli.inputs import DTYPES, ConfigInputs, Constant, InputSpec, ModelSpec, TensorForm
+from autosplit.cli.models import build_sample, random_tensor
+from autosplit.cli.places import Place, Step, nested
 from autosplit.errors import InputError
 
 INTEGERS = ["int64", "int32", "int16", "int8", "uint8"]

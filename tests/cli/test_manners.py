@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli, progress
-from autosplit.cli_outputs import Outputs
+from autosplit import progress
+from autosplit.cli import app as cli
+from autosplit.cli.outputs import Outputs
 from autosplit.errors import InputError
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parents[2]
 NETS = Path(__file__).parent / "nets.py"
 COMMANDS = ("devices", "diff", "plan", "profile", "solve", "report", "verify")
 WORKLOAD = ROOT / "benchmarks" / "data" / "workloads" / "pd_gnmt_bw1e10.json"
@@ -79,7 +80,7 @@ class Terminal:
 
 
 def test_help_imports_nothing_that_is_slow() -> None:
-    code = "import sys\nfrom autosplit import cli\nimport typer.main\ntyper.main.get_command(cli.app)\n"
+    code = "import sys\nfrom autosplit.cli import app as cli\nimport typer.main\ntyper.main.get_command(cli.app)\n"
     code += "print(*(n for n in 'torch numpy pydantic tabulate rich cost_models'.split() if n in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     assert done.stdout.strip() == ""
@@ -94,7 +95,7 @@ def test_every_command_has_examples_and_exit_codes(command: str) -> None:
 
 
 def test_solving_and_devices_need_no_torch() -> None:
-    code = "import sys\nfrom autosplit import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
+    code = "import sys\nfrom autosplit.cli import app as cli\ntry: cli.main()\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules"
     for arguments in (["devices", "L4-24GB"], SOLVE):
         command = [sys.executable, "-c", code, *arguments]
@@ -183,7 +184,8 @@ def test_ctrl_c_in_code_that_was_a_text_has_its_exit_code(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("_heeded")
 def test_ctrl_c_between_the_lines_of_typer_says_so_too() -> None:
-    code = "import os, signal, time\nfrom autosplit import __main__, cli_devices\nimport typer.core\n"
+    code = "import os, signal, time\nfrom autosplit import __main__\n"
+    code += "from autosplit.cli import devices\nimport typer.core\n"
     code += "def parse(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
     code += "typer.core.TyperCommand.parse_args = parse\n__main__.main()\n"
     done = subprocess.run([sys.executable, "-c", code, "devices"], capture_output=True, text=True, env=environment())

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from autosplit.cli_inputs import ConfigInputs, ModelSpec, parse_kwargs
-from autosplit.cli_models import load_model
+from autosplit.cli.inputs import ConfigInputs, ModelSpec, parse_kwargs
+from autosplit.cli.models import load_model
 from autosplit.errors import InputError
 
 NETS = str(Path(__file__).parent / "nets.py")

@@ -12,7 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autosplit import cli, cli_calibrate, progress
+from autosplit import progress
+from autosplit.cli import app as cli
+from autosplit.cli import calibrate
 from autosplit.profile import measured
 from autosplit.report.costs import CostReport
 from cost_models import DeviceSpec, OpWork, device
@@ -214,8 +216,8 @@ def test_calibrating_writes_a_file_that_a_profile_takes(
     told: list[Any] = []
 
     costs = dict.fromkeys(("step_s", "action_s", "gradient_byte_s", "fresh_byte_s", "overlap"), 0.5)
-    monkeypatch.setattr(cli_calibrate, "calibrate", fake)
-    monkeypatch.setattr(cli_calibrate, "step_costs", lambda chosen, *, steps: costs)
+    monkeypatch.setattr(calibrate, "calibrate", fake)
+    monkeypatch.setattr(calibrate, "step_costs", lambda chosen, *, steps: costs)
     path = tmp_path / "here.json"
     with progress.listening(Told()):
         result = run("--calibrate", "--quick", "--save", str(path))

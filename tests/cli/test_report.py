@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import api, cli
+from autosplit import api
+from autosplit.cli import app as cli
 from autosplit.errors import InfeasibleError
 from autosplit.planning.plan import Plan
 
@@ -336,7 +337,7 @@ def test_report_stays_a_named_command() -> None:
 
 
 def test_python_m_autosplit_is_the_same_program() -> None:
-    root = Path(cli.__file__).parent.parent
+    root = Path(cli.__file__).parents[2]
     environment = os.environ | {"NO_COLOR": "1", "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "autosplit", "report", f"{NETS}:absent", *TWO_BY_FOUR]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

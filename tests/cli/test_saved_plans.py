@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli
-from autosplit.cli_outputs import Outputs
+from autosplit.cli import app as cli
+from autosplit.cli.outputs import Outputs
 from autosplit.errors import InputError
 from autosplit.planning.plan import Plan
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parents[2]
 NETS = str(Path(__file__).parent / "nets.py")
 X = ("--input", "x=float32[8,16]")
 PLANNED = ("plan", f"{NETS}:Mlp", "--devices", "2xL4-24GB", "--chunks", "4", "--schedule", "1f1b", *X)
 WATCHED = """import sys
-from autosplit import cli
+from autosplit.cli import app as cli
 code = 0
 try: cli.main()
 except SystemExit as ended: code = ended.code

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli
+from autosplit.cli import app as cli
 from autosplit.partition.costs import check
 from autosplit.partition.workload import load_workload
 
@@ -202,7 +202,7 @@ def test_ctrl_c_ends_it_without_a_word() -> None:
     started = "import sys, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     # The solver tells by its first call that it has been reached, and is interrupted there.
     started += (
-        "from autosplit import cli\n"
+        "from autosplit.cli import app as cli\n"
         "from autosplit.partition import solve as module\n"
         "def solve(*_, **__):\n"
         "    print('reached', file=sys.__stderr__, flush=True)\n"

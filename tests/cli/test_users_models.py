@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli
-from autosplit.cli_common import _of_python
+from autosplit.cli import app as cli
+from autosplit.cli.common import _of_python
 
 TWO = ("--devices", "2xL4-24GB")
 NETS = """

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autosplit import cli, verification
+from autosplit import verification
+from autosplit.cli import app as cli
 from autosplit.verification import Item, Verification
 
 NETS = str(Path(__file__).parent / "nets.py")

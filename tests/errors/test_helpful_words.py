@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit import InputError, autosplit, plan
-from autosplit.cli_hf import build
-from autosplit.cli_models import load_model
+from autosplit.cli.hf import build
+from autosplit.cli.models import load_model
 
 
 class Masked(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autosplit import autosplit
-from autosplit.cli_calibrate import cases, step_costs, with_step
+from autosplit.cli.calibrate import cases, step_costs, with_step
 from autosplit.planning import specs
 from autosplit.profile.calibrate import default_path
 from autosplit.report.prediction import prediction

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autosplit.cli_caret import pointed
-from autosplit.cli_common import MODEL_FORM
-from autosplit.cli_places import MOST_STEPS, POSITION, WORD, Place, Step, in_quotes, nested
+from autosplit.cli.caret import pointed
+from autosplit.cli.common import MODEL_FORM
+from autosplit.cli.places import MOST_STEPS, POSITION, WORD, Place, Step, in_quotes, nested
 from autosplit.errors import InputError
 
 DTYPES = "float32 float64 float16 bfloat16 complex64 complex128 bool int64 int32 int16 int8 uint8".split()

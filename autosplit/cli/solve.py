@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autosplit.cli_common import DONE, Debug, beside_stdout, exit_code
-from autosplit.cli_streams import answers_a_terminal, give
+from autosplit.cli.common import DONE, Debug, beside_stdout, exit_code
+from autosplit.cli.streams import answers_a_terminal, give
 from autosplit.errors import InfeasibleError, InputError
 from autosplit.units import parse_bytes
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from autosplit.cli_common import (
+from autosplit.cli.common import (
     ANSWER_IS_NO,
     DONE,
     AsJson,
@@ -31,8 +31,8 @@ from autosplit.cli_common import (
     recompute_of,
     torch_devices,
 )
-from autosplit.cli_inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec
-from autosplit.cli_streams import give
+from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec
+from autosplit.cli.streams import give
 
 if TYPE_CHECKING:
     from autosplit.verification import Verification
@@ -87,7 +87,7 @@ def verify_command(
 def _verified(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Verification:
     with importing():
         from autosplit.api import autosplit
-        from autosplit.cli_models import make_model, make_sample
+        from autosplit.cli.models import make_model, make_sample
         from autosplit.verification import verify
 
     model = make_model(spec)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli_common import (
+from autosplit.cli.common import (
     DONE,
     MODEL_HELP,
     Batch,
@@ -22,9 +22,9 @@ from autosplit.cli_common import (
     importing,
     page_width,
 )
-from autosplit.cli_inputs import ConfigInputs, ModelSpec
-from autosplit.cli_outputs import Outputs
-from autosplit.cli_streams import give
+from autosplit.cli.inputs import ConfigInputs, ModelSpec
+from autosplit.cli.outputs import Outputs
+from autosplit.cli.streams import give
 from autosplit.errors import InputError
 
 EXAMPLES = """Examples:
@@ -81,7 +81,7 @@ def profile_command(
     def answer() -> int:
         if calibration:
             Outputs.of(save=save)
-            from autosplit.cli_calibrate import calibrate_here
+            from autosplit.cli.calibrate import calibrate_here
 
             calibrate_here(model, device=device, quick=quick, save=save)
             return DONE
@@ -94,7 +94,7 @@ def profile_command(
         )
         with beside_stdout():
             with importing():
-                from autosplit.cli_costs import Choices, costs_of
+                from autosplit.cli.costs import Choices, costs_of
                 from autosplit.report.cost_table import render_costs
             choices = Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
             found = costs_of(spec, choices)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typer
 
-from autosplit import cli_devices, cli_diff, cli_plan, cli_profile, cli_report, cli_solve, cli_verify
+from autosplit.cli import devices, diff, plan, profile, report, solve, verify
 
 EXAMPLES = """Examples:
 
@@ -40,10 +40,10 @@ def _commands() -> None:
     """Split a PyTorch model into pipeline stages, and say what they will cost."""
 
 
-app.command("devices", epilog=cli_devices.EXAMPLES)(cli_devices.devices_command)
-app.command("diff", epilog=cli_diff.EXAMPLES)(cli_diff.diff_command)
-app.command("plan", epilog=cli_plan.EXAMPLES)(cli_plan.plan_command)
-app.command("profile", epilog=cli_profile.EXAMPLES)(cli_profile.profile_command)
-app.command("solve", epilog=cli_solve.EXAMPLES)(cli_solve.solve_command)
-app.command("report", epilog=cli_report.EXAMPLES)(cli_report.report_command)
-app.command("verify", epilog=cli_verify.EXAMPLES)(cli_verify.verify_command)
+app.command("devices", epilog=devices.EXAMPLES)(devices.devices_command)
+app.command("diff", epilog=diff.EXAMPLES)(diff.diff_command)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
+app.command("profile", epilog=profile.EXAMPLES)(profile.profile_command)
+app.command("solve", epilog=solve.EXAMPLES)(solve.solve_command)
+app.command("report", epilog=report.EXAMPLES)(report.report_command)
+app.command("verify", epilog=verify.EXAMPLES)(verify.verify_command)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli_common import ANSWER_IS_NO, DONE, AsJson, Debug, beside_stdout, exit_code
-from autosplit.cli_streams import give
+from autosplit.cli.common import ANSWER_IS_NO, DONE, AsJson, Debug, beside_stdout, exit_code
+from autosplit.cli.streams import give
 
 EXAMPLES = """Examples:
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autosplit.choices import RESERVE
-from autosplit.cli_common import (
+from autosplit.cli.common import (
     MODEL_HELP,
     AsJson,
     Batch,
@@ -37,8 +37,8 @@ from autosplit.cli_common import (
     recompute_of,
     torch_devices,
 )
-from autosplit.cli_inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, is_plan_file, wants_labels
-from autosplit.cli_outputs import (
+from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, is_plan_file, wants_labels
+from autosplit.cli.outputs import (
     AsMarkdown,
     Dot,
     Exports,
@@ -49,7 +49,7 @@ from autosplit.cli_outputs import (
     answered,
     check_form,
 )
-from autosplit.cli_streams import tell
+from autosplit.cli.streams import tell
 from autosplit.errors import InputError
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ def _plan(
     """Return the plan, and the step that was measured where that was asked for."""
     with importing():
         from autosplit.api import autosplit
-        from autosplit.cli_measure import measured_step
-        from autosplit.cli_models import make_model, make_sample, no_inputs
+        from autosplit.cli.measure import measured_step
+        from autosplit.cli.models import make_model, make_sample, no_inputs
 
     model = make_model(spec)
     rows = ROWS_PER_DEVICE * (devices if isinstance(devices, int) else len(devices))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from autosplit.cli_caret import pointed
+from autosplit.cli.caret import pointed
 from autosplit.errors import InputError
 
 WORD = r"[^\W\d]\w*"

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.cli_causes import with_cause
-from autosplit.cli_common import importing
-from autosplit.cli_inputs import CONFIG_PREFIX, InputSpec, read_config
+from autosplit.cli.causes import with_cause
+from autosplit.cli.common import importing
+from autosplit.cli.inputs import CONFIG_PREFIX, InputSpec, read_config
 from autosplit.errors import InputError
 from autosplit.units import format_bytes
 

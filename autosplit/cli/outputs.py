@@ -14,8 +14,8 @@ import typer
 
 from autosplit.checks import not_available
 from autosplit.choices import EXPORTS
-from autosplit.cli_common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings
-from autosplit.cli_streams import give, tell
+from autosplit.cli.common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings
+from autosplit.cli.streams import give, tell
 from autosplit.errors import AutosplitError, InputError
 
 if TYPE_CHECKING:

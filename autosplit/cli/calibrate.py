@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from autosplit.api import autosplit
-from autosplit.cli_common import beside_stdout
-from autosplit.cli_costs import CPU_LANE
-from autosplit.cli_streams import give
+from autosplit.cli.common import beside_stdout
+from autosplit.cli.costs import CPU_LANE
+from autosplit.cli.streams import give
 from autosplit.errors import DeviceError, InputError
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.step_overhead import step_amounts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autosplit.choices import RESERVE
-from autosplit.cli_common import (
+from autosplit.cli.common import (
     AsJson,
     Batch,
     Cut,
@@ -37,8 +37,8 @@ from autosplit.cli_common import (
     pinned_plan,
     recompute_of,
 )
-from autosplit.cli_inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, wants_labels
-from autosplit.cli_outputs import (
+from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, wants_labels
+from autosplit.cli.outputs import (
     AsMarkdown,
     Dot,
     Exports,
@@ -187,7 +187,7 @@ def _checked(devices: str | list[str], pinned: Plan | None, choices: Mapping[str
 def _planned(spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choices: Any) -> Plan:
     """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
     with importing():
-        from autosplit.cli_models import load_loss, make_model
+        from autosplit.cli.models import load_loss, make_model
 
     choices["loss_fn"] = None if loss is None else load_loss(loss)
     made = make_model(spec, blank=True)
@@ -202,7 +202,7 @@ def _planned(spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choic
 
 def _plan_of(model: nn.Module, spec: ModelSpec, *, machine: MachineSpec, again: bool = False, **choices: Any) -> Plan:
     from autosplit.api import plan
-    from autosplit.cli_models import make_sample
+    from autosplit.cli.models import make_sample
 
     sample = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * len(machine), say=not again)
     return plan(model, sample=sample, devices=machine, **choices)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import cost_models
-from autosplit.cli_inputs import ROWS_PER_DEVICE, ModelSpec
-from autosplit.cli_models import make_model, make_sample
+from autosplit.cli.inputs import ROWS_PER_DEVICE, ModelSpec
+from autosplit.cli.models import make_model, make_sample
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample, resolve_devices
 from autosplit.planning.sizes import sizes_of

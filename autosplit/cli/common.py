@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from autosplit.choices import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
-from autosplit.cli_interrupts import Interrupts, go_on
-from autosplit.cli_streams import answers_a_terminal, nobody_reads, tell
+from autosplit.cli.interrupts import Interrupts, go_on
+from autosplit.cli.streams import answers_a_terminal, nobody_reads, tell
 from autosplit.errors import AutosplitError, DeviceError, InfeasibleError, InputError
 from autosplit.progress import phase
 from autosplit.progress_lines import bars
@@ -229,8 +229,8 @@ def _place(error: BaseException) -> str:
 
     That is the line of the model's own forward, or of the package that the model is from; "" where there is none.
     """
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    packages = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch) if file)
+    own, torch = Path(__file__).parents[1], getattr(sys.modules.get("torch"), "__file__", None)
+    packages = tuple(f"{folder}{os.sep}" for folder in (own, torch and Path(torch).parent) if folder)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

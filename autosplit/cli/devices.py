@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli_common import DONE, AsJson, Debug, complete_device, exit_code
-from autosplit.cli_streams import give
+from autosplit.cli.common import DONE, AsJson, Debug, complete_device, exit_code
+from autosplit.cli.streams import give
 
 EXAMPLES = """Examples:
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit import cli_hf
-from autosplit.cli_caret import pointed
-from autosplit.cli_causes import with_cause
-from autosplit.cli_common import MODEL_FORM
-from autosplit.cli_inputs import (
+from autosplit.cli import hf
+from autosplit.cli.caret import pointed
+from autosplit.cli.causes import with_cause
+from autosplit.cli.common import MODEL_FORM
+from autosplit.cli.inputs import (
     CONFIG_PREFIX,
     INPUT_FORM,
     INPUT_FORMS,
@@ -34,8 +34,8 @@ from autosplit.cli_inputs import (
     TensorForm,
     check_target,
 )
-from autosplit.cli_places import nested
-from autosplit.cli_streams import tell
+from autosplit.cli.places import nested
+from autosplit.cli.streams import tell
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.progress import phase
@@ -63,9 +63,7 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
     specs = spec.inputs
     if spec.is_config and not spec.gives_tensors:
         sizes, named = spec.sizes, {each.place.name for each in specs}
-        described = cli_hf.default_inputs(
-            model, batch=sizes.batch or rows, sequence=sizes.sequence, labels=sizes.labels
-        )
+        described = hf.default_inputs(model, batch=sizes.batch or rows, sequence=sizes.sequence, labels=sizes.labels)
         described = [each for each in described if each.place.name not in named]
         said, has_labels = " ".join(map(str, described)), any(each.place.name == "labels" for each in described)
         specs = (*described, *specs)
@@ -170,7 +168,7 @@ def load_model(target: str, *, kwargs: Mapping[str, Any] | None = None, blank: b
     """
     given = dict(kwargs or {})
     if target.startswith(CONFIG_PREFIX):
-        return cli_hf.build(target, kwargs=given, blank=blank)
+        return hf.build(target, kwargs=given, blank=blank)
     check_target(target)
     source, _, name = target.rpartition(":")
     module = _import(source)
