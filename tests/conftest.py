@@ -23,9 +23,11 @@ class _TorchRandom:
 
 _TORCH_RANDOM = _TorchRandom()
 register_random(_TORCH_RANDOM)
-settings.register_profile(
-    "autosplit", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+_PROFILE = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25
 )
+settings.register_profile("autosplit", _PROFILE)
+settings.register_profile("full", _PROFILE, max_examples=100)
 settings.load_profile("autosplit")
 
 
