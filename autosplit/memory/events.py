@@ -6,7 +6,7 @@ backward        +db -b +da … -x       the same ids: a storage that the forward
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Change = tuple[int, int]
@@ -62,21 +62,3 @@ class StageTrace:
     kept: Mapping[int, str] = field(default_factory=dict)
     split: Mapping[str, Held] = field(default_factory=dict)
     guessed_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How much changes take: the most that is alive at once, and what stays, both above what was alive before."""
-
-    peak_bytes: int
-    left_bytes: int
-
-
-def extent(steps: Iterable[Step]) -> Extent:
-    """Return the peak and the rest of some steps."""
-    live = peak = 0
-    for step in steps:
-        for _, count in step.changes:
-            live += count
-            peak = max(peak, live)
-    return Extent(peak, live)

@@ -21,13 +21,12 @@ from autosplit.schedule.action import Kind
 Recompute = Literal["never", "block", "always", "except_last"]
 Variant = Literal["never", "recomputed"]
 MemoryKind = Literal[
-    "parameters", "optimizer", "gradients", "activations", "casts", "whole_batch", "transfers", "transient"
+    "parameters", "optimizer", "gradients", "activations", "casts", "whole_batch", "transient"
 ]
 """What bytes are for.
 
 ``parameters`` with buffers and copies of tied ones; ``activations`` with boundary values and what waits for W;
-``casts`` that autocast caches; ``whole_batch`` values such as random masks; ``transfers`` posted or not yet done;
-``transient`` what the running action frees itself, recomputed storages and a gradient that is being added among it.
+``casts`` that autocast caches; ``whole_batch`` values such as random masks; ``transient`` what the running action frees itself, recomputed storages and a gradient that is being added among it.
 """
 
 
@@ -101,23 +100,6 @@ class Piece:
         kinds = self.kinds
         return tuple((s, count, kinds.get(s, "transient")) for s, count in _changes(self.steps) if count)
 
-    @cached_property
-    def arriving(self) -> tuple[Change, ...]:
-        """What another stage sends for this action: allocated before its first node."""
-        return tuple(change for change in self.steps[0].changes if change[1] > 0) if self._framed(0) else ()
-
-    @cached_property
-    def leaving(self) -> tuple[Change, ...]:
-        """What this action made and sends away: freed after its last node."""
-        if not self._framed(-1):
-            return ()
-        arrived = {storage for storage, _ in self.arriving}
-        made = {storage for storage, count in _changes(self.steps) if count > 0 and storage not in arrived}
-        return tuple(change for change in self.steps[-1].changes if change[1] < 0 and change[0] in made)
-
-    def _framed(self, index: int) -> bool:
-        return bool(self.steps) and self.steps[index].node == ""
-
 
 class TracePieces:
     """The pieces of one trace, each made when it is first asked for.
@@ -128,41 +110,40 @@ class TracePieces:
     def __init__(self, trace: StageTrace, *, whole: bool = False) -> None:
         self._trace = trace
         self._whole = whole
-        self._made: dict[tuple[Kind, bool, bool, bool], Piece] = {}
+        self._made: dict[tuple[Kind, bool, bool], Piece] = {}
 
-    def piece(self, kind: Kind, *, first: bool, fresh: bool, keeps: bool = True) -> Piece:
+    def piece(self, kind: Kind, *, first: bool, keeps: bool = True) -> Piece:
         """Return what an action does.
 
         Args:
             kind: of the action.
-            first: it belongs to the stage's first microbatch, which makes what is ``kept``.
-            fresh: it finds no gradients of parameters.
+            first: it belongs to the stage's first microbatch, which finds no gradients and makes what is ``kept``.
             keeps: a backward follows; without one the forward frees all it made.
         """
-        key = (kind, first, fresh, keeps)
+        key = (kind, first, keeps)
         if key not in self._made:
-            self._made[key] = self._make(kind, first=first, fresh=fresh, keeps=keeps)
+            self._made[key] = self._make(kind, first=first, keeps=keeps)
         return self._made[key]
 
-    def _make(self, kind: Kind, *, first: bool, fresh: bool, keeps: bool) -> Piece:
+    def _make(self, kind: Kind, *, first: bool, keeps: bool) -> Piece:
         trace = self._trace
         if self._whole and kind in "IW":
-            return self.piece("B", first=first, fresh=fresh) if kind == "I" else _measured((), {})
+            return self.piece("B", first=first) if kind == "I" else _measured((), {})
         if kind == "F":
             steps = trace.forward if keeps else (*trace.forward, self._release)
         elif kind == "B":
-            steps = trace.backward if fresh else trace.backward_later
+            steps = trace.backward if first else trace.backward_later
         elif kind == "I":
-            steps = self._split.input if fresh else _added(self._split.input, trace.gradients)
+            steps = self._split.input if first else _added(self._split.input, trace.gradients)
         else:
-            steps = self._split.weight if fresh else _added(self._split.weight, trace.gradients)
+            steps = self._split.weight if first else _added(self._split.weight, trace.gradients)
         if not first:
             steps = _without(steps, trace.kept)
         kinds: dict[int, MemoryKind] = dict.fromkeys(self._saved if keeps else (), "activations")
         kinds |= dict.fromkeys(trace.kept, "casts")
         if kind in "IW":
             kinds |= dict.fromkeys(self._split.waiting, "activations")
-        if fresh:
+        if first:
             kinds |= dict.fromkeys(trace.gradients, "gradients")
         elif kind == "B":
             kinds |= dict.fromkeys(self._exchanged, "gradients")

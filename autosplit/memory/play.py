@@ -1,13 +1,12 @@
-"""A device's step change by change, each allocation under a number of its own: what an allocator is asked for."""
+"""A device's steps change by change, each allocation under a number of its own: what an allocator is asked for."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from autosplit.memory.events import Change
+from autosplit.memory.events import Change, Step
 from autosplit.memory.pieces import StageTraces
-from autosplit.memory.replay import Lane, Setting, StaticBytes
+from autosplit.memory.replay import Lane, StaticBytes
 from autosplit.schedule.action import Action, Schedule
 
 
@@ -17,20 +16,19 @@ def device_changes(
     static: Sequence[StaticBytes],
     *,
     device: int,
-    settings: Sequence[Setting] = (Setting(),),
+    finishes: Sequence[Sequence[Step]] = ((),),
 ) -> Iterator[Change]:
-    """Yield every change of one device, in order, each allocation under a number of its own: a step per setting.
+    """Yield every change of one device, in order, each allocation under a number of its own.
 
-    Begins with what is held before the steps. A step's gradients are freed after it (``zero_grad``), unless the next
-    step is to find them.
+    ``finishes`` has what the optimizer does at the end of each step, one entry per step. Begins with what is held
+    before the steps. A step's gradients are freed after it (``zero_grad``).
     """
+    lane = Lane(schedule, traces, static, device)
     player = _Player()
-    lanes = [Lane(schedule, traces, static, setting, device) for setting in settings]
-    yield from player.begin(lanes[0])
-    for lane, following in zip(lanes, (*lanes[1:], None), strict=True):
-        yield from player.step(lane)
-        if following is None or not following.setting.gradients_held:
-            yield from player.zero_gradients()
+    for own in lane.static.values():
+        yield from map(player.new, (*own.parameters, *own.optimizer))
+    for finish in finishes:
+        yield from player.step(lane, finish)
 
 
 class _Player:
@@ -42,93 +40,53 @@ class _Player:
         """By stage and microbatch, then by storage."""
         self._gradients: list[Change] = []
         self._casts: list[Change] = []
-        self._posted: deque[int] = deque()
-        self._sent: deque[tuple[Change, ...]] = deque()
 
-    def begin(self, lane: Lane) -> Iterator[Change]:
-        for static in lane.static.values():
-            yield from map(self._new, (*static.parameters, *static.optimizer))
-        self._gradients = [self._new(count) for _, count in lane.held_gradients()]
-        yield from self._gradients
+    def new(self, count: int) -> Change:
+        """Return an allocation under a new number."""
+        self._next += 1
+        return self._next - 1, count
 
-    def step(self, lane: Lane) -> Iterator[Change]:
-        receivers = iter([index for index, action in enumerate(lane.actions) if lane.receives(action)])
-        whole: dict[int, list[Change]] = {}
+    def step(self, lane: Lane, finish: Sequence[Step]) -> Iterator[Change]:
+        """Yield the changes of one step."""
+        whole_batch: dict[int, list[Change]] = {}
         for index, action in enumerate(lane.actions):
-            if action.stage not in whole:
-                whole[action.stage] = [self._new(count) for count in lane.static[action.stage].whole_batch]
-                yield from whole[action.stage]
-            yield from self._post(lane, index, receivers)
+            if action.stage not in whole_batch:
+                whole_batch[action.stage] = [self.new(count) for count in lane.static[action.stage].whole_batch]
+                yield from whole_batch[action.stage]
             yield from self._act(lane, action)
             if lane.last_action[action.stage] == index:
-                yield from map(_freed, whole[action.stage])
-        for changes in (*self._sent, self._casts):
-            yield from map(_freed, changes)
-        self._sent.clear()
+                yield from map(_freed, whole_batch[action.stage])
+        yield from map(_freed, self._casts)
         self._casts.clear()
         state: dict[int, Change] = {}
-        for storage, count in (change for step in lane.finish for change in step.changes):
+        for storage, count in (change for step in finish for change in step.changes):
             if count > 0:
-                state[storage] = self._new(count)
+                state[storage] = self.new(count)
             yield state[storage] if count > 0 else _freed(state.pop(storage))
-
-    def zero_gradients(self) -> Iterator[Change]:
         yield from map(_freed, self._gradients)
         self._gradients.clear()
 
-    def _post(self, lane: Lane, index: int, receivers: Iterator[int]) -> Iterator[Change]:
-        """Allocate what the next receiving actions will be sent, ``posted_receives`` of them."""
-        while self._posted and self._posted[0] <= index:
-            self._posted.popleft()
-        while len(self._posted) < lane.setting.posted_receives and (at := next(receivers, None)) is not None:
-            if at > index:
-                action = lane.actions[at]
-                own = self._live.setdefault((action.stage, action.microbatch), {})
-                posted = {storage: self._new(count) for storage, count in lane.receives(action)}
-                own |= posted
-                yield from posted.values()
-                self._posted.append(at)
-
-    def _act(self, lane: Lane, action: Action) -> list[Change]:
-        piece = lane.piece(action)
+    def _act(self, lane: Lane, action: Action) -> Iterator[Change]:
         own = self._live.setdefault((action.stage, action.microbatch), {})
-        here = {storage for storage, _ in piece.arriving if storage in own}
-        held = {storage for storage, _ in lane.sends(action)} if lane.setting.pending_sends else set()
-        played: list[Change] = []
-        sent: list[Change] = []
-        for storage, count, kind in piece.played:
+        for storage, count, kind in lane.piece(action).played:
             if count > 0:
-                if storage in here:
-                    here.remove(storage)
-                    continue
-                change = self._new(count)
-                played.append(change)
+                change = self.new(count)
                 if kind == "gradients":
                     self._gradients.append(change)
                 elif kind == "casts":
                     self._casts.append(change)
                 else:
                     own[storage] = change
+                yield change
             elif kind == "gradients":
-                played.append(_freed(self._exchange(-count)))
-            elif storage in held:
-                sent.append(own.pop(storage))
+                yield _freed(self._replaced(-count))
             else:
-                number, count = own.pop(storage)
-                played.append((number, -count))
-        self._sent.append(tuple(sent))
-        if len(self._sent) > lane.setting.pending_sends:
-            played.extend(map(_freed, self._sent.popleft()))
-        return played
+                yield _freed(own.pop(storage))
 
-    def _exchange(self, count: int) -> Change:
+    def _replaced(self, count: int) -> Change:
         """Return the oldest gradient of a size, which a new sum replaces."""
         at = next(index for index, change in enumerate(self._gradients) if change[1] == count)
         return self._gradients.pop(at)
-
-    def _new(self, count: int) -> Change:
-        self._next += 1
-        return self._next - 1, count
 
 
 def _freed(change: Change) -> Change:

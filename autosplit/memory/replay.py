@@ -6,11 +6,11 @@ not of the nodes in them. `play.device_changes` plays the same story change by c
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from autosplit.memory.events import Change, Step
+from autosplit.memory.events import Step
 from autosplit.memory.pieces import MemoryKind, Piece, StageTraces
 from autosplit.schedule.action import Action, Schedule
 
@@ -28,23 +28,6 @@ class StaticBytes:
     parameters: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
     whole_batch: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a step runs, beside its schedule.
-
-    Attributes:
-        gradients_held: gradients are there when the step begins, as under accumulation; else they are None.
-        finish: by device, what clipping and the optimizer do at the end (`state.optimizer_steps`).
-        posted_receives: how many receives a device posts ahead of the action that needs them.
-        pending_sends: for how many actions what an action sends back is held after it.
-    """
-
-    gradients_held: bool = False
-    finish: Mapping[int, Sequence[Step]] = field(default_factory=dict)
-    posted_receives: int = 0
-    pending_sends: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,17 +90,22 @@ def replay(
     traces: Mapping[int, StageTraces],
     static: Sequence[StaticBytes],
     *,
-    setting: Setting | None = None,
+    finish: Mapping[int, Sequence[Step]] | None = None,
 ) -> Replayed:
-    """Return what each device holds over one step; ``traces`` and ``static`` are by stage.
+    """Return what each device holds over one step, which finds no gradients; ``traces`` and ``static`` are by stage.
+
+    ``finish`` is, by device, what the optimizer does at the end (`state.optimizer_steps`).
 
     Autocast's casts are made by a stage's first microbatch and shared by the others, until the device's last action
     ends (one autocast context around the step). A value between two stages of one device counts as the output of one
     and as the input of the other. Raises ValueError where a stage has no trace.
     """
-    setting = setting or Setting()
+    finish = finish or {}
     return Replayed(
-        tuple(_device(Lane(schedule, traces, static, setting, device)) for device in range(len(schedule.lanes)))
+        tuple(
+            _device(Lane(schedule, traces, static, device), finish.get(device, ()))
+            for device in range(len(schedule.lanes))
+        )
     )
 
 
@@ -129,11 +117,8 @@ class Lane:
         schedule: Schedule,
         traces: Mapping[int, StageTraces],
         static: Sequence[StaticBytes],
-        setting: Setting,
         device: int,
     ) -> None:
-        self.device = device
-        self.setting = setting
         self.actions = schedule.lanes[device]
         self.stages = tuple(stage for stage, lane in enumerate(schedule.stage_lane) if lane == device)
         missing = [stage for stage in self.stages if stage not in traces or stage >= len(static)]
@@ -142,8 +127,6 @@ class Lane:
         self.traces = {stage: traces[stage] for stage in self.stages}
         self.static = {stage: static[stage] for stage in self.stages}
         self.last_action = {action.stage: index for index, action in enumerate(self.actions)}
-        self.finish = tuple(setting.finish.get(device, ()))
-        self._schedule = schedule
         self._microbatches = schedule.microbatches
         self._keeps = schedule.has_backward
 
@@ -151,36 +134,14 @@ class Lane:
         """Return what an action does."""
         traces = self.traces[action.stage]
         variant = traces.variant(last=action.microbatch == self._microbatches - 1)
-        first = action.microbatch == 0
-        fresh = first and not self.setting.gradients_held
-        return traces.pieces[variant].piece(action.kind, first=first, fresh=fresh, keeps=self._keeps)
-
-    def held_gradients(self) -> tuple[tuple[int, int], ...]:
-        """Return (stage, bytes) of each gradient that is there before the step."""
-        if not self.setting.gradients_held:
-            return ()
-        return tuple((stage, count) for stage in self.stages for count in self.traces[stage].gradients)
-
-    def receives(self, action: Action) -> tuple[Change, ...]:
-        """Return what arrives for an action from another device."""
-        other = action.stage - 1 if action.kind == "F" else action.stage + 1
-        return self.piece(action).arriving if action.kind != "W" and self._elsewhere(other) else ()
-
-    def sends(self, action: Action) -> tuple[Change, ...]:
-        """Return what an action makes for another device and frees at its end."""
-        return self.piece(action).leaving if action.kind in "BI" and self._elsewhere(action.stage - 1) else ()
-
-    def _elsewhere(self, stage: int) -> bool:
-        return 0 <= stage < self._schedule.stages and self._schedule.stage_lane[stage] != self.device
+        return traces.pieces[variant].piece(action.kind, first=action.microbatch == 0, keeps=self._keeps)
 
 
-def _device(lane: Lane) -> DeviceReplay:
+def _device(lane: Lane, finish: Sequence[Step]) -> DeviceReplay:
     live: Counter[MemoryKind] = Counter()
     for static in lane.static.values():
         live["parameters"] += sum(static.parameters)
         live["optimizer"] += sum(static.optimizer)
-    live["gradients"] += sum(count for _, count in lane.held_gradients())
-    transfers = _transfers(lane)
     shares = _Shares(lane)
     started: set[int] = set()
     entries = []
@@ -190,7 +151,6 @@ def _device(lane: Lane) -> DeviceReplay:
             live["whole_batch"] += sum(lane.static[action.stage].whole_batch)
             shares.own[action.stage]["whole_batch"] = sum(lane.static[action.stage].whole_batch)
         piece = lane.piece(action)
-        live["transfers"] = transfers[index]
         peak = Moment(action, piece.peak_node, _sum(live, piece.at_peak))
         shares.see(peak, action.stage, piece.at_peak)
         live.update(piece.left)
@@ -198,23 +158,21 @@ def _device(lane: Lane) -> DeviceReplay:
         if lane.last_action[action.stage] == index:
             live["whole_batch"] -= shares.own[action.stage].pop("whole_batch")
         entries.append(ActionBytes(peak, _sum(live, {})))
-    live["casts"] = live["transfers"] = 0
-    if lane.finish or not entries:
-        entries.append(_finish(lane, live))
+    live["casts"] = 0
+    if finish or not entries:
+        entries.append(_finish(finish, live))
         shares.end(entries[-1].peak)
     return DeviceReplay(tuple(entries), shares.held)
 
 
 class _Shares:
-    """What each stage of a device holds, kept for the fullest moment so far."""
+    """What each stage of a device holds, kept for the highest moment so far."""
 
     def __init__(self, lane: Lane) -> None:
         self.own: dict[int, Counter[MemoryKind]] = {stage: Counter() for stage in lane.stages}
         for stage, static in lane.static.items():
             self.own[stage]["parameters"] = sum(static.parameters)
             self.own[stage]["optimizer"] = sum(static.optimizer)
-        for stage, count in lane.held_gradients():
-            self.own[stage]["gradients"] += count
         self.held: dict[int, Mapping[MemoryKind, int]] = {}
         self._most = -1
 
@@ -232,10 +190,10 @@ class _Shares:
         self.see(peak, None, {})
 
 
-def _finish(lane: Lane, live: Counter[MemoryKind]) -> ActionBytes:
+def _finish(finish: Sequence[Step], live: Counter[MemoryKind]) -> ActionBytes:
     total = peak = 0
     node = ""
-    for step in lane.finish:
+    for step in finish:
         for _, count in step.changes:
             total += count
             if total > peak:
@@ -248,27 +206,3 @@ def _finish(lane: Lane, live: Counter[MemoryKind]) -> ActionBytes:
 def _sum(live: Mapping[MemoryKind, int], more: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
     kinds = dict.fromkeys((*live, *more))
     return {kind: total for kind in kinds if (total := live.get(kind, 0) + more.get(kind, 0))}
-
-
-def _transfers(lane: Lane) -> list[int]:
-    """Return, for each action, the bytes of receives posted for later ones and of sends not done from earlier ones.
-
-    ```
-        posted_receives = 2      [ running ] r1 r2 .      the next two actions that receive have their buffers
-        pending_sends   = 1    s [ running ]              what the action before sent back is still held
-    ```
-    """
-    extra = [0] * len(lane.actions)
-    posted, pending = lane.setting.posted_receives, lane.setting.pending_sends
-    if posted:
-        ahead: deque[int] = deque(maxlen=posted)
-        for index in reversed(range(len(lane.actions))):
-            extra[index] += sum(ahead)
-            if arriving := sum(count for _, count in lane.receives(lane.actions[index])):
-                ahead.append(arriving)
-    if pending:
-        behind: deque[int] = deque(maxlen=pending)
-        for index, action in enumerate(lane.actions):
-            extra[index] += sum(behind)
-            behind.append(-sum(count for _, count in lane.sends(action)))
-    return extra

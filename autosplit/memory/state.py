@@ -11,11 +11,9 @@ from autosplit.errors import InputError
 from autosplit.memory.events import Change, Step
 
 Precision = Literal["fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master"]
-Implementation = Literal["forloop", "foreach", "fused"]
+Implementation = Literal["forloop", "foreach"]
 
 _FP32_BYTES = 4
-_CHUNK_ELEMENTS = 65536
-"""``kChunkSize`` of torch's ``ATen/native/cuda/MultiTensorApply.cuh``: a partial norm each."""
 _MOMENTS: Mapping[str, int] = MappingProxyType({"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2})
 
 
@@ -25,7 +23,7 @@ class ParameterBytes:
 
     Attributes:
         moments: storages of the optimizer's state, each as large as what it updates.
-        counter_bytes: Adam's step count, an fp32 scalar; on the host unless the implementation is fused.
+        counter_bytes: Adam's step count, an fp32 scalar on the host.
     """
 
     elements: int
@@ -53,12 +51,10 @@ class Optimizer:
     Attributes:
         name: "sgd", "momentum", "adam", "adamw", "none", or bytes of state per parameter.
         implementation: torch's default is "foreach" on CUDA, "forloop" on the CPU.
-        clips: whether ``clip_grad_norm_`` runs before it.
     """
 
     name: str | float
     implementation: Implementation = "foreach"
-    clips: bool = False
 
     def __post_init__(self) -> None:
         known = isinstance(self.name, (int, float)) and not isinstance(self.name, bool) and self.name >= 0
@@ -110,41 +106,34 @@ def parameter_bytes(
 def optimizer_steps(
     parameters: Sequence[ParameterBytes], *, optimizer: Optimizer, first: bool, on_cpu: bool = False
 ) -> tuple[Step, ...]:
-    """Return what clipping and one ``optimizer.step()`` allocate and free on a device, in order.
+    """Return what one ``optimizer.step()`` allocates and frees on a device, in order.
 
     State that the first step makes stays; everything else is freed. ``on_cpu``: the device is the host, where Adam's
-    step counts live unless the implementation is fused. Read from ``torch/optim/adam.py``, ``sgd.py`` and
-    ``torch/nn/utils/clip_grad.py`` of torch 2.13 with their default arguments, all parameters of one dtype:
+    step counts live. Read from ``torch/optim/adam.py`` and ``sgd.py`` of torch 2.13 with their default arguments, all
+    parameters of one dtype:
 
-    - fused: nothing beside the state, which the first step makes.
     - foreach: Adam holds the square roots of all second moments at once, one list as large as the parameters; SGD works
       in place, its first step with momentum makes the state.
     - forloop: Adam makes a square root and its quotient per parameter, while the quotient of the parameter before it
       still lives (``denom`` is overwritten only then); SGD works in place.
-    - clipping: the norms of the gradients, their stack, the total and two factors; on CUDA partial sums
-      (``ATen/native/cuda/ForeachReduceOp.cu``). Scaling the gradients, and unscaling those of autocast, is in place.
 
     How an optimizer that is given in bytes per parameter works is unknown: only its state is counted. The same holds
     for casts between a bf16 parameter and its master weight, for which torch has no implementation to read.
     """
     ids = _Ids()
-    steps = []
-    if optimizer.clips and parameters:
-        steps.append(Step("clip_grad_norm_", tuple(_clip(parameters, ids, on_cpu=on_cpu))))
     changes: list[Change] = []
     if first:
-        counted = on_cpu or optimizer.implementation == "fused"
         for parameter in parameters:
-            sizes = ((parameter.counter_bytes,) if counted else ()) + parameter.moments
+            sizes = ((parameter.counter_bytes,) if on_cpu else ()) + parameter.moments
             changes += (ids.new(count) for count in sizes if count)
     if optimizer.name in ("adam", "adamw"):
         sizes = tuple(parameter.updated_bytes for parameter in parameters)
         if optimizer.implementation == "foreach":
             roots = [ids.new(count) for count in sizes]
             changes += [*roots, *map(_freed, roots)]
-        elif optimizer.implementation == "forloop":
+        else:
             changes += _adam_forloop(sizes, ids)
-    return (*steps, Step("optimizer", tuple(changes)))
+    return (Step("optimizer", tuple(changes)),)
 
 
 class _Ids:
@@ -172,19 +161,3 @@ def _adam_forloop(sizes: Sequence[int], ids: _Ids) -> Iterator[Change]:
         quotient = result
     if quotient is not None:
         yield _freed(quotient)
-
-
-def _clip(parameters: Sequence[ParameterBytes], ids: _Ids, *, on_cpu: bool) -> Iterator[Change]:
-    """Norms: a scalar each on the CPU; on CUDA one tensor, from partial sums as many for each as the largest needs."""
-    if on_cpu:
-        norms = [ids.new(_FP32_BYTES) for _ in parameters]
-        yield from norms
-    else:
-        chunks = max(-(-parameter.elements // _CHUNK_ELEMENTS) for parameter in parameters)
-        partial = ids.new(_FP32_BYTES * len(parameters) * chunks)
-        norms = [ids.new(_FP32_BYTES * len(parameters))]
-        yield from (partial, *norms, _freed(partial))
-    stack, total = ids.new(_FP32_BYTES * len(parameters)), ids.new(_FP32_BYTES)
-    yield from (stack, total, _freed(stack), *map(_freed, norms))
-    factor, clamped = ids.new(_FP32_BYTES), ids.new(_FP32_BYTES)
-    yield from (factor, clamped, _freed(factor), _freed(clamped), _freed(total))
