@@ -18,7 +18,7 @@ from torch import nn
 
 from autosplit.memory.allocator import simulate_allocator
 from autosplit.memory.play import device_changes
-from autosplit.memory.replay import Setting, StaticBytes
+from autosplit.memory.replay import StaticBytes
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.profile.lowering import cuda_autocast
 from autosplit.profile.opaque_cuda import cublas_workspace_bytes
@@ -71,12 +71,10 @@ def predicted_cuda(
     trained = [
         parameter_bytes(p.numel(), element_bytes=p.element_size(), optimizer=kind) for p in subject.model.parameters()
     ]
-    settings = [
-        Setting(finish={0: optimizer_steps(trained, optimizer=kind, first=number == 0)}) for number in range(STEPS)
-    ]
+    finishes = [optimizer_steps(trained, optimizer=kind, first=number == 0) for number in range(STEPS)]
     schedule = build("gpipe", stages=1, microbatches=1)
     static = [StaticBytes(parameters=held_by([subject.model]))]
-    changes = device_changes(schedule, {0: stage}, static, device=0, settings=settings)
+    changes = device_changes(schedule, {0: stage}, static, device=0, finishes=finishes)
     kept = cublas_workspace_bytes(capability) if workspaces and _has_products(subject.model) else 0
     found = simulate_allocator(itertools.chain(((-1, kept), (-2, kept)), changes))
     return found.allocated_peak_bytes, found.reserved_peak_bytes

@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from autosplit.memory.replay import Setting, StaticBytes, replay
+from autosplit.memory.replay import StaticBytes, replay
 from autosplit.memory.state import Optimizer, ParameterBytes, optimizer_steps, parameter_bytes
 from autosplit.profile.allocations import Allocations
 from autosplit.profile.stage_graph import stage_graph
@@ -101,7 +101,7 @@ def predicted_step(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> 
         optimizer = Optimizer(name, "forloop")
         finish = optimizer_steps(_trained(subject, optimizer), optimizer=optimizer, first=False, on_cpu=True)
         static = StaticBytes(parameters=parameters, optimizer=_state_bytes(subject, name))
-        step = replay(schedule, {0: stage}, [static], setting=Setting(finish={0: finish}))
+        step = replay(schedule, {0: stage}, [static], finish={0: finish})
         found[name] = step.peak_bytes[0]
     return found
 

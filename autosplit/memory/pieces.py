@@ -20,13 +20,12 @@ from autosplit.schedule.action import Kind
 
 Recompute = Literal["never", "block", "always", "except_last"]
 Variant = Literal["never", "recomputed"]
-MemoryKind = Literal[
-    "parameters", "optimizer", "gradients", "activations", "casts", "whole_batch", "transient"
-]
+MemoryKind = Literal["parameters", "optimizer", "gradients", "activations", "casts", "whole_batch", "transient"]
 """What bytes are for.
 
 ``parameters`` with buffers and copies of tied ones; ``activations`` with boundary values and what waits for W;
-``casts`` that autocast caches; ``whole_batch`` values such as random masks; ``transient`` what the running action frees itself, recomputed storages and a gradient that is being added among it.
+``casts`` that autocast caches; ``whole_batch`` values such as random masks; ``transient`` what the running action
+frees itself, recomputed storages and a gradient that is being added among it.
 """
 
 

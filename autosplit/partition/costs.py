@@ -6,9 +6,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autosplit.memory.stage import StageBytes
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
 from autosplit.schedule.simulate import TransferTime, simulate_step_s
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The parts of a stage's peak: what stays, what microbatches in flight hold, the worst node's transient."""
+
+    static_bytes: int
+    resident_bytes: int
+    """Held from a microbatch's forward to its backward, per microbatch."""
+    in_flight: int
+    transient_bytes: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of all microbatches in flight."""
+        return self.in_flight * self.resident_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that live at one moment of the step."""
+        return self.static_bytes + self.activation_bytes + self.transient_bytes
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,6 @@ def _curve(device: Fullest, *, actions: int) -> LaneCurve:
         parameter_bytes=of("parameters"),
         gradient_bytes=of("gradients"),
         optimizer_bytes=of("optimizer"),
-        activation_bytes=of("activations", "whole_batch", "casts", "transfers"),
+        activation_bytes=of("activations", "whole_batch", "casts"),
         transient_bytes=tuple(transient),
     )

@@ -11,7 +11,7 @@ from torch import fx
 
 from autosplit.memory.events import Step
 from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
-from autosplit.memory.replay import Moment, Setting, StaticBytes, replay
+from autosplit.memory.replay import Moment, StaticBytes, replay
 from autosplit.memory.state import Optimizer, Precision, optimizer_steps, parameter_bytes
 from autosplit.options import Options
 from autosplit.planning.formulate import held_copies, state_bytes
@@ -143,8 +143,8 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest
     schedule = cut.schedule
     stages = replayed_stages(cut, memo=memo or TraceMemo(), stages=range(schedule.stages))
     traces = {stage: own.traces for stage, own in stages.items()}
-    setting = Setting(finish={lane: finish_of(cut, lane) for lane in range(len(schedule.lanes))})
-    found = replay(schedule, traces, [own.static for own in stages.values()], setting=setting)
+    finish = {lane: finish_of(cut, lane) for lane in range(len(schedule.lanes))}
+    found = replay(schedule, traces, [own.static for own in stages.values()], finish=finish)
     last, epilogue = schedule.stage_lane[-1], _epilogue_bytes(cut)
     return tuple(
         Fullest(

@@ -12,7 +12,7 @@ import torch
 from autosplit.memory.allocator import simulate_allocator
 from autosplit.memory.play import device_changes
 from autosplit.memory.range import PeakRange, peak_range
-from autosplit.memory.replay import Setting, StaticBytes
+from autosplit.memory.replay import StaticBytes
 from autosplit.options import Options
 from autosplit.planning.memory import Cut, Fullest, finish_of, replayed_stages
 from autosplit.profile.opaque_cuda import cublas_workspace_bytes
@@ -90,10 +90,10 @@ def _fragments(cut: Cut, memo: TraceMemo, lane: int) -> float:
     short = replace(cut, schedule=replace(cut.schedule, lanes=lanes), sizes=cut.sizes[:few])
     own = [stage for stage, place in enumerate(cut.schedule.stage_lane) if place == lane]
     stages = replayed_stages(short, memo=memo, stages=own)
-    setting = Setting(finish={lane: finish_of(short, lane)})
+    finish = finish_of(short, lane)
     traces = {stage: found.traces for stage, found in stages.items()}
     static = [stages[n].static if n in stages else StaticBytes() for n in range(cut.schedule.stages)]
-    changes = device_changes(short.schedule, traces, static, device=lane, settings=(setting, setting))
+    changes = device_changes(short.schedule, traces, static, device=lane, finishes=(finish, finish))
     found = simulate_allocator(islice(changes, _MOST_CHANGES))
     states = sum(sum(stages[stage].static.parameters) + sum(stages[stage].static.optimizer) for stage in own)
     moving = found.requested_peak_bytes - states

@@ -1,8 +1,8 @@
-"""Peaks predicted without a GPU against the allocator's; its history replayed block by block; budgets that fall.
+"""Peaks predicted without a GPU against the allocator's; budgets that fall.
 
 Eight families in fp32 and under bf16 autocast, with and without recompute of their blocks, each a training step with
 Adam: the prediction comes from a recording on the meta device, is made before the step runs, and knows nothing of what
-was observed on the card. The history of the same steps is then played through the simulated allocator.
+was observed on the card.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.memory.history import ReplayedHistory, replay_history
-from autosplit.profile.allocator_history import Recorder
 from benchmarks.families import Family, families
 from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
 from benchmarks.gpu.budgets import falling, measured_bytes, rises
@@ -30,7 +28,6 @@ from benchmarks.memory_subject import Precision, Recompute, Subject, recorded
 MEDIAN_ASKED, WORST_ASKED, RESERVED_ASKED = 0.02, 0.05, 0.08
 PRECISIONS: tuple[Precision, ...] = ("fp32", "amp_bf16")
 RECOMPUTE: tuple[Recompute, ...] = ("never", "block")
-_OF_HISTORIES = ("replayed", "difference")
 _BUDGET_ROWS = 256
 
 
@@ -45,8 +42,6 @@ class Cell:
     measured_bytes: int
     predicted_reserved_bytes: int = 0
     measured_reserved_bytes: int = 0
-    replayed: bool = False
-    difference: str = ""
 
     @property
     def error(self) -> float:
@@ -75,7 +70,7 @@ def run(setting: Setting) -> Found:
     if cells:
         found.checks += checks(cells, setting)
     if not setting.cuda:
-        found.missing.append("reserved bytes and histories: a CPU has no caching allocator")
+        found.missing.append("reserved bytes: a CPU has no caching allocator")
     with found.going_on("budgets"):
         _budgets(setting, found)
     return found
@@ -93,14 +88,11 @@ def _cell(subject: Subject, way: Way, setting: Setting) -> Cell:
 
 
 def on_card(family: Family, way: Way, predicted: tuple[int, int], setting: Setting) -> Cell:
-    """Run the step on the card, with its history."""
+    """Run the step on the card."""
     with torch.cuda.device(setting.device):
         setting.empty()
         clear_workspaces()
-        with Recorder(setting.device) as recorder:
-            measured = measured_cuda(family, way, optimizer="adam")
-        replayed = _replayed(recorder)
-    difference = replayed if isinstance(replayed, str) else replayed.difference or ""
+        measured = measured_cuda(family, way, optimizer="adam")
     return Cell(
         family.name,
         way.precision,
@@ -109,17 +101,7 @@ def on_card(family: Family, way: Way, predicted: tuple[int, int], setting: Setti
         measured[0],
         predicted[1],
         measured[1],
-        replayed=not difference,
-        difference=difference,
     )
-
-
-def _replayed(recorder: Recorder) -> ReplayedHistory | str:
-    """Return the replay, or why there is none."""
-    try:
-        return replay_history(recorder.history())
-    except ValueError as error:
-        return str(error)
 
 
 def figure(cell: Cell, setting: Setting) -> dict[str, Any]:
@@ -127,7 +109,7 @@ def figure(cell: Cell, setting: Setting) -> dict[str, Any]:
     kept = asdict(cell) | {"error": cell.error}
     if setting.cuda:
         return kept | {"reserved_error": cell.reserved_error}
-    return {name: value for name, value in kept.items() if not ("reserved" in name or name in _OF_HISTORIES)}
+    return {name: value for name, value in kept.items() if "reserved" not in name}
 
 
 def checks(cells: Sequence[Cell], setting: Setting) -> list[Any]:
@@ -140,11 +122,9 @@ def checks(cells: Sequence[Cell], setting: Setting) -> list[Any]:
     if not setting.cuda:
         return found
     reserved = max(abs(cell.reserved_error) for cell in cells)
-    exact = sum(cell.replayed for cell in cells) / len(cells)
     return [
         *found,
         at_most("peak reserved, predicted without a GPU: worst error", RESERVED_ASKED, reserved),
-        at_least("recorded histories that the simulated allocator replays exactly, share", 1.0, exact),
     ]
 
 

@@ -31,7 +31,7 @@ from benchmarks.gpu.part import Found, Part, Setting, Spread, finite, millisecon
 
 PARTS = {
     "step": "one stage against the plain model; four stages on one card against a plain loop and peers",
-    "memory": "peaks predicted without a GPU against the allocator's; traces replayed; budgets",
+    "memory": "peaks predicted without a GPU against the allocator's; budgets",
     "roofline": "time per stage by the calibrated roofline, leave one family out",
     "measured": "the measured profile against stages run alone",
     "twin_unet": "U-Net (5, 64) at 2, 4 and 8 stages, simulated from stages measured alone",

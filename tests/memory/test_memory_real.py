@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.memory.pieces import Recompute, StageTraces
-from autosplit.memory.replay import Setting, StaticBytes, replay
+from autosplit.memory.replay import StaticBytes, replay
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.profile.allocations import Allocations
 from autosplit.profile.stage_graph import stage_graph
@@ -89,9 +89,7 @@ def test_replay_is_what_the_allocator_did(
     own = Optimizer("adam", "forloop")
     parameters = [parameter_bytes(p.numel(), element_bytes=4, optimizer=own) for p in model().parameters()]
     finish = {device: optimizer_steps(parameters, optimizer=own, first=True, on_cpu=True)} if adam else {}
-    replayed = replay(
-        schedule, dict.fromkeys(range(3), stage(recompute)), [StaticBytes()] * 3, setting=Setting(finish=finish)
-    )
+    replayed = replay(schedule, dict.fromkeys(range(3), stage(recompute)), [StaticBytes()] * 3, finish=finish)
     found = run(schedule.lanes[device], recompute, adam=adam)
     short = found - replayed.peak_bytes[device]
     held = in_flight(name, stage=device, stages=3, microbatches=microbatches)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from autosplit.errors import InputError
-from autosplit.memory.events import Extent, Step, extent
+from autosplit.memory.events import Step
 from autosplit.memory.state import Implementation, Optimizer, Precision, optimizer_steps, parameter_bytes
 from autosplit.profile.allocations import Allocations
+from tests.memory.extents import Extent, extent
 
 ELEMENTS = (30_000, 100_000, 70_000, 50_000)
 SLACK_BYTES = 100
@@ -55,15 +56,7 @@ def test_the_order_of_adam_one_parameter_at_a_time() -> None:
     assert optimizer_steps(parameters, optimizer=adam, first=False) == (Step("optimizer", changes),)
 
 
-def test_clipping_on_cuda_holds_partial_sums() -> None:
-    clipped = Optimizer("sgd", clips=True)
-    parameters = [parameter_bytes(count, element_bytes=4, optimizer=clipped) for count in (10, 65536 * 3 + 1)]
-    (clip, _) = optimizer_steps(parameters, optimizer=clipped, first=False)
-    assert clip.node == "clip_grad_norm_"
-    assert extent([clip]) == Extent(peak_bytes=4 * 2 * 4 + 4 * 2, left_bytes=0)
-
-
-def real(name: str, how: Implementation, *, first: bool, clips: bool) -> Allocations:
+def real(name: str, how: Implementation, *, first: bool) -> Allocations:
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {}),
         "momentum": (torch.optim.SGD, {"momentum": 0.9}),
@@ -74,25 +67,22 @@ def real(name: str, how: Implementation, *, first: bool, clips: bool) -> Allocat
     parameters = [torch.nn.Parameter(torch.ones(count)) for count in ELEMENTS]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = make(parameters, foreach=how == "foreach", fused=how == "fused", **given)
+    optimizer = make(parameters, foreach=how == "foreach", **given)
     if not first:
         optimizer.step()
     with Allocations() as found:
-        if clips:
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
     return found
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("how", ["forloop", "foreach", "fused"])
+@pytest.mark.parametrize("how", ["forloop", "foreach"])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
-def test_what_torch_allocates_in_a_step(name: str, how: Implementation, *, clips: bool, first: bool) -> None:
-    optimizer = Optimizer(name, how, clips=clips)
+def test_what_torch_allocates_in_a_step(name: str, how: Implementation, *, first: bool) -> None:
+    optimizer = Optimizer(name, how)
     parameters = [parameter_bytes(count, element_bytes=4, optimizer=optimizer) for count in ELEMENTS]
     predicted = extent(optimizer_steps(parameters, optimizer=optimizer, first=first, on_cpu=True))
-    found = real(name, how, first=first, clips=clips)
+    found = real(name, how, first=first)
     assert predicted.left_bytes == found.left_bytes
     assert abs(predicted.peak_bytes - found.peak_bytes) <= SLACK_BYTES
 
@@ -101,7 +91,7 @@ def test_only_state_is_known_of_an_optimizer_given_in_bytes() -> None:
     own = Optimizer(12.5)
     parameters = [parameter_bytes(count, element_bytes=4, optimizer=own) for count in (10, 4)]
     assert extent(optimizer_steps(parameters, optimizer=own, first=True)) == Extent(175, 175)
-    assert optimizer_steps([], optimizer=Optimizer("adam", clips=True), first=True) == (Step("optimizer", ()),)
+    assert optimizer_steps([], optimizer=Optimizer("adam"), first=True) == (Step("optimizer", ()),)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,8 @@ def test_the_quick_replay_is_the_slow_one(name: str, recompute: Recompute, preci
     traces = {stage: each.traces for stage, each in stages.items()}
     changes = list(device_changes(own.schedule, traces, [each.static for each in stages.values()], device=0))
     assert len(changes) > 100
-    assert simulate_allocator(changes) == simulate_allocator(changes, capacity_bytes=1 << 60)
+    reserved = simulate_allocator(changes)
+    assert reserved.requested_peak_bytes <= reserved.allocated_peak_bytes <= reserved.reserved_peak_bytes
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "unet"])

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.memory.events import StageTrace, extent
+from autosplit.memory.events import StageTrace
 from autosplit.options import Sample
 from autosplit.profile.allocations import Allocations
 from autosplit.profile.stage_graph import stage_graph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
+from tests.memory.extents import extent
 
 ROWS, WIDTH = 4, 8
 VALUE = ROWS * WIDTH * 4
