@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from autosplit.errors import InputError
 from autosplit.options import (
     Options,
     Sample,
+    resolve_compile,
     resolve_devices,
     resolve_lanes,
     resolve_rng,
@@ -53,8 +55,8 @@ def autosplit(
     lanes: str = "auto",
     rng: str = "auto",
     batch_norm: str = "micro",
-    compile: bool = False,
-    graphs: bool = False,
+    compile: bool | str | Mapping[str, Any] = False,
+    graphs: Any = False,
     cut: str = "modules",
     mesh: Any = None,
 ) -> PipelinedModule:
@@ -90,14 +92,13 @@ def autosplit(
         rng: "plain": random operations draw the plain model's own numbers, bit for bit, and leave torch's generator as
             it does; "counter": each draws from a seed per step, operation and microbatch, the same for every cut;
             "auto": plain on CPU lanes, else counter. What cannot be drawn beforehand is drawn by counter and reported.
-        compile: whether `torch.compile` makes the code of the stages, each as one graph; a stage that it cannot follow
-            runs as it is, and the report says why. Numbers are then equal within rounding, no longer in every bit.
+        compile: whether `torch.compile` makes the code of the stages, each as one graph: True, one of its modes such as
+            "reduce-overhead", or a dict of its arguments (backend, mode, options, dynamic). A stage that it cannot
+            follow runs as it is, and the report says why. Numbers are then equal within rounding, not in every bit.
         batch_norm: "micro": a training norm normalises each microbatch by itself, and its running statistics move once
             per step, by all that it saw; "full": it sees the whole batch, as in the plain model, and all that comes
             behind the first one runs once per step, on the last device: exact, at the price of the overlap.
-        graphs: whether the stages' work on CUDA devices is captured in CUDA graphs, from the second step of a kind on,
-            and replayed: one launch for a stage's forward or backward. The same bits; what cannot be a graph runs as it
-            is, and the report says why. What a microbatch in flight saves is held for good.
+        graphs: removed; anything but False is refused. torch's own CUDA graphs are ``compile="reduce-overhead"``.
         cut: where the plan's cuts fall: "modules": between modules; inside a repeated block, or between a head and its
             loss, only where the step gets at least 2% shorter or nothing else fits; "operations": anywhere.
         precision: reserved; anything but None is refused.
@@ -117,6 +118,8 @@ def autosplit(
     _check_model(model)
     choose("precision", precision, (None,))
     choose("mesh", mesh, (None,))
+    if graphs is not False:
+        raise InputError(f"graphs={graphs!r} was removed; compile='reduce-overhead' takes torch's own CUDA graphs")
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     resolved = resolve_devices(devices)
     asked = chosen(
@@ -135,8 +138,7 @@ def autosplit(
         devices=resolved,
         **asked.settings(),
         batch_dims=batch_dims,
-        compile=choose("compile", compile, (False, True)),
-        graphs=choose("graphs", graphs, (False, True)),
+        compile=resolve_compile(compile),
         lanes=resolve_lanes(lanes, resolved),
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),

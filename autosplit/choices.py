@@ -11,6 +11,10 @@ LANES = ("auto", "inline", "threads")
 BATCH_NORM = ("micro", "full")
 """What a training norm with running statistics normalises at once: a microbatch, or the whole batch."""
 RNG = ("auto", "plain", "counter")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""The modes of ``torch.compile``."""
+COMPILE_ARGUMENTS = ("backend", "mode", "options", "dynamic")
+"""What ``torch.compile`` is given by the caller; a stage is always one graph."""
 RECOMPUTE = ("never", "always", "except_last", "block")
 """What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from autosplit.checks import choose
-from autosplit.choices import LANES, OPTIMIZER_COPIES, RNG
+from autosplit.choices import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, OPTIMIZER_COPIES, RNG
 from autosplit.errors import DeviceError, InputError
 from cost_models.machines import MachineSpec
 
@@ -88,10 +88,8 @@ class Options:
     """Whose sizes microbatches have: those of ``torch.tensor_split`` or of ``torch.chunk``."""
     norm_counts: str = "step"
     """What running statistics of norms count as one update: a "step", or each "microbatch" of it."""
-    compile: bool = False
-    """Whether stages run as ``torch.compile`` makes them."""
-    graphs: bool = False
-    """Whether cells run as CUDA graphs."""
+    compile: Mapping[str, Any] | None = None
+    """The arguments of ``torch.compile``, by which stages run; None: as they are."""
     machine: MachineSpec | None = None
     """The machine on paper that is planned for, one device per lane; ``devices`` only stand for them then."""
     reserve: int | float = 0
@@ -195,6 +193,20 @@ def resolve_rng(rng: str, devices: Sequence[torch.device]) -> str:
     if rng == "auto":
         return "counter" if cuda else "plain"
     return rng
+
+
+def resolve_compile(compile: Any) -> Mapping[str, Any] | None:
+    """Return the arguments of ``torch.compile``: none for True, a mode's, or those of a dict; None for False."""
+    if isinstance(compile, Mapping):
+        for name in compile:
+            choose("compile", name, COMPILE_ARGUMENTS)
+        if compile.get("mode") is not None:
+            choose("compile mode", compile["mode"], COMPILE_MODES)
+        return dict(compile)
+    choose("compile", compile, (False, True, *COMPILE_MODES))
+    if isinstance(compile, str):
+        return {"mode": compile}
+    return {} if compile else None
 
 
 def resolve_devices(devices: Any) -> tuple[torch.device, ...]:

@@ -258,7 +258,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         recorded, graph = step.recorded, self._program(step)
         self._show(recorded, graph)
         threads = self._threads(step, graph)
-        if threads is not None or self._replays(step, graph):
+        if threads is not None:
             return list(middle.call(step, threads))
         program = self._core.compiled[graph][0]
         try:
@@ -280,10 +280,6 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         if core.threads is None or len(step.sizes) == 1 or graph in core.edited or needs_one_thread():
             return None
         return core.threads
-
-    def _replays(self, step: PreparedStep, graph: fx.Graph) -> bool:
-        """Tell whether a call's cells may run as graphs, issued by the caller's thread."""
-        return step.graphs is not None and graph not in self._core.edited and not needs_one_thread()
 
     def _program(self, step: PreparedStep) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
@@ -354,7 +350,6 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
             key,
             sample,
             python,
-            graphs=recorded.graphs,
         )
 
     def _settle(self, lanes: Sequence[Lane]) -> None:

@@ -17,7 +17,6 @@ from autosplit.options import Options, Sample
 from autosplit.planning.plan import Plan
 from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.cells import Step
-from autosplit.runtime.graphs import Graphs
 from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, on_lane
 from autosplit.runtime.running_statistics import Collected
@@ -63,8 +62,6 @@ class Recorded:
     """How many attempts to make one recording of several lengths were in vain so far."""
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     orders: dict[Any, Any] = field(default_factory=dict)
-    graphs: Graphs | None = None
-    """Runs cells as graphs, where the caller asked for that."""
     settled: dict[Key, bool] = field(default_factory=dict)
     """Calls after which the model's own Python changed nothing more: True; False where it did."""
 

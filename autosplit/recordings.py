@@ -31,7 +31,6 @@ from autosplit.python_runs import PythonRuns
 from autosplit.recorded import PreparedStep, Recorded, tree_of, used
 from autosplit.runtime.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.changed_inputs import as_called, refusal
-from autosplit.runtime.graphs import Graphs
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
@@ -98,14 +97,10 @@ class Recordings:
             )
 
     def notes(self) -> str:
-        """Return what the report says of stages that were to be compiled, or to run as graphs."""
+        """Return what the report says of stages that were to be compiled."""
         every = [recorded for variants in self.kept.values() for recorded in variants]
         found = {place: reason for one in every for place, reason in one.lowered.uncompiled.items()}
         lines = [f"not compiled: {place}: {reason}" for place, reason in found.items()]
-        graphs = (one.graphs for one in every if one.graphs is not None)
-        lines += dict.fromkeys(f"graphs: {stage.line()}" for own in graphs for stage in own.stages)
-        if self.options.graphs and self.tree is not None:
-            lines.append("graphs: none where the model runs by its own Python")
         lines += self._collapses.found()
         return "".join(f"\n{line}" for line in lines)
 
@@ -392,5 +387,4 @@ class Recordings:
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
-        graphs = Graphs(lowered, self.lanes) if self.options.graphs else None
-        return Recorded(found.graph, lowered, found, kind, self.lanes, graphs=graphs)
+        return Recorded(found.graph, lowered, found, kind, self.lanes)

@@ -50,7 +50,7 @@ class Unit(NamedTuple):
 class Region:
     """A graph under construction: recorded nodes go in by :meth:`copy`, outside values by :meth:`bind`."""
 
-    def __init__(self, layout: Layout, device: torch.device, *, compiled: bool = False) -> None:
+    def __init__(self, layout: Layout, device: torch.device, *, compiled: Mapping[str, Any] | None = None) -> None:
         self.compiled = compiled
         self.layout = layout
         self.traced = layout.traced
@@ -240,7 +240,7 @@ class Region:
         """Put a call of a unit in the place of its nodes."""
         own = [made for node in unit.nodes for made in self.made[node]]
         region = self._module(take_out(self.graph, own, attribute=f"unit{number}"), f"Unit{number}")
-        run = Compiled(region, unit.place) if self.compiled else None
+        run = None if self.compiled is None else Compiled(region, unit.place, self.compiled)
         return recomputed(region, self.layout, unit.nodes, place=unit.place, run=run)
 
 

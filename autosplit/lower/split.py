@@ -141,12 +141,12 @@ def lower(
     devices: Sequence[torch.device],
     *,
     recompute: Sequence[str] | None = None,
-    compiled: bool = False,
+    compiled: Mapping[str, Any] | None = None,
 ) -> Lowered:
     """Cut a recording into stages; ``stage_of`` gives the stage of every tensor-computing node by stable name.
 
-    ``recompute`` says what each stage does again in its backward; None: nothing. ``compiled``: stages, and blocks that
-    are recomputed, run as ``torch.compile`` makes them.
+    ``recompute`` says what each stage does again in its backward; None: nothing. ``compiled``: the arguments of
+    ``torch.compile`` for stages, and for blocks that are recomputed; None: they run as they are.
     """
     recompute = tuple(recompute or ["never"] * len(devices))
     layout = lay_out(traced, stage_of, len(devices))
@@ -159,7 +159,9 @@ def lower(
     )
     inputs = _epilogue_inputs(layout)
     epilogue = _epilogue(layout, devices[-1], inputs, wanted, names) if layout.epilogue else None
-    runs = tuple(Compiled(stage, f"stage {i}", parts=stage.units) for i, stage in enumerate(stages)) if compiled else ()
+    runs: tuple[Compiled, ...] = ()
+    if compiled is not None:
+        runs = tuple(Compiled(stage, f"stage {i}", compiled, parts=stage.units) for i, stage in enumerate(stages))
     return Lowered(layout, stages, prologues, epilogue, inputs, wanted, tuple(output.args[0]), recompute, runs)
 
 
@@ -172,7 +174,12 @@ def _recomputed(layout: Layout, index: int, stage: RegionModule, run: Compiled |
 
 
 def _stage(
-    layout: Layout, index: int, device: torch.device, names: Mapping[str, str], recompute: str, compiled: bool
+    layout: Layout,
+    index: int,
+    device: torch.device,
+    names: Mapping[str, str],
+    recompute: str,
+    compiled: Mapping[str, Any] | None,
 ) -> RegionModule:
     stage = layout.stages[index]
     region = Region(layout, device, compiled=compiled)

@@ -21,8 +21,6 @@ _FULL = 0.9
 _LONG_LINK = 0.5
 """A transfer is long that takes this share of the forward that waits for it."""
 _NOTABLE = 0.01
-GRAPHS = "graphs=True"
-"""What a plan's note on graphs begins with."""
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:
@@ -126,13 +124,11 @@ def _host(plan: Plan) -> Iterator[str]:
     found = host_step(plan)
     if found is None or not found.binds:
         return
-    captured = any(note.startswith(GRAPHS) for note in plan.notes)
-    graphs = "" if captured else f"; {GRAPHS} makes one launch of each stage, part and microbatch"
     threads = "one host thread issues" if plan.issue_threads == 1 else f"{plan.issue_threads} host threads each issue"
     yield (
         f"host-bound: {threads} kernels for {format_seconds(found.issue_s)} per step, the devices need "
         f"{format_seconds(found.devices_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer "
-        f"kernels{graphs}"
+        "kernels, and compile=True fuses them"
     )
 
 

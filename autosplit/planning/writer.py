@@ -26,7 +26,6 @@ from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
 from autosplit.planning.ranges import peak_ranges
-from autosplit.planning.reasons import GRAPHS
 from autosplit.planning.records import StageMemory, StagePlan, Transfer
 from autosplit.planning.specs import notes_on_unknown
 from autosplit.planning.step_overhead import overhead_s
@@ -35,14 +34,12 @@ from autosplit.planning.verdicts import verdict_of
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.times import NodeTimes
 from autosplit.profile.types import Profile, StateProfile
-from autosplit.schedule.in_flight import in_flight_of
 from autosplit.schedule.simulate import simulate
 from autosplit.trace import side_effects
 from autosplit.trace.draw_rules import with_plain_numbers
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.norms import norm_notes
 from autosplit.trace.own_loss import note_on_loss
-from autosplit.units import format_bytes
 
 
 class Writer:
@@ -180,14 +177,13 @@ class Writer:
         )
 
     def _issue(self, index: int, names: Sequence[str]) -> NodeTimes:
-        """Return how long a host thread issues a stage's kernels, per microbatch; a graph is one launch."""
+        """Return how long a host thread issues a stage's kernels, per microbatch."""
         each_s = kernel_issue_s(self.options, self.lane[index])
-        graphs = self.options.graphs
-        share = {NodeClass.MICRO: float(not graphs), NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
+        share = {NodeClass.MICRO: 1.0, NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
         own = [(self.costs.nodes[name], each_s * share[self._classes[name]]) for name in names] if each_s else []
         return NodeTimes(
-            graphs * each_s + sum(node.forward_kernels * part for node, part in own),
-            self.schedule.has_backward * (graphs * each_s + sum(node.backward_kernels * part for node, part in own)),
+            sum(node.forward_kernels * part for node, part in own),
+            self.schedule.has_backward * sum(node.backward_kernels * part for node, part in own),
         )
 
     def _memory(self, index: int) -> StageMemory:
@@ -206,34 +202,6 @@ class Writer:
             reserve_bytes=self.options.reserved_bytes(lane),
             low_bytes=None if lane not in self._ranges else self._ranges[lane].low_bytes,
             high_bytes=None if lane not in self._ranges else self._ranges[lane].high_bytes,
-        )
-
-    def _graphs_bytes(self) -> list[int]:
-        """Return about how much more each device holds as graphs: its last backward's, per microbatch in flight.
-
-        And once the sums of its parameters' gradients. A CPU has no graphs. Empty where nothing was replayed.
-        """
-        held, found = in_flight_of(self.schedule).held, []
-        for lane, (actions, full) in enumerate(zip(self.schedule.lanes, self.fullest, strict=False)):
-            stages = [stage for stage, place in enumerate(self.lane) if place == lane]
-            sums = sum(state_bytes(state, self.options).gradient for stage in stages for state in self._states(stage))
-            one, most = (
-                moment.get("activations", 0) + moment.get("transient", 0)
-                for moment in (full.over_step[len(actions) - 1], full.moment.bytes)
-            )
-            cuda = self.options.devices[lane].type == "cuda"
-            found.append(cuda * (sums + max(0, one * sum(held[stage] for stage in stages) - most)))
-        return found
-
-    def _graphs_note(self) -> str:
-        """Return what graphs hold; by this note it is known of a plan that it has them."""
-        more, holds = self._graphs_bytes(), f"{GRAPHS} holds memory per microbatch in flight for good, "
-        if not more:
-            return f"{holds}beyond the peaks: how much is not known, for nothing was replayed"
-        lane = more.index(max(more))
-        return (
-            f"{holds}about {format_bytes(max(more))} more on {self.options.device_name(lane)} than its peak says: sums "
-            "of gradients, and each one's transients"
         )
 
     def _held(self, index: int) -> dict[str, int]:
@@ -325,8 +293,6 @@ class Writer:
             if (loss := note_on_loss(self.traced)) is not None:
                 yield loss
         yield from advice(self.formulation.problem, self.partition, self.options, measured=self.costs.measured)
-        if self.options.graphs and self.options.kernels == "cuda":
-            yield self._graphs_note()
         if self.unreplayed is not None:
             yield f"peaks are by the additive formula, not replayed: {self.unreplayed}"
         if self.costs.estimated:

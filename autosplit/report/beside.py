@@ -192,7 +192,7 @@ def _host(plan: Plan, measured: StepTimeline) -> Iterator[tuple[str, str]]:
     words += f"{format_seconds(issued_s)} measured to issue the step, {issued_s / measured.step_s:.0%} of it"
     if found is not None and found.binds:
         words += f"; host-bound: {format_seconds(found.devices_s)} by the devices alone, {format_seconds(found.step_s)}"
-        words += " behind the host: fewer chunks, or graphs=True, make fewer calls"
+        words += " behind the host: fewer chunks, or compile=True, make fewer calls"
     yield "host", words
 
 

@@ -60,8 +60,6 @@ class Step:
     """Schedules made ready to run, kept from call to call."""
     clock: StepClock | None = field(default=None, kw_only=True)
     """Takes the time of what runs, where somebody asked for that."""
-    graphs: Any = field(default=None, kw_only=True)
-    """Runs cells as graphs (:class:`autosplit.runtime.graphs.Graphs`); None where that is not asked for."""
 
     @property
     def schedule(self) -> Schedule:
@@ -154,7 +152,6 @@ class Cells:
         self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
         self.aliased = detached and (has_module_hooks() or any_autocast())
         self.clear()
-        self.graphs = step.graphs.begin(self) if step.graphs and (detached or not torch.is_grad_enabled()) else None
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
@@ -205,7 +202,6 @@ class Cells:
             if self.step.clock is not None:  # on the lane itself it begins when that is there
                 self.step.clock.begins(Action(stage, "F", microbatch))
             run = self.lowered.cell(stage, last=microbatch == len(self.step.sizes) - 1)
-            run = run if self.graphs is None else partial(self.graphs.forward, self, border, stage, microbatch, run)
             border.sent = run(*[given[name] for name in self.lowered.takes[stage]])
         border.done = lane.record()
         return border
@@ -261,9 +257,7 @@ class Cells:
                 for leaf, gradient in product.gradients():
                     self._add(stage, leaf, gradient)
                     own.add(id(leaf))
-            if border.rest is not None:
-                border.rest()
-        border.put_off, border.rest, border.lease = [], None, None
+        border.put_off = []
 
     def _add(self, stage: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add to a sum, in place where nothing else uses its memory."""
@@ -285,13 +279,10 @@ class Cells:
         border = self.cells[stage, microbatch]
         in_turn = whole or self.added[stage] == microbatch
         with self.step.lanes[stage].active():
-            if border.lease is not None and self.graphs is not None:
-                begun = self.graphs.backward(self, border, stage, microbatch, whole=whole)
-            else:
-                begun = self.roots_of(border, stage, microbatch)
-            made = self._made(border, stage, microbatch, *begun, whole=whole, in_turn=in_turn)
+            roots, seeds = self.roots_of(border, stage, microbatch)
+            made = self._made(border, stage, microbatch, roots, seeds, whole=whole, in_turn=in_turn)
             if in_turn:
-                self.take_totals(stage, made)
+                self._take_totals(stage, made)
         if in_turn:
             self.added[stage] = microbatch + 1
         else:
@@ -300,7 +291,6 @@ class Cells:
         if not self.keep:
             border.leaves.clear()
             border.sent = {}
-            border.lease, border.again = border.lease if border.rest is not None else None, None
 
     def _made(
         self, border: Border, stage: int, microbatch: int, roots: Any, seeds: Any, *, whole: bool, in_turn: bool
@@ -312,7 +302,7 @@ class Cells:
         later = PutOff() if whole else self._put_off(roots, stage, microbatch)
         summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
         if in_turn:
-            self.hold(stage, summed, roots, seeds)
+            self._hold(stage, summed, roots, seeds)
         found = iter(gradients(roots, seeds, [*(t for *_, t in leaves), *summed, *later.edges], keep=self.keep))
         for (name, position, _), gradient in zip(leaves, found, strict=False):
             if gradient is not None:
@@ -322,7 +312,7 @@ class Cells:
         border.put_off = later.products
         return made
 
-    def take_totals(self, stage: int, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def _take_totals(self, stage: int, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Keep the sums that a backward gives; what was no part of it is added."""
         totals = self.totals[stage]
         for leaf, total in made:
@@ -330,7 +320,7 @@ class Cells:
                 before = totals.get(id(leaf)) if id(leaf) in self.apart else None
                 totals[id(leaf)] = total if before is None else before + total
 
-    def hold(self, stage: int, summed: Iterable[torch.Tensor], roots: list[Any], seeds: list[torch.Tensor]) -> None:
+    def _hold(self, stage: int, summed: Iterable[torch.Tensor], roots: list[Any], seeds: list[torch.Tensor]) -> None:
         """Add what was summed so far to what a backward begins at; large sums so that they are added to in place."""
         totals = self.totals[stage]
         held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]

@@ -11,7 +11,7 @@ has a lock of its own; lanes that meet new shapes at the same time compile one a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import nn
 
 from autosplit.runtime.ambient import is_transformed, watched
 
-BACKEND = "inductor"
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
 _DRAWS = "it takes draws or statistics of the whole step"
 
@@ -30,22 +29,26 @@ class Compiled(nn.Module):
     Attributes:
         region: the GraphModule; it is not registered here.
         place: what to call it in the report.
+        options: the arguments of ``torch.compile``.
         parts: attributes of the region that run, compiled, what it recomputes; what is around them is not compiled.
         reason: why it runs by its own graph; "" where it is compiled.
     """
 
     region: Any
     place: str
+    options: Mapping[str, Any]
     parts: tuple[str, ...]
     reason: str
 
-    def __init__(self, region: Any, place: str, parts: tuple[str, ...] = ()) -> None:
+    def __init__(self, region: Any, place: str, options: Mapping[str, Any], parts: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.__dict__.update(region=region, place=place, parts=parts, making=threading.Lock(), made=None)
+        self.__dict__.update(
+            region=region, place=place, options=options, parts=parts, making=threading.Lock(), made=None
+        )
         self.__dict__["reason"] = _DRAWS if "key" in region.takes and not parts else ""
 
     def __reduce__(self) -> Any:
-        return Compiled, (self.region, self.place, self.parts)
+        return Compiled, (self.region, self.place, self.options, self.parts)
 
     def forward(self, *given: Any) -> Any:
         """Run the region."""
@@ -63,10 +66,7 @@ class Compiled(nn.Module):
     def _code(self) -> Callable[..., Any]:
         with self.__dict__["making"]:
             if self.__dict__["made"] is None:
-                # inductor's own graphs, which may be on for the process, know of one microbatch in flight
-                options: Any = {"triton.cudagraphs": False} if BACKEND == "inductor" else None
-                made = torch.compile(self.region.forward, fullgraph=True, backend=BACKEND, options=options)
-                self.__dict__["made"] = made
+                self.__dict__["made"] = torch.compile(self.region.forward, fullgraph=True, **self.options)
             return self.__dict__["made"]
 
 

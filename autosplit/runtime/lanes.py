@@ -15,7 +15,6 @@ memory which another stream allocated. The backward mirrors this: gradients are 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -254,10 +253,6 @@ class CudaLane:
     def peak_bytes(self) -> int | None:
         """Return the most that the device's allocator has given out at once."""
         return self.streams.peak_bytes(self.device)
-
-    def capture(self, work: Callable[[], None], pool: Any, generators: Sequence[torch.Generator] = ()) -> Any:
-        """Return a graph of what ``work`` issues to the compute stream: see `Streams.capture`."""
-        return self.streams.capture(work, self.own.compute, pool, generators)
 
     def now(self) -> CudaLane:
         """Return the lane itself: its streams are the same everywhere."""

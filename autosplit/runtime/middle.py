@@ -108,8 +108,6 @@ def _backward(cells: Cells, threads: LaneThreads | None, leaves: Sequence[Leaf])
                 lane.wait(ready)
         for action in reversed(cells.step.forwards()):
             cells.act(action._replace(kind="B"))
-        if cells.graphs is not None:
-            cells.graphs.hand_out(cells)
         used += [*cells.input_gradients.values(), *(total for totals in cells.totals for total in totals.values())]
 
 

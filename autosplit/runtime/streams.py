@@ -1,24 +1,17 @@
-"""The seam to the accelerator: streams, events, copies, lifetimes and graphs, each as one small method.
+"""The seam to the accelerator: streams, events, copies and lifetimes, each as one small method.
 
 :class:`autosplit.runtime.lanes.CudaLane` holds the handshake and reaches the hardware through nothing else, so that
 the same handshake runs on CUDA and, in the tests, on streams that only write down what they were told.
-
-``_cuda_endAllocateToPool`` and ``_cuda_releasePool`` are private, but nothing else tells the allocator that a capture
-is over which torch could not end. ``torch.cuda.use_mem_pool`` calls both; read in the source of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
 
 from autosplit.profile.clocks import occupy
-
-_FAILED: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed: the allocator may ask them still which streams they capture."""
 
 
 class Streams(Protocol):
@@ -68,29 +61,6 @@ class Streams(Protocol):
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         """Have a tensor's memory, once freed, wait for the work issued to a stream by then before it is used again."""
-
-    def pool(self, device: torch.device) -> Any:
-        """Return a new pool of a device's memory, for graphs that are replayed one after the other.
-
-        What a graph's work frees may be what a later graph of the pool keeps: a replay makes garbage of that.
-        """
-
-    def capture(self, work: Callable[[], None], stream: Any, pool: Any, generators: Sequence[torch.Generator]) -> Any:
-        """Return a graph of what ``work`` issues to a stream; nothing of it is done before the graph is replayed.
-
-        The graph has its memory from the pool: what nobody refers to when the capture is over may be that of the next
-        graph's. ``generators`` are those that `drawing` is given in ``work``. An error is that of ``work``, or says
-        what cannot be in a graph; the host waits for the device.
-        """
-
-    def replay(self, graph: Any) -> None:
-        """Issue a graph to the current stream of its device; the generators go on from where they are."""
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return a new generator for `drawing`."""
-
-    def drawing(self, generator: torch.Generator) -> AbstractContextManager[Any]:
-        """Have random operations draw from a generator in the place of their device's own."""
 
 
 class CudaStreams:
@@ -168,65 +138,3 @@ class CudaStreams:
     def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Call ``record_stream``: the caching allocator puts an event on the stream when the tensor is freed."""
         tensor.record_stream(stream)
-
-    def pool(self, device: torch.device) -> Any:
-        """Return a handle of a private pool of the caching allocator."""
-        return torch.cuda.graph_pool_handle()
-
-    def capture(
-        self, work: Callable[[], None], stream: torch.cuda.Stream, pool: Any, generators: Sequence[torch.Generator]
-    ) -> torch.cuda.CUDAGraph:
-        """Capture as ``torch.cuda.graph`` does; only what this thread does wrongly is an error.
-
-        Other threads of the caller's, such as a loader's that pins memory, may go on meanwhile. Autograd's own thread
-        issues a backward to the stream of its forward, so to the same stream.
-        """
-        with self.using(stream):  # which torch leaves the current one where it cannot end a capture
-            graph = _graph(generators)
-            try:
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    work()
-            except BaseException:
-                _FAILED.append(graph)
-                _given_up(stream, pool, generators)
-                raise
-        return graph
-
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Launch the graph."""
-        graph.replay()
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return a Philox generator."""
-        return torch.Generator(device)
-
-    @contextmanager
-    def drawing(self, generator: torch.Generator) -> Iterator[None]:
-        """Give the device's default generator another one's state: the one that a graph may have in it."""
-        own = torch.cuda.default_generators[generator.device.index]
-        before = own.graphsafe_get_state()
-        own.graphsafe_set_state(generator)
-        try:
-            yield
-        finally:
-            own.graphsafe_set_state(before)
-
-
-def _graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    return graph
-
-
-def _given_up(stream: torch.cuda.Stream, pool: Any, generators: Sequence[torch.Generator]) -> None:
-    """Have the allocator and the generators know that a capture is over, where torch stopped short of telling them.
-
-    An allocator that thinks a capture is under way frees nothing that another stream used. It raises where it was
-    told, and then the pool is not released either: the graph does that. A capture that succeeds ends the generators'.
-    """
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
-        torch._C._cuda_releasePool(stream.device.index, pool)
-    with suppress(RuntimeError), torch.cuda.graph(_graph(generators), stream=stream, capture_error_mode="thread_local"):
-        torch.zeros((), device=stream.device)  # of an empty graph torch warns

@@ -85,7 +85,7 @@ class _TrainCells(Cells):
         self.roots: dict[int, torch.Tensor] = {}
         """The loss of each microbatch, until its backward."""
         self.free: list[torch.Tensor] = []
-        self.wants = loss.wants if self.graphs is None else None
+        self.wants = loss.wants
         self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
 
@@ -200,8 +200,6 @@ class _TrainCells(Cells):
 
     def results(self) -> list[torch.Tensor | None]:
         """Return what the caller's thread works on when the lanes are done."""
-        if self.graphs is not None:
-            self.graphs.hand_out(self)
         totals = [total for own in self.totals for total in own.values()]
         kept = self.check.tensors() if self.check is not None else []
         return [*self.losses.values(), *totals, *self.input_gradients.values(), *kept]

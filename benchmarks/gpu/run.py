@@ -39,7 +39,7 @@ PARTS = {
     "twin_resnet": "ResNet-101, likewise",
     "twin_gpt2": "GPT-2 XL, likewise",
     "predict": "predictions written down, then checked: stages on one card; the CPU and the card",
-    "faster": "graphs=True and compile=True against eager stages",
+    "faster": "compile=True against eager stages",
     "races": "random delays around every transfer: the bits of the single stream",
 }
 RESULTS = Path(__file__).parents[1] / "results"

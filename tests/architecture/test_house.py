@@ -96,7 +96,8 @@ def commands(*arguments: str) -> str:
 
 def test_make_test_checks_first():
     lines = commands("test").splitlines()
-    assert lines[-1].strip() == f".venv/bin/python {PYTEST}"
+    assert lines[-1].strip() == f'.venv/bin/python {PYTEST} -m "not slow"'
+    assert commands("test-all").splitlines()[-1].split() == [".venv/bin/python", *PYTEST.split()]
     assert [line.split()[0] for line in lines[-5:-1]] == [
         ".venv/bin/ruff",
         ".venv/bin/ruff",
@@ -121,7 +122,7 @@ def test_make_test_looks_for_a_browser_and_says_what_is_skipped_without(tmp_path
 
 def test_another_torch_has_an_environment_of_its_own():
     text = commands("test", "TORCH=2.15.0", "ARGS=-k name")
-    assert text.splitlines()[-1] == f".venv-torch-2.15.0/bin/python {PYTEST} -k name"
+    assert text.splitlines()[-1] == f'.venv-torch-2.15.0/bin/python {PYTEST} -m "not slow" -k name'
     assert "torch==2.15.0" in text
     assert " .venv/" not in text
     assert "ruff" not in text

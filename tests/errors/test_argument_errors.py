@@ -106,7 +106,6 @@ def test_an_unknown_choice_lists_the_valid_ones(option: str, unchanged: Unchange
 UNAVAILABLE = {
     "precision": "amp_bf16",
     "compile": "always",
-    "graphs": "always",
     "mesh": "a mesh",
 }
 
@@ -116,6 +115,22 @@ def test_what_this_version_does_not_do_is_refused_and_never_ignored(option: str,
     model = chain()
     with unchanged(model, value()), pytest.raises(InputError, match=rf"{option}=.*valid: "):
         split(model, **{option: UNAVAILABLE[option]})
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        ({"compile": {"mood": "default"}}, ("mood", "backend", "mode", "dynamic")),
+        ({"compile": {"mode": "fast"}}, ("fast", "reduce-overhead", "max-autotune")),
+        ({"graphs": True}, ("graphs=True", "compile='reduce-overhead'")),
+    ],
+)
+def test_what_torch_compile_does_not_take(asked: Any, parts: tuple[str, ...], unchanged: Unchanged) -> None:
+    model = chain()
+    with unchanged(model, value()), pytest.raises(InputError) as caught:
+        split(model, **asked)
+    for part in parts:
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import plan
-from autosplit.errors import ProfileError
 from autosplit.options import Options, Sample
 from autosplit.planning.case import _lies_on
 from autosplit.planning.plan import Plan
@@ -53,9 +52,9 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
 
 
-def planned(*devices: str, measure: bool = True, graphs: bool = False) -> Plan:
+def planned(*devices: str, measure: bool = True) -> Plan:
     found, own = trace(made := model(), Sample(batch())), tuple(map(torch.device, devices))
-    options = Options(own, CHUNKS, schedule="gpipe", rng="counter", measure=measure, graphs=graphs)
+    options = Options(own, CHUNKS, schedule="gpipe", rng="counter", measure=measure)
     return make_plan(made, found, options, sizes=(ROWS // CHUNKS,) * CHUNKS)
 
 
@@ -134,41 +133,13 @@ def test_the_optimizers_step_is_that_of_the_leading_device() -> None:
     assert step_bytes("cpu", "cpu") == step_bytes("cuda:0", optimizer="sgd") == 0
 
 
-def test_a_plan_of_graphs_whose_peaks_were_not_replayed_is_not_told_to_take_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(*_: object, **__: object) -> object:
-        raise ProfileError("a backward does not run on fake tensors")
-
-    monkeypatch.setattr("autosplit.planning.writer.fullest_moments", fails)
-    found = planned("cpu", "cuda:0", graphs=True, measure=False)
-    assert any(note.startswith("graphs=True") and "how much is not known" in note for note in found.notes)
-    slow = tuple(stage.model_copy(update={"forward_issue_s": 1.0, "backward_issue_s": 1.0}) for stage in found.stages)
-    [said] = [why for why in reasons(found.model_copy(update={"stages": slow})) if why.startswith("host-bound")]
-    assert "graphs=True" not in said
-    assert not any(note.startswith("graphs=True") for note in planned("cpu", measure=False, graphs=True).notes)
-
-
-def test_a_plan_of_graphs_says_what_they_hold_and_does_not_advise_them() -> None:
-    plain, found = (planned("cuda:0", "cuda:1", graphs=graphs) for graphs in (False, True))
-    [note] = [note for note in found.notes if note.startswith("graphs=True")]
-    assert "more on cuda:" in note
-    assert not any(note.startswith("graphs=True") for note in plain.notes)
-    slow = [
-        own.model_copy(
-            update={
-                "stages": tuple(
-                    stage.model_copy(update={"forward_issue_s": 1.0, "backward_issue_s": 1.0}) for stage in own.stages
-                )
-            }
-        )
-        for own in (plain, found)
-    ]
-    said = [next(reason for reason in reasons(own) if reason.startswith("host-bound")) for own in slow]
-    assert "graphs=True" in said[0]
-    assert "graphs=True" not in said[1]
-    assert said[1].endswith("fewer chunks mean fewer kernels")
-    assert not any("torchrun" in each for each in said)
+def test_a_plan_that_the_host_binds_advises_fewer_kernels() -> None:
+    found = planned("cuda:0", "cuda:1")
+    slow = [stage.model_copy(update={"forward_issue_s": 1.0, "backward_issue_s": 1.0}) for stage in found.stages]
+    said = next(
+        why for why in reasons(found.model_copy(update={"stages": tuple(slow)})) if why.startswith("host-bound")
+    )
+    assert said.endswith("fewer chunks mean fewer kernels, and compile=True fuses them")
 
 
 def test_a_model_of_buffers_alone_is_planned() -> None:

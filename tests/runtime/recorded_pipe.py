@@ -63,8 +63,6 @@ class RecordedPipe:
         assert {stage.lane for stage in self.pipe.plan.stages} == set(range(len(devices)))
         ((self.recorded,),) = self.pipe._core.recordings.kept.values()
         self.pipe._core.recordings.lanes = self.recorded.lanes = tuple(self.lanes)
-        for stage, lane in zip(self.recorded.graphs.stages if self.recorded.graphs else (), self.lanes, strict=False):
-            stage.lane = lane
         for made in ("parts", "setup", "ending"):
             self.recorded.__dict__.pop(made, None)
         self.pipe._attach(self.recorded)

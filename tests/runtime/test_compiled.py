@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit import autosplit
-from autosplit.runtime import compiled
 from examples.models import ToyModel
 from tests.equivalence.side_by_side import assert_equal, grads
 
@@ -52,12 +51,11 @@ class Counted:
         self.made += 1
         return graph.forward
 
+    def __reduce__(self) -> str:
+        return "BACKEND"
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    backend = Counted()
-    monkeypatch.setattr(compiled, "BACKEND", backend)
-    return backend
+
+BACKEND = Counted()
 
 
 def run(module: nn.Module, rows: int) -> list[Any]:
@@ -83,10 +81,10 @@ def step(module: nn.Module, rows: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("lanes", "again"), KINDS)
-def test_the_plain_models_numbers_on_ragged_batches(lanes: str, again: str, counted: Counted) -> None:
+def test_the_plain_models_numbers_on_ragged_batches(lanes: str, again: str) -> None:
     torch.manual_seed(0)
-    model = Net()
-    pipe = autosplit(model, devices=3, chunks=3, lanes=lanes, recompute=again, compile=True)
+    model, counted = Net(), Counted()
+    pipe = autosplit(model, devices=3, chunks=3, lanes=lanes, recompute=again, compile={"backend": counted})
     for rows in (6, 8):  # the second batch has microbatches of 3 and of 2 rows
         assert_equal(run(pipe, rows), run(model, rows))
         assert_equal(step(pipe, rows), step(model, rows))
@@ -100,11 +98,11 @@ def test_the_plain_models_numbers_on_ragged_batches(lanes: str, again: str, coun
     assert "not compiled" not in pipe.report()
 
 
-def test_a_stage_that_draws_runs_as_it_is_and_the_report_says_why(counted: Counted) -> None:
+def test_a_stage_that_draws_runs_as_it_is_and_the_report_says_why() -> None:
     torch.manual_seed(0)
-    model = Net(0.5)
+    model, counted = Net(0.5), Counted()
     found = []
-    for asked in (False, True):
+    for asked in (False, {"backend": counted}):
         pipe = autosplit(model, devices=2, chunks=2, compile=asked, sample=torch.ones(4, 8, dtype=torch.float64))
         torch.manual_seed(3)
         found.append(run(pipe, 5))
@@ -115,14 +113,13 @@ def test_a_stage_that_draws_runs_as_it_is_and_the_report_says_why(counted: Count
     assert counted.made
 
 
-def test_a_compiler_that_fails_costs_a_line_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_costs_a_line_in_the_report() -> None:
     def failing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(compiled, "BACKEND", failing)
     torch.manual_seed(0)
     model = Net()
-    pipe = autosplit(model, devices=2, chunks=2, compile=True)
+    pipe = autosplit(model, devices=2, chunks=2, compile={"backend": failing})
     assert_equal(run(pipe, 5), run(model, 5))
     lines = [line for line in pipe.report().splitlines() if line.startswith("not compiled")]
     assert len(lines) == 2
@@ -140,8 +137,8 @@ class Raising(nn.Module):
         return self.first(value) + self.table(index)
 
 
-def test_an_error_of_the_models_own_stays_its_own(counted: Counted) -> None:
-    pipe = autosplit(Raising(), devices=2, chunks=2, compile=True)
+def test_an_error_of_the_models_own_stays_its_own() -> None:
+    pipe = autosplit(Raising(), devices=2, chunks=2, compile={"backend": Counted()})
     value = torch.randn(4, 4)
     pipe(value, torch.zeros(4, dtype=torch.long))
     with pytest.raises(IndexError, match="index out of range") as found:
@@ -150,27 +147,21 @@ def test_an_error_of_the_models_own_stays_its_own(counted: Counted) -> None:
     assert pipe(value, torch.ones(4, dtype=torch.long)).shape == (4, 4)
 
 
-def test_copies_drop_what_was_compiled(counted: Counted) -> None:
-    pipe = autosplit(ToyModel(), devices=2, chunks=2, compile=True)
+def test_copies_drop_what_was_compiled() -> None:
+    pipe = autosplit(ToyModel(), devices=2, chunks=2, compile={"backend": BACKEND})
+    BACKEND.made = 0
     value = torch.randn(4, 4)
     expected = pipe(value)
-    made = counted.made
+    made = BACKEND.made
     for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
         assert_equal([twin(value)], [expected])
-    assert counted.made == 3 * made
-    stage = pickle.loads(pickle.dumps(compiled.Compiled(ToyModelRegion(), "stage 0")))
-    assert stage.__dict__["made"] is None
+    assert BACKEND.made == 3 * made
 
 
-class ToyModelRegion(nn.Module):
-    """Stands for a region."""
-
-    takes = ("inputs",)
-
-
-def test_inductors_code(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [True, {"mode": "default", "dynamic": True}])
+def test_inductors_code(asked: Any) -> None:
     torch.manual_seed(0)
     model = Net()
-    pipe = autosplit(model, devices=2, chunks=2, compile=True)
+    pipe = autosplit(model, devices=2, chunks=2, compile=asked)
     assert_equal(step(pipe, 4), step(model, 4), tolerance=1e-10)
     assert "not compiled" not in pipe.report()
