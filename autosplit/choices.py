@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from autosplit.schedule.catalog import SCHEDULES as _CATALOG
+
 RESERVE = "3%"
 """What every device keeps free: no figure of memory was held against a GPU yet."""
 OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
-SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward")
+SCHEDULES = ("auto", *_CATALOG)
 LANES = ("auto", "inline", "threads")
 BATCH_NORM = ("micro", "full")
 """What a training norm with running statistics normalises at once: a microbatch, or the whole batch."""

@@ -21,7 +21,6 @@ import torch
 
 import cost_models
 from autosplit.schedule.catalog import build
-from autosplit.schedule.in_flight import in_flight_of
 from benchmarks import pairs
 from benchmarks.published_torchgpipe import experiments, predicted, stages_of
 
@@ -196,15 +195,16 @@ def zero_bubble(row: Row) -> Line:
 def _device_bytes(name: str, chunks: int, device: int, full: float, waiting: float) -> float:
     stages = _DEVICES * chunks
     schedule = build(name, stages=stages, microbatches=_MICROBATCHES, virtual_stages=chunks)
-    lane = in_flight_of(schedule).lanes[device]
-    layers = [(_LAYERS + 2) // stages - (stage in (0, stages - 1)) for stage in lane.stages]
-    parameters = sum(layers) * layer_parameters(_HIDDEN)
-    parameters += _VOCABULARY * _HIDDEN * sum(stage in (0, stages - 1) for stage in lane.stages)
-    held = max(
-        sum(count * (one.full * full + one.waiting * waiting) for count, one in zip(layers, peak, strict=True))
-        for peak in lane.peaks
-    )
-    return held + MEGATRON_BYTES_PER_PARAMETER * parameters
+    own = schedule.stages_on(device)
+    layers = {stage: (_LAYERS + 2) // stages - (stage in (0, stages - 1)) for stage in own}
+    parameters = sum(layers.values()) * layer_parameters(_HIDDEN)
+    parameters += _VOCABULARY * _HIDDEN * sum(stage in (0, stages - 1) for stage in own)
+    changes = {"F": full, "B": -full, "I": waiting - full, "W": -waiting}
+    held = most = 0.0
+    for action in schedule.lanes[device]:
+        held += layers[action.stage] * changes[action.kind]
+        most = max(most, held)
+    return most + MEGATRON_BYTES_PER_PARAMETER * parameters
 
 
 # -- torchtitan --------------------------------------------------------------------------------------------------------

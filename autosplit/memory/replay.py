@@ -120,7 +120,7 @@ class Lane:
         device: int,
     ) -> None:
         self.actions = schedule.lanes[device]
-        self.stages = tuple(stage for stage, lane in enumerate(schedule.stage_lane) if lane == device)
+        self.stages = schedule.stages_on(device)
         missing = [stage for stage in self.stages if stage not in traces or stage >= len(static)]
         if missing:
             raise ValueError(f"stage {missing[0]} has no trace or no static bytes; give both for every stage")

@@ -8,8 +8,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from autosplit.schedule.action import Schedule
-from autosplit.schedule.catalog import SCHEDULES, build, in_flight
-from autosplit.schedule.in_flight import in_flight_of
+from autosplit.schedule.catalog import SCHEDULES, build
 
 FREE_ORDERS = 4096
 """Devices in free order may be of so many kinds that this many different subsets of them can be in use, no more."""
@@ -213,10 +212,7 @@ class Problem:
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
         """Return how many microbatches each of so many stages holds at most."""
-        if self.own is not None:
-            return in_flight_of(self.own).held
-        size = {"stages": stages, "microbatches": self.microbatches, "virtual_stages": self.virtual_stages}
-        return tuple(in_flight(self.schedule, stage=stage, **size) for stage in range(stages))
+        return self.schedule_of(stages).in_flight
 
     def lanes(self, stages: int) -> tuple[int, ...]:
         """Return the position of each stage's device."""

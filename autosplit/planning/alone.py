@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from autosplit.schedule.action import Action, Kind, Schedule
-from autosplit.schedule.order import issue_order
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 Link = Callable[[int, int, int], float]
@@ -81,7 +80,7 @@ class StagesAlone:
 
     def on_one_device(self) -> Timeline:
         """Return the simulated step with all lanes on one device, whose kernels leave no room for another's."""
-        merged = Schedule(f"{self.schedule.name} on one device", (issue_order(self.schedule),), (0,) * self._stages)
+        merged = Schedule(f"{self.schedule.name} on one device", (self.schedule.issue_order,), (0,) * self._stages)
         return self._simulated(merged, (), issued=True)
 
     def speed_up(self, timeline: Timeline) -> float:

@@ -254,7 +254,7 @@ def finish_of(cut: Cut, lane: int) -> tuple[Step, ...]:
     on_cpu = cut.options.devices[lane].type == "cpu"
     optimizer = Optimizer(cut.options.optimizer, "forloop" if on_cpu else "foreach")
     masters: Precision | None = "bf16_fp32_master" if cut.options.precision == "bf16_fp32_master" else None
-    own = {stage for stage, place in enumerate(cut.schedule.stage_lane) if place == lane}
+    own = cut.schedule.stages_on(lane)
     sizes = [
         parameter_bytes(s.elements, element_bytes=s.bytes // s.elements, optimizer=optimizer, precision=masters)
         for s, home in cut.homes

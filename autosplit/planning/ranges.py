@@ -88,7 +88,7 @@ def _fragments(cut: Cut, memo: TraceMemo, lane: int) -> float:
     few = 2 * len(cut.schedule.lanes) + 2
     lanes = tuple(tuple(a for a in actions if a.microbatch < few) for actions in cut.schedule.lanes)
     short = replace(cut, schedule=replace(cut.schedule, lanes=lanes), sizes=cut.sizes[:few])
-    own = [stage for stage, place in enumerate(cut.schedule.stage_lane) if place == lane]
+    own = cut.schedule.stages_on(lane)
     stages = replayed_stages(short, memo=memo, stages=own)
     finish = finish_of(short, lane)
     traces = {stage: found.traces for stage, found in stages.items()}

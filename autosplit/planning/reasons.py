@@ -11,7 +11,6 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, StagePlan
 from autosplit.planning.timeline import predicted_step_s
 from autosplit.planning.verdicts import DeviceVerdict, device_verdicts
-from autosplit.schedule.in_flight import in_flight_of
 from autosplit.units import format_bytes, format_seconds
 
 _LESS_WORK = 0.9
@@ -59,7 +58,7 @@ def saved_bytes(plan: Plan) -> list[int]:
     """
     if not plan.units:
         return []
-    held = in_flight_of(plan.schedule_for(len(plan.microbatch_rows))).held
+    held = plan.schedule_for(len(plan.microbatch_rows)).in_flight
     found = []
     for device in device_verdicts(plan):
         own = [plan.stages[index] for index in device.stages]

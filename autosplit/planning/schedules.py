@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def schedule_of(
             f"give chunks={whole.microbatches}, or a file with {microbatches}"
         )
     lanes = tuple(tuple(a for a in lane if a.microbatch < microbatches) for lane in whole.lanes)
-    return validate(Schedule(name, lanes, whole.stage_lane))
+    return validate(replace(whole, lanes=lanes))
 
 
 @dataclass(frozen=True)

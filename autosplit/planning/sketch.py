@@ -18,7 +18,7 @@ from autosplit.planning.records import Unit
 from autosplit.planning.sketch_held import Held, held_by
 from autosplit.planning.timeline import predicted_step_s
 from autosplit.planning.verdicts import Verdict, device_verdicts, judged
-from autosplit.schedule.catalog import build, in_flight
+from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import TransferTime, simulate_step_s
 
 _HALVINGS = 24
@@ -169,7 +169,7 @@ class Sketch:
         static = kept = inside = 0.0
         for stage in stages:
             units = [unit for unit in self.units if unit.stage == stage]
-            held = in_flight(plan.schedule, stage=stage, virtual_stages=plan.virtual_stages, **size)
+            held = build(plan.schedule, virtual_stages=plan.virtual_stages, **size).in_flight[stage]
             own = held_by(units, plan.stages[stage].recompute, before=_sent_before(self.units, stage))
             static += own.static
             kept += held * own.kept
@@ -290,10 +290,10 @@ def _held_by_device(setting: Setting) -> list[float]:
     """Return how many microbatches' worth of all its units each device holds at most."""
     stages = setting.devices * setting.virtual_stages
     size = {"stages": stages, "microbatches": setting.microbatches, "virtual_stages": setting.virtual_stages}
-    lanes = build(setting.schedule, **size).stage_lane
+    schedule = build(setting.schedule, **size)
     held = [0.0] * setting.devices
-    for stage, lane in enumerate(lanes):
-        held[lane] += in_flight(setting.schedule, stage=stage, **size) / setting.virtual_stages
+    for lane, count in zip(schedule.stage_lane, schedule.in_flight, strict=True):
+        held[lane] += count / setting.virtual_stages
     return held
 
 

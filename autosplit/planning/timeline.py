@@ -106,18 +106,18 @@ def _travels(plan: Plan) -> tuple[TransferTime, ...]:
 def predicted(plan: Plan) -> StepTimeline:
     """Return the simulated step of a plan, from what the plan holds and nothing else."""
     schedule, found = plan.schedule_for(len(plan.microbatch_rows)), simulated(plan, simulate)
-    lane = schedule.stage_lane
     bars = tuple(
-        Bar(lane[s.action.stage], s.action.stage, s.action.kind, s.action.microbatch, s.start_s, s.end_s)
-        for s in found.spans
+        Bar(schedule.lane_of(stage, microbatch), stage, kind, microbatch, span.start_s, span.end_s)
+        for span in found.spans
+        for stage, kind, microbatch in (span.action,)
     )
     ends = {span.action: span.end_s for span in found.spans}
     sent = []
     microbatches = schedule.microbatches
     for time in _travels(plan):
-        if lane[time.producer] == lane[time.consumer]:
-            continue
         for microbatch in range(microbatches):
+            if schedule.lane_of(time.producer, microbatch) == schedule.lane_of(time.consumer, microbatch):
+                continue
             ready_s = ends[Action(time.producer, "F", microbatch)]
             sent.append(Sent(time.producer, time.consumer, microbatch, False, ready_s, ready_s + time.forward_s))
             back = schedule.input_gradient(time.consumer, microbatch)

@@ -30,7 +30,6 @@ from autosplit.runtime.ops import OUT, Bundle, CallState, Key, enter, leave, tak
 from autosplit.runtime.put_off import PutOff, put_off
 from autosplit.runtime.turns import forwards
 from autosplit.schedule.action import Action, Schedule
-from autosplit.schedule.order import issue_order
 from autosplit.trace.scope import has_module_hooks
 
 
@@ -69,7 +68,7 @@ class Step:
 
     def forwards(self) -> Sequence[Action]:
         """Return the forwards of the schedule in the order in which one thread issues them."""
-        return issue_order(forwards(self.schedule))
+        return forwards(self.schedule).issue_order
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` made at the first call with this key."""

@@ -24,7 +24,6 @@ from autosplit.runtime.proof import WholeCheck
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, turns
 from autosplit.schedule.action import Action
-from autosplit.schedule.order import issue_order
 from autosplit.trace.graph import INFO, NodeClass
 
 
@@ -91,7 +90,7 @@ class _TrainCells(Cells):
 
     def order(self) -> Sequence[Action]:
         """Return the schedule's actions in the order in which one thread issues them."""
-        return self.step.once(("order", len(self.step.sizes)), lambda: issue_order(self.step.schedule))
+        return self.step.once(("order", len(self.step.sizes)), lambda: self.step.schedule.issue_order)
 
     def turns(self) -> Turns:
         """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import NamedTuple
 
 from autosplit.schedule.action import Action, Schedule
@@ -38,16 +39,16 @@ def turns(schedule: Schedule, sources: Sequence[AbstractSet[int]]) -> Turns:
     """
     users = [{t for t, taken in enumerate(sources) if s in taken} for s in range(len(sources))]
     numbers = {action: n for n, action in enumerate(schedule)}
-    lane_of = schedule.stage_lane
 
     def turn(action: Action) -> Turn:
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind == "W":
             return Turn(action, numbers[action], (), ())
         before, after = (sources, users) if kind == "F" else (users, sources)
-        others = [other for other in sorted(before[stage]) if lane_of[other] != lane_of[stage]]
+        lane = schedule.lane_of(stage, microbatch)
+        others = [other for other in sorted(before[stage]) if schedule.lane_of(other, microbatch) != lane]
         needs = [_made(schedule, other, kind, microbatch) for other in others]
-        tells = {lane_of[other] for other in after[stage]} - {lane_of[stage]}
+        tells = {schedule.lane_of(other, microbatch) for other in after[stage]} - {lane}
         return Turn(action, numbers[action], tuple(numbers[n] for n in needs if n in numbers), tuple(sorted(tells)))
 
     return tuple(tuple(turn(action) for action in lane) for lane in schedule.lanes)
@@ -61,7 +62,7 @@ def _made(schedule: Schedule, stage: int, kind: str, microbatch: int) -> Action:
 def forwards(schedule: Schedule) -> Schedule:
     """Return the forwards of a schedule, in its order: what a call of the pipe runs first."""
     lanes = tuple(tuple(action for action in lane if action.kind == "F") for lane in schedule.lanes)
-    return Schedule("forward", lanes, schedule.stage_lane)
+    return replace(schedule, name="forward", lanes=lanes)
 
 
 def backwards(schedule: Schedule) -> Schedule:
@@ -70,4 +71,4 @@ def backwards(schedule: Schedule) -> Schedule:
         tuple(Action(action.stage, "B", action.microbatch) for action in reversed(lane))
         for lane in forwards(schedule).lanes
     )
-    return Schedule("backward", lanes, schedule.stage_lane)
+    return replace(schedule, name="backward", lanes=lanes)

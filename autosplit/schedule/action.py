@@ -1,4 +1,4 @@
-"""One entry of a schedule, its text form, and the lanes of a whole step."""
+"""One entry of a schedule, its text form, the lanes of a whole step, and their clock."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
 
 from autosplit.errors import ScheduleError
-from autosplit.schedule.rows import Rows, rows_of
 
 Kind = Literal["F", "B", "I", "W"]
 """F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients."""
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 class Action(NamedTuple):
@@ -58,8 +58,8 @@ class Schedule:
     Attributes:
         name: what errors call it.
         lanes: lane ``d`` lists, in order, what device ``d`` does.
-        stage_lane: the lane of each stage. Left out, lane ``i`` holds stage ``i``; a device that holds several
-            (*virtual*) stages is named several times.
+        stage_lane: the lane that holds each stage's parameters. Left out, lane ``i`` holds stage ``i``; a device that
+            holds several (*virtual*) stages is named several times. Where an action runs, `lane_of` says.
     """
 
     name: str
@@ -77,6 +77,18 @@ class Schedule:
     def stages(self) -> int:
         """Number of stages, virtual ones too."""
         return len(self.stage_lane)
+
+    def lane_of(self, stage: int, microbatch: int) -> int:
+        """Return the lane that runs a stage's actions of a microbatch.
+
+        Today that is where the stage's parameters are, whatever the microbatch. A stage with replicas on several
+        lanes deals its microbatches out here.
+        """
+        return self.stage_lane[stage]
+
+    def stages_on(self, lane: int) -> tuple[int, ...]:
+        """Return the stages whose parameters a lane holds, ascending."""
+        return tuple(stage for stage, place in enumerate(self.stage_lane) if place == lane)
 
     @cached_property
     def microbatches(self) -> int:
@@ -131,18 +143,45 @@ class Schedule:
 
     @cached_property
     def _clocks(self) -> Mapping[Cell, int]:
-        rows = self.rows
-        return MappingProxyType(dict(zip(map(Cell, rows.lanes, rows.positions), rows.ticks, strict=True)))
+        return MappingProxyType(dict(zip(self._cells, self.rows.ticks, strict=True)))
+
+    @cached_property
+    def _cells(self) -> tuple[Cell, ...]:
+        return tuple(map(Cell, self.rows.lanes, self.rows.positions))
 
     @cached_property
     def rows(self) -> Rows:
         """The actions that can start as numbers, by clock tick and then by lane."""
-        return rows_of(self.lanes, stages=self.stages)
+        return _rows_of(self)
 
     @cached_property
-    def in_order(self) -> tuple[Action, ...]:
-        """The actions that can start, by clock tick and then by lane."""
-        return tuple(self.lanes[lane][at] for lane, at in zip(self.rows.lanes, self.rows.positions, strict=True))
+    def issue_order(self) -> tuple[Action, ...]:
+        """All actions by clock tick and then by lane: the order in which one thread issues every lane.
+
+        Raises ScheduleError when some can never start.
+        """
+        order = tuple(self.lanes[lane][position] for lane, position in self._cells)
+        blocked = sum(map(len, self.lanes)) - len(order)
+        if blocked:
+            raise ScheduleError(
+                f"{blocked} actions of schedule {self.name!r} can never start; validate(schedule) shows where\n{self}"
+            )
+        return order
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """How many microbatches each stage holds at most: begun by their forward and not released.
+
+        B releases a microbatch, or W where the backward is split. Without a backward the forward itself releases it.
+        """
+        held, most = [0] * self.stages, [0] * self.stages
+        for stage, kind, _ in self:
+            if kind == "F":
+                held[stage] += 1
+                most[stage] = max(most[stage], held[stage])
+            if kind in "BW" or not self.has_backward:
+                held[stage] -= 1
+        return tuple(most)
 
     def grid(self, marked: Collection[Cell] = ()) -> str:
         """Return the schedule as text: a row per lane, a column per clock tick, marked cells as ``>2F0<``.
@@ -167,3 +206,86 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.grid()
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The actions that can start, by clock tick and within a tick by lane: lists with one entry per action.
+
+    Simulators loop over these: looking up a list's entry by its number is fast.
+
+    Attributes:
+        ticks: its tick when every action takes one and starts as early as it can.
+        lanes, positions: where it stands in the schedule.
+        stages, kinds, microbatches: what it is; kinds are numbered as in ``KINDS``.
+        own: the row of what it needs of its own stage: a backward its forward, W its I.
+        near: the row of what it needs of a neighbouring stage. ``len(ticks)`` stands for nothing, here and below.
+        forward: the row of each stage's forward of each microbatch.
+        gradient: the row of what makes the gradient of its input, I where the backward is split and B elsewhere.
+    """
+
+    ticks: list[int]
+    lanes: list[int]
+    positions: list[int]
+    stages: list[int]
+    kinds: list[int]
+    microbatches: list[int]
+    own: list[int]
+    near: list[int]
+    forward: list[list[int]]
+    gradient: list[list[int]]
+
+
+def _rows_of(schedule: Schedule) -> Rows:
+    """Return the rows of a schedule; what can never start (a deadlock) has none."""
+    places = sorted(
+        (tick, lane, position) for lane, own in enumerate(_ticks(schedule)) for position, tick in enumerate(own)
+    )
+    actions = [schedule.lanes[lane][position] for _, lane, position in places]
+    row = {action: place for place, action in enumerate(actions)}
+    nothing = len(actions)
+    own, near = [nothing] * nothing, [nothing] * nothing
+    for place, action in enumerate(actions):
+        for need in schedule.needs(action):
+            (own if need.stage == action.stage else near)[place] = row[need]
+    microbatches = range(schedule.microbatches)
+    return Rows(
+        ticks=[tick for tick, _, _ in places],
+        lanes=[lane for _, lane, _ in places],
+        positions=[position for _, _, position in places],
+        stages=[action.stage for action in actions],
+        kinds=[KINDS.index(action.kind) for action in actions],
+        microbatches=[action.microbatch for action in actions],
+        own=own,
+        near=near,
+        forward=[[row.get(Action(stage, "F", m), nothing) for m in microbatches] for stage in range(schedule.stages)],
+        gradient=[
+            [row.get(schedule.input_gradient(stage, m), nothing) for m in microbatches]
+            for stage in range(schedule.stages)
+        ],
+    )
+
+
+def _ticks(schedule: Schedule) -> list[list[int]]:
+    """Return the clock tick of each action that can start, lane by lane.
+
+    Follows each lane until it waits for an action of another, and goes on there once that has its tick.
+    """
+    ticks: list[list[int]] = [[] for _ in schedule.lanes]
+    done: dict[Action, int] = {}
+    waiting: dict[Action, list[int]] = {}
+    running = list(range(len(schedule.lanes)))
+    while running:
+        lane = running.pop()
+        own, actions = ticks[lane], schedule.lanes[lane]
+        for position in range(len(own), len(actions)):
+            action = actions[position]
+            needs = schedule.needs(action)
+            missing = next((need for need in needs if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(lane)
+                break
+            own.append(1 + max((own[-1] if own else -1, *(done[need] for need in needs))))
+            done.setdefault(action, own[-1])
+            running += waiting.pop(action, ())
+    return ticks

@@ -19,7 +19,7 @@ import csv
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autosplit.errors import ScheduleError
@@ -195,11 +195,11 @@ def _ascending(schedule: Schedule) -> Schedule:
         tuple(Action(a.stage, a.kind, last - a.microbatch) if a.kind != "F" and a.stage in falling else a for a in lane)
         for lane in schedule.lanes
     )
-    return Schedule(schedule.name, lanes, schedule.stage_lane) if falling else schedule
+    return replace(schedule, lanes=lanes) if falling else schedule
 
 
 def _falls(schedule: Schedule, stage: int) -> bool:
-    order = [a.microbatch for a in schedule.lanes[schedule.stage_lane[stage]] if a.stage == stage and a.kind == "B"]
+    order = [a.microbatch for a in schedule if a.stage == stage and a.kind == "B"]
     return len(order) == schedule.microbatches > 1 and order == sorted(order, reverse=True)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autosplit.schedule.action import Action, Schedule
-from autosplit.schedule.lane import LaneWriter
-from autosplit.schedule.placement import looped
+from autosplit.schedule.lane_writer import LaneWriter
 
 
 def interleaved(stages: int, microbatches: int, *, virtual_stages: int) -> Schedule:
@@ -22,7 +21,7 @@ def interleaved(stages: int, microbatches: int, *, virtual_stages: int) -> Sched
         _lane(device, devices=devices, microbatches=microbatches, virtual_stages=virtual_stages)
         for device in range(devices)
     )
-    return Schedule("interleaved", tuple(lanes), looped(devices=devices, virtual_stages=virtual_stages))
+    return Schedule("interleaved", tuple(lanes), _looped(stages, devices=devices))
 
 
 def _lane(device: int, *, devices: int, microbatches: int, virtual_stages: int) -> tuple[Action, ...]:
@@ -72,4 +71,17 @@ def looped_bfs(stages: int, microbatches: int, *, virtual_stages: int) -> Schedu
                 *(Action(stage, "B", microbatch) for stage in reversed(held) for microbatch in range(microbatches)),
             )
         )
-    return Schedule("looped_bfs", tuple(lanes), looped(devices=devices, virtual_stages=virtual_stages))
+    return Schedule("looped_bfs", tuple(lanes), _looped(stages, devices=devices))
+
+
+def _looped(stages: int, *, devices: int) -> tuple[int, ...]:
+    """Return the lane of each stage when the stages go round the devices.
+
+    ```
+        device 0   0  4        4 devices, 2 virtual stages
+        device 1   1  5
+        device 2   2  6
+        device 3   3  7
+    ```
+    """
+    return tuple(stage % devices for stage in range(stages))

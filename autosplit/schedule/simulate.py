@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from autosplit.schedule.action import Action, Kind, Schedule
-from autosplit.schedule.occupancy import LaneMemory, Span, StageHolds, occupancy
-from autosplit.schedule.order import issue_order
-from autosplit.schedule.rows import Rows
+from autosplit.schedule.action import KINDS, Action, Kind, Rows, Schedule
 
-_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-"""Kinds of actions, as `Rows` numbers them."""
+
+@dataclass(frozen=True)
+class Span:
+    """One action on the clock."""
+
+    action: Action
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,6 @@ class Timeline:
         spans: every action's span, in issue order.
         lanes: what each device does.
         host: what the issuing thread does; None where issuing takes no time.
-        memory: what each device holds over time; empty where no sizes were given.
     """
 
     step_s: float
@@ -75,7 +77,6 @@ class Timeline:
     spans: tuple[Span, ...]
     lanes: tuple[LaneTime, ...]
     host: HostTime | None = None
-    memory: tuple[LaneMemory, ...] = ()
 
     @property
     def host_share(self) -> float:
@@ -103,7 +104,6 @@ def simulate(
     transfers: tuple[TransferTime, ...] = (),
     issue_s: Mapping[Kind, Sequence[float]] | None = None,
     host_stages: Collection[int] = (),
-    holds: Sequence[StageHolds] | None = None,
 ) -> Timeline:
     """Return the timeline from one microbatch's times of each stage, virtual ones too.
 
@@ -113,12 +113,12 @@ def simulate(
     ended and arrived. Raises ValueError when times of a kind that the schedule uses are missing.
 
     ``issue_s[kind][stage]`` is how long one host thread takes to issue an action, for all lanes, in the order of
-    `issue_order`; it does not wait for lanes, and no action starts before it is issued. The actions of ``host_stages``
-    it runs itself, when what they need is there. ``holds`` are the sizes of each stage, for the memory over time.
+    ``schedule.issue_order``; it does not wait for lanes, and no action starts before it is issued. The actions of
+    ``host_stages`` it runs itself, when what they need is there.
     """
     duration = _durations(schedule, (forward_s, backward_s, input_gradient_s, weight_gradient_s))
     delays = _delays(schedule, transfers)
-    order = issue_order(schedule)
+    order = schedule.issue_order
     starts, ends, issued = _clocked(schedule, duration, delays, issue_s, host_stages)
     spans = tuple(map(Span, order, starts, ends))
     lanes = _lane_times(schedule, spans, duration)
@@ -131,7 +131,6 @@ def simulate(
         spans=spans,
         lanes=lanes,
         host=_host(schedule, spans, dict(zip(order, issued, strict=True)), delays) if issued else None,
-        memory=() if holds is None else occupancy(schedule, spans, holds),
     )
 
 
@@ -157,11 +156,10 @@ def _clocked(
     host_stages: Collection[int] = (),
 ) -> tuple[list[float], list[float], list[float]]:
     """Return when each action starts, ends, and was issued, where that takes time; in issue order."""
-    issue_order(schedule)  # raises where some can never start
-    rows, lane_of = schedule.rows, schedule.stage_lane
-    takes = [duration.get(kind, ()) for kind in _KINDS]
-    issue = [() if issue_s is None else issue_s.get(kind, ()) for kind in _KINDS]
-    coming = [_sources(rows, delays, kind, schedule.stages) for kind in _KINDS]
+    rows = schedule.rows
+    takes = [duration.get(kind, ()) for kind in KINDS]
+    issue = [() if issue_s is None else issue_s.get(kind, ()) for kind in KINDS]
+    coming = [_sources(rows, delays, kind, schedule.stages) for kind in KINDS]
     free, host_s, starts, issued = [0.0] * len(schedule.lanes), 0.0, list[float](), list[float]()
     ends = [0.0] * (len(rows.ticks) + 1)
     actions = zip(rows.stages, rows.kinds, rows.microbatches, rows.own, rows.near, strict=True)
@@ -169,7 +167,7 @@ def _clocked(
         if issue_s is not None:
             host_s += 0.0 if stage in host_stages else issue[kind][stage]
             issued.append(host_s)
-        lane = lane_of[stage]
+        lane = schedule.lane_of(stage, microbatch)
         start_s = max(free[lane], ends[own], ends[near], host_s)
         for source, delay_s in coming[kind][stage]:
             if (arrived_s := ends[source[microbatch]] + delay_s) > start_s:
@@ -205,7 +203,7 @@ def _host(schedule: Schedule, spans: Sequence[Span], issued: Mapping[Action, flo
 
 
 def _durations(schedule: Schedule, times: Sequence[Sequence[float] | None]) -> dict[Kind, Sequence[float]]:
-    given = {kind: seconds for kind, seconds in zip(_KINDS, times, strict=True) if seconds is not None}
+    given = {kind: seconds for kind, seconds in zip(KINDS, times, strict=True) if seconds is not None}
     missing = sorted(schedule.kinds - given.keys())
     if missing:
         names = {"B": "backward_s", "I": "input_gradient_s", "W": "weight_gradient_s"}
@@ -221,7 +219,7 @@ def _lane_times(
 ) -> tuple[LaneTime, ...]:
     of_lane: list[list[Span]] = [[] for _ in schedule.lanes]
     for span in spans:
-        of_lane[schedule.stage_lane[span.action.stage]].append(span)
+        of_lane[schedule.lane_of(span.action.stage, span.action.microbatch)].append(span)
     return tuple(
         LaneTime(
             start_s=own[0].start_s if own else 0.0,

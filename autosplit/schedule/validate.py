@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NoReturn
 
 from autosplit.errors import ScheduleError
-from autosplit.schedule.action import Action, Cell, Kind, Schedule
+from autosplit.schedule.action import KINDS, Action, Cell, Kind, Schedule
 
 _ROWS, _COLUMNS, _NEAR = 64, 480, 2
 """A grid of more rows or columns is shown in part."""
-_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _FIRST: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
 _OTHER: dict[Kind, Kind] = {"B": "I", "I": "B"}
 
@@ -44,8 +44,8 @@ def _check_lane(schedule: Schedule, *, lane: int, actions: tuple[Action, ...]) -
         here = Cell(lane, position)
         if action.stage >= schedule.stages:
             _fail(schedule, f"{action} is of no stage; name one of the {schedule.stages} stages, 0 on", [here])
-        if schedule.stage_lane[action.stage] != lane:
-            place = schedule.stage_lane[action.stage]
+        place = schedule.lane_of(action.stage, action.microbatch)
+        if place != lane:
             _fail(schedule, f"{action} is in lane {lane}; move it to lane {place}", [here])
         if action in seen:
             _fail(schedule, f"{action} is in lane {lane} twice; remove one", [Cell(lane, seen[action]), here])
@@ -78,7 +78,7 @@ def _check_complete(schedule: Schedule) -> None:
     has_backward, microbatches = schedule.has_backward, schedule.microbatches
     for stage in range(schedule.stages):
         for microbatch in range(microbatches):
-            forward, whole, inner, weights = (Action(stage, kind, microbatch) for kind in _KINDS)
+            forward, whole, inner, weights = (Action(stage, kind, microbatch) for kind in KINDS)
             if forward not in there:
                 _missing(schedule, forward)
             if not has_backward or whole in there:
@@ -107,9 +107,9 @@ def _check_deadlock(schedule: Schedule) -> None:
 
 def _missing(schedule: Schedule, action: Action) -> NoReturn:
     lanes = list(schedule.lanes)
-    lane = schedule.stage_lane[action.stage]
+    lane = schedule.lane_of(action.stage, action.microbatch)
     lanes[lane] = (*lanes[lane], action)
-    shown = Schedule(schedule.name, tuple(lanes), schedule.stage_lane)
+    shown = replace(schedule, lanes=tuple(lanes))
     _fail(shown, f"{action} is missing; add it where it is marked, or elsewhere", [Cell(lane, len(lanes[lane]) - 1)])
 
 

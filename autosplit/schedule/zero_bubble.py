@@ -6,8 +6,7 @@ Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241).
 from __future__ import annotations
 
 from autosplit.schedule.action import Action, Schedule
-from autosplit.schedule.lane import LaneWriter
-from autosplit.schedule.placement import v_shaped
+from autosplit.schedule.lane_writer import LaneWriter
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
@@ -43,7 +42,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     """
     devices = stages // 2
     lanes = (_v_lane(device, devices=devices, microbatches=microbatches) for device in range(devices))
-    return Schedule("zb_v", tuple(lanes), v_shaped(devices=devices))
+    return Schedule("zb_v", tuple(lanes), _v_shaped(devices))
 
 
 def _v_lane(device: int, *, devices: int, microbatches: int) -> tuple[Action, ...]:
@@ -65,3 +64,16 @@ def _v_lane(device: int, *, devices: int, microbatches: int) -> tuple[Action, ..
             for stage, kinds in pattern:
                 writer.add(stage, kinds)
     return writer.lane()
+
+
+def _v_shaped(devices: int) -> tuple[int, ...]:
+    """Return the lane of each of ``2 * devices`` stages when they go down the devices and up again.
+
+    ```
+        device 0   0  7        4 devices: the last stage is on the first device, which so starts the backward
+        device 1   1  6
+        device 2   2  5
+        device 3   3  4
+    ```
+    """
+    return (*range(devices), *reversed(range(devices)))

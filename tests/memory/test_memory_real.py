@@ -16,7 +16,7 @@ from autosplit.profile.allocations import Allocations
 from autosplit.profile.stage_graph import stage_graph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.schedule.action import Action
-from autosplit.schedule.catalog import build, in_flight
+from autosplit.schedule.catalog import build
 from tests.profile.graphs import traced
 
 WIDTH, ROWS, LENGTH = 64, 4, 32
@@ -92,6 +92,6 @@ def test_replay_is_what_the_allocator_did(
     replayed = replay(schedule, dict.fromkeys(range(3), stage(recompute)), [StaticBytes()] * 3, finish=finish)
     found = run(schedule.lanes[device], recompute, adam=adam)
     short = found - replayed.peak_bytes[device]
-    held = in_flight(name, stage=device, stages=3, microbatches=microbatches)
+    held = schedule.in_flight[device]
     random_state = 0 if recompute == "never" else held * torch.get_rng_state().numel()
     assert -SCALARS_BYTES <= short <= random_state + SCALARS_BYTES

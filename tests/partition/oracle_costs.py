@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
-from autosplit.schedule.catalog import build, in_flight
+from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import TransferTime, simulate
 
 
@@ -68,17 +68,12 @@ class Rules:
     @cached_property
     def in_flight(self) -> list[int]:
         """How many microbatches each stage holds."""
-        problem = self.problem
-        return [
-            in_flight(
-                problem.schedule,
-                stage=stage,
-                stages=self.stages,
-                microbatches=problem.microbatches,
-                virtual_stages=problem.virtual_stages,
-            )
-            for stage in range(self.stages)
-        ]
+        held, most = [0] * self.stages, [0] * self.stages
+        for action in self._schedule:
+            held[action.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            most[action.stage] = max(most[action.stage], held[action.stage])
+            held[action.stage] -= not self._schedule.has_backward
+        return most
 
     def device(self, number: int) -> Device:
         """Return a device of the problem, or one like all others."""

@@ -17,7 +17,6 @@ from autosplit.planning.sizes import sizes_of
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import CallState, enter, leave, on_lane
 from autosplit.schedule.gpipe import forward_only
-from autosplit.schedule.order import issue_order
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 
@@ -52,7 +51,7 @@ class Program:
         self.module = fx.GraphModule(nn.Module(), fx.Graph())
         self.module.__dict__.update(parts)
         self.module.__dict__[STATE] = model
-        order = issue_order(forward_only(len(self.lowered.stages), len(self.sizes)))
+        order = forward_only(len(self.lowered.stages), len(self.sizes)).issue_order
         self.module.graph = emit(self.lowered, order=order, attributes={name: name for name in parts})
 
     def __call__(self, *tensors: torch.Tensor, caller: Lane) -> list[Any]:

@@ -190,7 +190,7 @@ def test_a_lane_without_work_is_all_bubble() -> None:
 times = st.lists(st.integers(0, 9), min_size=6, max_size=6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None)
 @given(name=st.sampled_from(sorted(SCHEDULES)), kinds=st.tuples(times, times, times, times), delay=st.integers(0, 9))
 def test_spans_keep_lanes_and_needs(name: str, kinds: tuple[list[int], ...], delay: int) -> None:
     schedule = build(name, stages=6, microbatches=5)

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Schedule
-from autosplit.schedule.catalog import SCHEDULES, build, in_flight
-from autosplit.schedule.in_flight import in_flight_of
-from autosplit.schedule.placement import looped, v_shaped
+from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.validate import validate
 
 GRIDS = {
@@ -61,14 +59,12 @@ def test_the_grid_is_this(case: tuple[str, int, int, int]) -> None:
 
 
 def test_placements_are_these() -> None:
-    assert looped(devices=3, virtual_stages=2) == (0, 1, 2, 0, 1, 2)
-    assert v_shaped(devices=3) == (0, 1, 2, 2, 1, 0)
     assert made("interleaved", 3, 4, 2).stage_lane == made("looped_bfs", 3, 4, 2).stage_lane == (0, 1, 2, 0, 1, 2)
     assert made("zb_v", 3, 4, 2).stage_lane == (0, 1, 2, 2, 1, 0)
     assert made("zb_h1", 3, 4, 1).stage_lane == (0, 1, 2)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None)
 @given(
     name=st.sampled_from(("interleaved", "looped_bfs", "zb_h1", "zb_v")),
     devices=st.integers(1, 9),
@@ -81,10 +77,7 @@ def test_legal_at_every_size(name: str, devices: int, virtual: int, microbatches
     assert validate(schedule) is schedule
     assert len(schedule.lanes) == devices
     stages = devices * per_device
-    held = in_flight_of(schedule).held
     for stage in range(stages):
-        size = {"stages": stages, "microbatches": microbatches, "virtual_stages": per_device}
-        assert in_flight(name, stage=stage, **size) == held[stage]
         forwards = [action.microbatch for action in schedule if (action.stage, action.kind) == (stage, "F")]
         assert forwards == list(range(microbatches))
 
@@ -118,8 +111,6 @@ def test_one_virtual_stage_stands_for_what_the_schedule_takes() -> None:
 def test_stages_that_do_not_go_with_the_schedule(name: str, virtual: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         build(name, stages=6, microbatches=3, virtual_stages=virtual)
-    with pytest.raises(ScheduleError, match=message):
-        in_flight(name, stage=0, stages=6, microbatches=3, virtual_stages=virtual)
 
 
 def test_too_few_stages_for_one_device() -> None:
