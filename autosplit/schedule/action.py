@@ -247,7 +247,10 @@ def _rows_of(schedule: Schedule) -> Rows:
     own, near = [nothing] * nothing, [nothing] * nothing
     for place, action in enumerate(actions):
         for need in schedule.needs(action):
-            (own if need.stage == action.stage else near)[place] = row[need]
+            if need.stage == action.stage:
+                own[place] = row[need]
+            else:
+                near[place] = row[need]
     microbatches = range(schedule.microbatches)
     return Rows(
         ticks=[tick for tick, _, _ in places],
@@ -280,12 +283,17 @@ def _ticks(schedule: Schedule) -> list[list[int]]:
         own, actions = ticks[lane], schedule.lanes[lane]
         for position in range(len(own), len(actions)):
             action = actions[position]
-            needs = schedule.needs(action)
-            missing = next((need for need in needs if need not in done), None)
+            tick = own[-1] if own else -1
+            missing = None
+            for need in schedule.needs(action):
+                if need in done:
+                    tick = max(tick, done[need])
+                else:
+                    missing = need
             if missing is not None:
                 waiting.setdefault(missing, []).append(lane)
                 break
-            own.append(1 + max((own[-1] if own else -1, *(done[need] for need in needs))))
-            done.setdefault(action, own[-1])
+            own.append(tick + 1)
+            done.setdefault(action, tick + 1)
             running += waiting.pop(action, ())
     return ticks
