@@ -107,9 +107,8 @@ def _share(text: str) -> float:
 def _bytes(name: str, value: Any) -> int:
     try:
         found = parse_bytes(value)
-    except (InputError, OverflowError, ValueError) as error:
-        reason = error if isinstance(error, InputError) else f"{value!r} is no number of bytes"
-        raise InputError(f"{name}={reason}") from error
+    except InputError as error:
+        raise InputError(f"{name}={error}") from error
     if found > _MOST_BYTES:
         raise InputError(f"{name}={value!r} is more than 1024 PiB; give what one device has, such as '70GiB'")
     return found

@@ -1,4 +1,4 @@
-"""How far long work has come, told to whoever listens: the command line, and a pipe that records and plans.
+"""Phases of long work: bars on a terminal, made by rich; entries of the logger ``autosplit`` elsewhere.
 
     with phase("measuring", total=len(nodes)):
         for done, node in enumerate(nodes):
@@ -9,66 +9,80 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
-class Bar(Protocol):
-    """One phase as it is shown."""
-
-    def moved(self, done: int, total: int | None) -> None:
-        """Show that so much of ``total`` is done; None: what the phase began with."""
-
-    def ended(self) -> None:
-        """Take the phase away."""
-
-
-class Listener(Protocol):
-    """Who shows phases."""
-
-    def began(self, name: str, total: int | None) -> Bar:
-        """Show a phase that begins; ``total`` is what it counts up to, where that is known."""
-
-
-_LISTENER: ContextVar[Listener | None] = ContextVar("autosplit_listener", default=None)
-_BAR: ContextVar[Bar | None] = ContextVar("autosplit_bar", default=None)
+_LOG = logging.getLogger("autosplit")
+_BARS: ContextVar[Progress | None] = ContextVar("autosplit_bars", default=None)
+_TASK: ContextVar[TaskID | None] = ContextVar("autosplit_task", default=None)
 
 
 @contextmanager
-def phase(name: str, *, total: int | None = None) -> Iterator[None]:
-    """Tell that work of this name begins, and ends with the block or the decorated function."""
-    listener = _LISTENER.get()
-    if listener is None:
+def phase(name: str, *, total: int | None = None, level: int = logging.DEBUG) -> Iterator[None]:
+    """Show work of this name while the block or the decorated function runs; ``total``: what it counts up to."""
+    shown = _BARS.get()
+    if shown is None:
+        started = time.perf_counter()
+        _LOG.log(level, "%s", name)
         yield
+        _LOG.log(level, "%s: %.1f s", name, time.perf_counter() - started)
         return
-    bar = listener.began(name, total)
-    token = _BAR.set(bar)
+    task = shown.add_task(name, total=total)
+    token = _TASK.set(task)
     try:
         yield
     finally:
-        _BAR.reset(token)
-        bar.ended()
+        _TASK.reset(token)
+        shown.remove_task(task)
 
 
 def update(done: int, total: int | None = None) -> None:
     """Tell how much of the innermost phase is done, and of how much where that was not known before."""
-    bar = _BAR.get()
-    if bar is not None:
-        bar.moved(done, total)
-
-
-def has_listener() -> bool:
-    """Tell whether somebody listens."""
-    return _LISTENER.get() is not None
+    shown, task = _BARS.get(), _TASK.get()
+    if shown is not None and task is not None:
+        shown.update(task, completed=done, total=total)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of all phases inside the block."""
-    token = _LISTENER.set(listener)
-    try:
+def shown(name: str) -> Iterator[None]:
+    """Show work of this name and its phases while it lasts: on a terminal, or at level INFO of the log."""
+    with bars(), phase(name, level=logging.INFO):
         yield
-    finally:
-        _LISTENER.reset(token)
+
+
+@contextmanager
+def bars() -> Iterator[None]:
+    """Show the phases inside the block as lines of stderr, where that is a terminal and none are shown yet."""
+    if _BARS.get() is not None or not _on_terminal():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    share = TaskProgressColumn(text_format_no_percentage="    ")
+    shown = Progress(
+        *(SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), share, TimeElapsedColumn()),
+        console=Console(stderr=True),
+        transient=True,
+        refresh_per_second=5,
+        redirect_stdout=sys.stdout is sys.stderr,  # what a model prints stays where it was sent
+    )
+    with shown:
+        token = _BARS.set(shown)
+        try:
+            yield
+        finally:
+            _BARS.reset(token)
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")

@@ -26,7 +26,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.search import make_plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.tree import plan_tree
-from autosplit.progress_lines import shown
+from autosplit.progress import shown
 from autosplit.python_runs import PythonRuns
 from autosplit.recorded import PreparedStep, Recorded, tree_of, used
 from autosplit.runtime.ambient import is_transformed, without_callers_modes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from autosplit.errors import InputError
@@ -12,12 +13,17 @@ _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def parse_bytes(value: int | float | str) -> int:
     """Return bytes from a number or from text such as ``"70GiB"``, ``"1.5 MB"``, ``"4096"``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{value!r} is no number of bytes")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return int(value)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(value))
     if match is None or match[2].upper() not in _BYTES:
         raise InputError(f"{value!r} is no size in bytes; write a number, or text such as '70GiB' or '512MB'")
-    return int(float(match[1]) * _BYTES[match[2].upper()])
+    size = float(match[1]) * _BYTES[match[2].upper()]
+    if math.isinf(size):
+        raise InputError(f"{value!r} is no number of bytes")
+    return int(size)
 
 
 def format_bytes(count: float) -> str:

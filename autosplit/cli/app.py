@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typer
 
-from autosplit.cli import devices, diff, plan, profile, report, solve, verify
+from autosplit.cli import plan, profile, report, solve, standalone, verify
 
 EXAMPLES = """Examples:
 
@@ -40,8 +40,8 @@ def _commands() -> None:
     """Split a PyTorch model into pipeline stages, and say what they will cost."""
 
 
-app.command("devices", epilog=devices.EXAMPLES)(devices.devices_command)
-app.command("diff", epilog=diff.EXAMPLES)(diff.diff_command)
+app.command("devices", epilog=standalone.DEVICES_EXAMPLES)(standalone.devices_command)
+app.command("diff", epilog=standalone.DIFF_EXAMPLES)(standalone.diff_command)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
 app.command("profile", epilog=profile.EXAMPLES)(profile.profile_command)
 app.command("solve", epilog=solve.EXAMPLES)(solve.solve_command)

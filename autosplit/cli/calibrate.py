@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import typer
 from torch import nn
 
 from autosplit.api import autosplit
 from autosplit.cli.common import beside_stdout
 from autosplit.cli.costs import CPU_LANE
-from autosplit.cli.streams import give
 from autosplit.errors import DeviceError, InputError
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.step_overhead import step_amounts
@@ -57,7 +57,7 @@ def calibrate_here(model: str | None, *, device: str | None, quick: bool, save: 
         raise DeviceError(str(error)) from error
     except OSError as error:
         raise InputError(f"--save {str(path)!r}: {error.strerror}") from error
-    give(f"wrote {path}; use it by --device {path}")
+    typer.echo(f"wrote {path}; use it by --device {path}")
 
 
 def with_step(found: Calibrated, costs: Mapping[str, float]) -> Calibrated:

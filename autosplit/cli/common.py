@@ -1,40 +1,33 @@
-"""What the commands share: options, a clean stdout, and exit codes. Nothing here imports torch.
+"""What the commands share: options, a clean stdout, errors as one line, and exit codes. Nothing here imports torch.
 
-0: done; 1: done, and the answer is no (does not fit, not equal); 2: bad usage or input; 130: interrupted;
-143: terminated.
+0: done; 1: done, and the answer is no (does not fit, not equal); 2: bad usage or input; 130: interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import re
 import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autosplit.choices import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
-from autosplit.cli.interrupts import Interrupts, go_on
-from autosplit.cli.streams import answers_a_terminal, nobody_reads, tell
-from autosplit.errors import AutosplitError, DeviceError, InfeasibleError, InputError
-from autosplit.progress import phase
-from autosplit.progress_lines import bars
+from autosplit.cli.inputs import MODEL_FORM
+from autosplit.errors import AutosplitError, InfeasibleError, InputError
+from autosplit.progress import bars
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
 
-Given = TypeVar("Given")
-_MOST_DEVICES = 4096
-DONE, ANSWER_IS_NO, BAD_INPUT, NO_READER = 0, 1, 2, 141
-MODEL_FORM = "package.module:factory, file.py:factory or hf:config.json"
+DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 MODEL_HELP = f"{MODEL_FORM}: a callable that makes the model, an nn.Module, or a transformers config."
-
 INPUT_HELP = (
     "One per input. PLACE is a name or a position; batch.mask is inside of a dict, pair[0] of a list, pair.0 of a "
     "tuple. A constant stands as a value: flag=false."
@@ -64,6 +57,10 @@ Target = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Inputs = Annotated[list[str] | None, typer.Option("--input", metavar="PLACE=DTYPE[SHAPE]", help=INPUT_HELP)]
 Kwargs = Annotated[
     str | None, typer.Option(metavar="JSON", help="Arguments of the factory as a JSON object; entries of a config.")
+]
+BatchDims = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help='The batch dimension of the inputs: 1, [0, null], or {"x": 1} (default: 0).'),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Rows of a step, for the inputs that a config describes.")]
 Sequence = Annotated[
@@ -111,31 +108,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def needed(option: str, value: Given | None, form: str) -> Given:
-    """Return the value of an option that a model needs; InputError where it was left out."""
-    if value is None:
-        raise InputError(f"Missing option {option!r}; give {form}")
-    return value
-
-
-def torch_devices(text: str | None) -> int | list[str]:
+def torch_devices(text: str) -> int | list[str]:
     """Return a number of devices, or the names between the commas; whether they are there torch knows."""
-    form = "a number of devices, or torch devices such as cpu,cuda:0"
-    given = needed("--devices", text, form).strip()
-    if given.isascii() and given.isdecimal():
-        count = int(given)
-        if not 1 <= count <= _MOST_DEVICES:
-            raise DeviceError(f"devices={count}: give at least one device, and at most {_MOST_DEVICES}")
-        return count
-    names = [part.strip() for part in given.split(",")]
-    for name in names:
-        if re.fullmatch(r"(cpu|cuda)(:[0-9]{1,6})?", name) is None:
-            paper = "; autosplit plan takes devices that are not there, such as 8xH100-SXM5-80GB"
-            raise DeviceError(f"devices={text!r}: {name!r} is no torch device; give {form}{paper}")
-    return names
+    return int(text) if text.isdecimal() else _parts(text)
 
 
-def check_choices(devices: int | list[str], pinned: Plan | None, choices: Mapping[str, Any]) -> None:
+def check_choices(devices: int | list[str], pinned: Plan | None, **choices: Any) -> None:
     """Raise an error, before torch is imported and the model made, for a choice that these devices cannot have."""
     from autosplit.planning.chosen import chosen
 
@@ -144,13 +122,17 @@ def check_choices(devices: int | list[str], pinned: Plan | None, choices: Mappin
 
 def recompute_of(text: str) -> str | list[str]:
     """Return one choice for every stage, or the list of choices between the commas."""
-    parts = [part.strip() for part in text.split(",")]
+    parts = _parts(text)
     return parts if len(parts) > 1 else parts[0]
 
 
 def optimizer_of(text: str) -> str | int:
     """Return an optimizer's name, or its state bytes per parameter element."""
     return int(text) if text.isdecimal() else text
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
 def pinned_plan(path: Path | None, moves: list[str] | None) -> Plan | None:
@@ -167,17 +149,19 @@ def pinned_plan(path: Path | None, moves: list[str] | None) -> Plan | None:
     return plan.move(found) if found else plan
 
 
+def on_terminal() -> bool:
+    """Tell whether stdout is a terminal; a closed one is none."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def page_width() -> int | None:
     """Return the terminal's width, or None when stdout is a file or a pipe: what lands there is always the same."""
-    return shutil.get_terminal_size().columns if answers_a_terminal() else None
+    return shutil.get_terminal_size().columns if on_terminal() else None
 
 
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Import torch and the like inside."""
-    with phase("importing"):
-        yield
-    go_on()
+def tell(text: str) -> None:
+    """Say something on stderr; stdout has the answer and nothing else."""
+    typer.echo(text, err=True)
 
 
 @contextlib.contextmanager
@@ -185,7 +169,6 @@ def beside_stdout() -> Iterator[None]:
     """Send what models print to stderr, and warnings with it, each as one line; on a terminal show progress there."""
     with contextlib.redirect_stdout(sys.stderr), plain_warnings(), bars():
         yield
-        go_on()
 
 
 @contextlib.contextmanager
@@ -200,28 +183,43 @@ def plain_warnings() -> Iterator[None]:
         yield
 
 
-def exit_code(answer: Callable[[], int], *, debug: bool) -> int:
-    """Return what ``answer`` returns; an error becomes one message on stderr and its exit code."""
-    interrupts = Interrupts()
-    try:
-        with interrupts.heeded():
-            return answer()
-    except KeyboardInterrupt:
-        if debug:
-            traceback.print_exc()
-        tell(interrupts.word)
-        return interrupts.exit_code
-    except BrokenPipeError:  # who reads has what it wanted, as head does
-        nobody_reads()
-        return NO_READER
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        known = isinstance(error, AutosplitError)
-        place = "" if known else _place(error)
-        hint = "" if known else f" ({type(error).__name__}{place}; --debug shows the traceback)"
-        tell(f"error: {error}{hint}")
-        return ANSWER_IS_NO if isinstance(error, InfeasibleError) else BAD_INPUT
+def command(answer: Callable[..., int]) -> Callable[..., None]:
+    """Return a command that ends with the exit code that ``answer`` returns; an error is one message on stderr."""
+
+    @functools.wraps(answer)
+    def run(**options: Any) -> None:
+        try:
+            code = answer(**options)
+        except BrokenPipeError:
+            raise  # typer ends without a word: who reads has what it wanted, as head does
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if options["debug"]:
+                traceback.print_exc()
+            code, text = _said(error)
+            tell(text)
+        raise typer.Exit(code)
+
+    return run
+
+
+def _said(error: BaseException) -> tuple[int, str]:
+    """Return the exit code of an error, and what is said of it."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, AutosplitError):
+        return ANSWER_IS_NO if isinstance(error, InfeasibleError) else BAD_INPUT, f"error: {error}"
+    hint = f"({type(error).__name__}{_place(error)}; --debug shows the traceback)"
+    if isinstance(error, SystemExit):
+        hint += "; what a script runs belongs under if __name__ == '__main__'"
+    return BAD_INPUT, f"error: {error}{caused_by(error)} {hint}"
+
+
+def caused_by(error: BaseException) -> str:
+    """Return the first of the errors that led to one: transformers and others import their parts late; "" for none."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return "" if cause is error else f" (caused by {type(cause).__name__}: {cause})"
 
 
 def _place(error: BaseException) -> str:
@@ -229,18 +227,13 @@ def _place(error: BaseException) -> str:
 
     That is the line of the model's own forward, or of the package that the model is from; "" where there is none.
     """
-    own, torch = Path(__file__).parents[1], getattr(sys.modules.get("torch"), "__file__", None)
-    packages = tuple(f"{folder}{os.sep}" for folder in (own, torch and Path(torch).parent) if folder)
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    own = ("<", f"{Path(__file__).parents[1]}{os.sep}", *([f"{Path(torch).parent}{os.sep}"] if torch else ()))
+    library = f"{Path(os.__file__).parent}{os.sep}"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*packages, "<")) and not _of_python(frame.filename)
+        if not frame.filename.startswith(own)
+        and (not frame.filename.startswith(library) or "-packages" in frame.filename)
     ]
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-
-
-def _of_python(path: str) -> bool:
-    """Tell whether a file is of Python's library, below whose folder installed packages may lie too."""
-    library = os.path.dirname(os.__file__) + os.sep
-    below = path.removeprefix(library).split(os.sep)
-    return path.startswith(library) and not {"site-packages", "dist-packages"} & set(below)

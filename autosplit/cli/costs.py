@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ class Choices:
 
     rows: int | None
     chunks: int
+    batch_dims: Any
     device: str | None
     measure: bool | None
     count_bytes: bool
@@ -54,7 +56,7 @@ def costs_of(spec: ModelSpec, choices: Choices) -> CostReport:
         model = model if on_meta else model.to(place)
         own = _moved(Sample.of(own), place)
     try:
-        found = trace(model, Sample.of(own))
+        found = trace(model, Sample.of(own), batch_dims=choices.batch_dims)
     except TraceError as refusal:
         if on_meta:
             raise

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.cli.causes import with_cause
-from autosplit.cli.common import importing
+from autosplit.cli.common import caused_by
 from autosplit.cli.inputs import CONFIG_PREFIX, InputSpec, read_config
 from autosplit.errors import InputError
+from autosplit.progress import phase
 from autosplit.units import format_bytes
 
 MOST_BYTES = 4 * 2**30
@@ -49,7 +49,7 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
     """
     data = _harmless(read_config(target) | dict(kwargs))
     dtype = _dtype(data.pop("torch_dtype", None), data.pop("dtype", None), target=target)
-    with importing():
+    with phase("importing"):
         transformers = _transformers()
         config_class = _config_class(transformers, data, target=target)
     try:
@@ -57,7 +57,7 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
         for part in (config, config.get_text_config()):
             if hasattr(part, "use_cache"):
                 part.use_cache = False
-        with importing():
+        with phase("importing"):
             model_class = _model_class(transformers, config)
         with _default_dtype(dtype), torch.device("meta"):
             made: nn.Module = model_class(config)
@@ -70,9 +70,8 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(
-            f"{target}: transformers makes no {data['model_type']} of this config: {with_cause(error)}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}{caused_by(error)}"
+        raise InputError(f"{target}: transformers makes no {data['model_type']} of this config: {reason}") from error
     if not blank and size > MOST_BYTES:
         raise InputError(
             f"{target} has {format_bytes(size)} of parameters, and a config's model gets values up to "
@@ -192,7 +191,9 @@ def _transformers() -> Any:
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
         way_out = "; pip install transformers" if missing else ""
-        raise InputError(f"{CONFIG_PREFIX} needs transformers: {with_cause(error)}{way_out}") from error
+        raise InputError(
+            f"{CONFIG_PREFIX} needs transformers: {type(error).__name__}: {error}{caused_by(error)}{way_out}"
+        ) from error
 
 
 def _config_class(transformers: Any, data: Mapping[str, Any], *, target: str) -> Any:

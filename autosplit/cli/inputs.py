@@ -1,53 +1,37 @@
-"""``--input`` and ``--kwargs`` as text, with a caret under the place where one cannot be read."""
+"""MODEL, ``--input``, ``--kwargs`` and ``--batch-dims`` as text; nothing here imports torch."""
 
 from __future__ import annotations
 
+import ast
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from autosplit.cli.caret import pointed
-from autosplit.cli.common import MODEL_FORM
-from autosplit.cli.places import MOST_STEPS, POSITION, WORD, Place, Step, in_quotes, nested
 from autosplit.errors import InputError
 
+MODEL_FORM = "package.module:factory, file.py:factory or hf:config.json"
 DTYPES = "float32 float64 float16 bfloat16 complex64 complex128 bool int64 int32 int16 int8 uint8".split()
 INPUT_FORM = "NAME=dtype[shape], for example x=float32[8,3,32,32] or input_ids=int64[4,128]<50257"
 INPUT_FORMS = (
     f"{INPUT_FORM}; batch.mask=bool[8] inside of a dict, pair[0]=float32[8] of a list, pair.0=float32[8] of a tuple; "
-    "flag=false for a value that is no tensor"
+    "flag=false, scale=0.5 or act='relu' for a value that is no tensor"
 )
 KWARGS_FORM = """a JSON object, for example --kwargs '{"width": 64, "layers": 12}'"""
+BATCH_DIMS_FORM = """a number, a JSON list such as [0, null], or an object such as {"x": 1, "mask": null}"""
 CONFIG_PREFIX = "hf:"
 """What stands before the path of a transformers config in MODEL."""
-_LIMITS = {"int64": 2**63 - 1, "int32": 2**31, "int16": 2**15, "int8": 2**7, "uint8": 2**8}
-"""The largest limit of an integer dtype: values lie below it, and one below int64's own is as far as torch draws."""
 ROWS_PER_DEVICE = 4
 """The batch of a config's inputs where none is given: enough microbatches of a row to keep a pipeline busy."""
-_MOST_SIZE = 2**63 - 1
-QUOTES = ('"', "'")
-WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-VALUES = "true, false, null, 0.5, 'text'"
-"""What a constant may be, as examples."""
 
-
-def parse_kwargs(text: str | None) -> dict[str, Any]:
-    """Read ``--kwargs``: a JSON object; raises InputError for anything else."""
-    try:
-        found = json.loads(text) if text is not None else {}
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"--kwargs cannot be read: {pointed(error.doc, error.pos, error.msg)}\nwrite {KWARGS_FORM}"
-        ) from error
-    except RecursionError as error:
-        raise InputError(f"--kwargs cannot be read: it is nested too deep; write {KWARGS_FORM}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"--kwargs {text!r} is no object with names; write {KWARGS_FORM}")
-    return found
+_STEP = r"""\.[^\W\d]\w*|\.\d+|\[\d+\]|\["[^"]*"\]|\['[^']*'\]"""
+_SPEC = re.compile(rf"\s*((?:[^\W\d]\w*|\d+)(?:{_STEP})*)=\s*(.*?)\s*", re.DOTALL)
+_TENSOR = re.compile(r"(\w+)\s*\[([\d,\s]*)\]\s*(?:<\s*(\d+))?")
+_WORDS = {"true": True, "false": False, "null": None}
+_LIMITS = {"int64": 2**63 - 1, "int32": 2**31, "int16": 2**15, "int8": 2**7, "uint8": 2**8}
+"""The largest limit of an integer dtype: values lie below it."""
 
 
 @dataclass(frozen=True)
@@ -64,161 +48,128 @@ class TensorForm:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """An input that is no tensor: a bool, a number, a text, or None."""
-
-    value: bool | int | float | str | None
-
-    def __str__(self) -> str:
-        if isinstance(self.value, str):
-            return in_quotes(self.value)
-        return repr(self.value) if type(self.value) in (int, float) else json.dumps(self.value)
-
-
-@dataclass(frozen=True)
 class InputSpec:
-    """One ``--input``: its place, and the tensor or the constant that goes there."""
+    """One ``--input``: its place in the call, such as ``x``, ``0`` or ``batch.mask``, and what goes there."""
 
-    place: Place
-    value: TensorForm | Constant
+    place: str
+    value: TensorForm | bool | int | float | str | None
 
     def __str__(self) -> str:
-        return f"{self.place}={self.value}"
+        return f"{self.place}={self.value if isinstance(self.value, TensorForm) else repr(self.value)}"
 
     @classmethod
     def tensor(cls, name: str, dtype: str, shape: tuple[int, ...], limit: int | None = None) -> InputSpec:
         """Return the spec of an argument that is a tensor."""
-        return cls(Place(name), TensorForm(dtype, shape, limit))
+        return cls(name, TensorForm(dtype, shape, limit))
 
     @classmethod
     def parse(cls, text: str) -> InputSpec:
-        """Read ``x=float32[8,3,32,32]``, ``0=int64[4,128]<50257``, ``batch.mask=bool[8]``, ``flag=false``.
-
-        Raises InputError for anything else.
-        """
-        return _Reader(text).spec()
-
-
-class _Reader:
-    """Reads one ``--input`` from left to right, and knows the place where that ends."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-
-    def spec(self) -> InputSpec:
-        """Return what the text says."""
-        self.skip()
-        name = self.take(f"{WORD}|{POSITION}", "a name or a position is missing, such as x or 0")
-        steps: list[Step] = []
-        while self.peek() in (".", "["):
-            if len(steps) == MOST_STEPS:
-                self.fail(f"no place lies deeper than {MOST_STEPS} steps")
-            steps.append(self.step())
-        self.take("=", "= is missing after the name")
-        value = self.value()
-        self.skip()
-        if self.at < len(self.text):
-            self.fail("nothing more may follow")
-        return InputSpec(Place(name, tuple(steps)), value)
-
-    def step(self) -> Step:
-        """Read ``.mask``, ``.0``, ``[0]`` or ``["a key"]``."""
-        if self.take(r"[.\[]", "") == ".":
-            key = self.take(f"{WORD}|{POSITION}", "a key or a position is missing behind the dot, such as .mask or .0")
-            return Step("tuple", int(key)) if key.isdecimal() else Step("dict", key)
-        if self.peek() in QUOTES:
-            found = Step("dict", self.quoted())
-        else:
-            missing = "a position or a key in quotes is missing, such as [0] or ['mask']"
-            found = Step("list", int(self.take(POSITION, missing)))
-        self.take(r"\]", "] is missing behind a position or a key")
-        return found
-
-    def value(self) -> TensorForm | Constant:
-        """Read what stands behind the equals sign."""
-        if self.peek() in QUOTES:
-            return Constant(self.quoted())
-        if re.compile(r"[-+.0-9]").match(self.text, self.at):
-            return Constant(self.number())
-        start = self.at
-        word = self.take(r"\w+", f"a dtype is missing, such as float32, or a value: {VALUES}")
-        if word in WORDS:
-            return Constant(WORDS[word])
-        if word not in DTYPES:
-            self.fail(f"{word!r} is no dtype here; valid: {', '.join(DTYPES)}; or a value: {VALUES}", at=start)
-        self.take(r"\[", "[ is missing before the sizes")
-        return TensorForm(word, self.sizes(), self.limit(word))
-
-    def quoted(self) -> str:
-        """Read a text and the quotes around it."""
-        quote = self.take("[\"']", "")
-        text = self.take(f"[^{quote}]*", "")
-        self.take(quote, "the closing quote is missing")
-        return text
-
-    def number(self) -> int | float:
-        """Read a number, an int where it is written as one."""
-        start, whole = self.at, r"[-+]?[0-9]{1,30}(?![\w.])"
-        if re.compile(whole).match(self.text, start):
-            return int(self.take(whole, ""))
-        form = r"[-+]?(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:[eE][-+]?[0-9]{1,4})?(?![\w.])"
-        found = float(self.take(form, "this is no number, such as 2, -0.5 or 1e-5"))
-        if math.isinf(found):
-            self.fail("no number is as large", at=start)
-        return found
-
-    def sizes(self) -> tuple[int, ...]:
-        """Read the sizes up to and with the closing bracket."""
-        self.skip()
-        found: list[int] = []
-        while found or self.peek() != "]":
-            start = self.at
-            found.append(int(self.take("[0-9]{1,30}", "a size is missing, a number such as 8", spaces=True)))
-            if found[-1] > _MOST_SIZE:
-                self.fail("no tensor is as large", at=start)
-            if self.peek() != ",":
-                break
-            self.take(",", "", spaces=True)
-        self.take(r"\]", ", or ] is missing")
-        return tuple(found)
-
-    def limit(self, dtype: str) -> int | None:
-        """Read ``<50257`` and the spaces after it, where there is one."""
-        self.skip()
-        if self.peek() != "<":
-            return None
-        start = self.at
-        self.take("<", "")
-        limit = int(self.take("[0-9]{1,30}", "a limit is missing, a number such as 50257", spaces=True))
-        if dtype not in _LIMITS:
-            self.fail(f"<{limit} is for integers, {dtype} takes no limit", at=start)
-        if not 1 <= limit <= _LIMITS[dtype]:
-            self.fail(f"the limit of {dtype} is between 1 and {_LIMITS[dtype]}", at=start)
-        return limit
-
-    def peek(self) -> str:
-        """Return the next character, "" at the end."""
-        return self.text[self.at : self.at + 1]
-
-    def skip(self) -> None:
-        """Pass over spaces."""
-        self.at += len(self.text[self.at :]) - len(self.text[self.at :].lstrip())
-
-    def take(self, form: str, missing: str, *, spaces: bool = False) -> str:
-        """Read what has a form, and the spaces after it where these may be; fail where it does not stand there."""
-        match = re.compile(form).match(self.text, self.at)
+        """Read ``x=float32[8,3,32,32]``, ``0=int64[4,128]<50257``, ``batch.mask=bool[8]``, ``flag=false``."""
+        match = _SPEC.fullmatch(text)
         if match is None:
-            self.fail(missing)
-        self.at = match.end()
-        if spaces:
-            self.skip()
-        return match[0]
+            raise InputError(f"--input {text!r} does not begin with a place and =; write {INPUT_FORMS}")
+        try:
+            return cls(match[1], _value(match[2]))
+        except ValueError as error:
+            raise InputError(f"--input {text!r} cannot be read: {error}; write {INPUT_FORMS}") from error
 
-    def fail(self, reason: str, *, at: int | None = None) -> NoReturn:
-        """Raise the error that points at a place, the present one where none is given."""
-        place = self.at if at is None else at
-        raise InputError(f"--input cannot be read: {pointed(self.text, place, reason)}\nwrite {INPUT_FORMS}")
+
+def _value(text: str) -> Any:
+    """Return the tensor or the constant that a text stands for; ValueError where it is neither."""
+    match = _TENSOR.fullmatch(text)
+    if match is not None:
+        return _tensor(match[1], match[2], match[3])
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = ...
+    if not isinstance(value, (bool, int, float, str, type(None))):
+        raise ValueError(f"{text!r} is neither dtype[shape] nor a constant")
+    return value
+
+
+def _tensor(dtype: str, shape: str, limit: str | None) -> TensorForm:
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype!r} is no dtype here; valid: {', '.join(DTYPES)}")
+    sizes = [size.strip() for size in shape.split(",")] if shape.strip() else []
+    if not all(size.isdecimal() for size in sizes):
+        raise ValueError(f"[{shape}] is no list of sizes")
+    if limit is not None and not 1 <= int(limit) <= _LIMITS.get(dtype, 0):
+        most = f"the limit of {dtype} is between 1 and {_LIMITS[dtype]}" if dtype in _LIMITS else f"{dtype} takes none"
+        raise ValueError(f"<{limit} is no limit for it: {most}")
+    return TensorForm(dtype, tuple(map(int, sizes)), None if limit is None else int(limit))
+
+
+def nested(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the arguments, by name or position, that values at places make together.
+
+    InputError: a place is given twice, is of two kinds, or the positions in it have gaps.
+    """
+    tree: dict[Any, Any] = {}
+    for place, value in values:
+        name, *steps = re.findall(rf"^\w+|{_STEP}", place)
+        entries = tree
+        for step in (name, *map(_step, steps[:-1])) if steps else ():
+            entries = entries.setdefault(step, {})
+            if not isinstance(entries, dict):
+                raise InputError(f"--input {place}: what it lies in is given whole too; give that, or what is in it")
+        last = _step(steps[-1]) if steps else name
+        if last in entries:
+            raise InputError(f"--input {place} is given twice, or whole and in parts; give every input once")
+        entries[last] = value
+    positions = sorted(int(name) for name in tree if name.isdecimal())
+    if positions != list(range(len(positions))):
+        raise InputError(f"--input positions are {positions}; number them from 0 without gaps")
+    return {name: _container(name, entry) for name, entry in tree.items()}
+
+
+def _step(text: str) -> tuple[type, str | int]:
+    """Return what kind of container one step of a place enters, and the key in it."""
+    if text.startswith("."):
+        return (tuple, int(text[1:])) if text[1:].isdecimal() else (dict, text[1:])
+    key = ast.literal_eval(text[1:-1])
+    return (list if isinstance(key, int) else dict), key
+
+
+def _container(place: str, entry: Any) -> Any:
+    """Return the dict, list or tuple of the entries at a place; a value as it is."""
+    if not isinstance(entry, dict):
+        return entry
+    kinds = {kind for kind, _ in entry}
+    if len(kinds) > 1:
+        names = " and a ".join(sorted(kind.__name__ for kind in kinds))
+        raise InputError(f"--input {place} is a {names}; write .name for a dict, [0] for a list, .0 for a tuple")
+    found = {key: _container(f"{place}[{key!r}]", inner) for (_, key), inner in entry.items()}
+    kind = kinds.pop()
+    if kind is dict:
+        return found
+    if sorted(found) != list(range(len(found))):
+        raise InputError(f"--input {place} has the positions {sorted(found)}; number them from 0 without gaps")
+    return kind(found[position] for position in range(len(found)))
+
+
+def parse_json(option: str, text: str | None, form: str) -> Any:
+    """Read an option that is JSON; None where it was not given."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{option} {text!r} is no JSON: {error}; write {form}") from error
+
+
+def parse_kwargs(text: str | None) -> dict[str, Any]:
+    """Read ``--kwargs``: a JSON object."""
+    found = parse_json("--kwargs", text, KWARGS_FORM)
+    if not isinstance(found, dict | None):
+        raise InputError(f"--kwargs {text!r} is no object with names; write {KWARGS_FORM}")
+    return found or {}
+
+
+def parse_batch_dims(text: str | None) -> Any:
+    """Read ``--batch-dims`` as the argument ``batch_dims`` takes it."""
+    found = parse_json("--batch-dims", text, BATCH_DIMS_FORM)
+    return tuple(found) if isinstance(found, list) else found
 
 
 def check_target(target: str) -> None:
@@ -255,9 +206,6 @@ def read_config(target: str) -> dict[str, Any]:
         raise InputError(
             f"{target}: {error.strerror}: {str(path)!r}; {CONFIG_PREFIX} takes the config.json of a model, from disk"
         ) from error
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise InputError(f"{target} is no JSON, {place}: {pointed(error.doc, error.pos, error.msg)}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{target} is no JSON: {error}") from error
     if not isinstance(data, dict):
@@ -280,11 +228,6 @@ class ConfigInputs:
     labels: bool | None = False
     """Whether they have labels, from which the model makes its loss; None: where it takes them."""
 
-    def given(self) -> str | None:
-        """Return the first option that asks for something."""
-        asked = {"--batch": self.batch, "--sequence": self.sequence, "--labels": self.labels or None}
-        return next((option for option, value in asked.items() if value is not None), None)
-
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -299,12 +242,12 @@ class ModelSpec:
 
     @property
     def is_config(self) -> bool:
-        """Tell whether the model comes from a config file, which describes its inputs too."""
+        """Whether the model comes from a config file, which describes its inputs too."""
         return self.target.startswith(CONFIG_PREFIX)
 
     @property
     def gives_tensors(self) -> bool:
-        """Tell whether the inputs that were given are more than constants beside others."""
+        """Whether the inputs that were given are more than constants beside others."""
         return any(isinstance(spec.value, TensorForm) for spec in self.inputs)
 
     @classmethod
@@ -320,10 +263,12 @@ class ModelSpec:
     ) -> ModelSpec:
         """Read the texts of the options; raises InputError for what cannot be read or does not go together."""
         specs = tuple(InputSpec.parse(text) for text in inputs or ())
-        found, given = cls(target, specs, parse_kwargs(kwargs), sizes, seed, train), sizes.given()
+        spec = cls(target, specs, parse_kwargs(kwargs), sizes, seed, train)
         nested([(each.place, each.value) for each in specs])
-        if given is not None and (found.gives_tensors or not found.is_config):
-            reason = "--input gives the sizes" if found.gives_tensors else f"{target} is none; give --input"
-            raise InputError(f"{given} is for the inputs that an {CONFIG_PREFIX} config describes; {reason}")
+        asked = {"--batch": sizes.batch, "--sequence": sizes.sequence, "--labels": sizes.labels or None}
+        option = next((option for option, value in asked.items() if value is not None), None)
+        if option is not None and (spec.gives_tensors or not spec.is_config):
+            reason = "--input gives the sizes" if spec.gives_tensors else f"{target} is none; give --input"
+            raise InputError(f"{option} is for the inputs that an {CONFIG_PREFIX} config describes; {reason}")
         check_target(target)
-        return found
+        return spec

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,29 +17,22 @@ import torch
 from torch import nn
 
 from autosplit.cli import hf
-from autosplit.cli.caret import pointed
-from autosplit.cli.causes import with_cause
-from autosplit.cli.common import MODEL_FORM
+from autosplit.cli.common import tell
 from autosplit.cli.inputs import (
     CONFIG_PREFIX,
     INPUT_FORM,
     INPUT_FORMS,
-    Constant,
+    KWARGS_FORM,
+    MODEL_FORM,
     InputSpec,
     ModelSpec,
     TensorForm,
     check_target,
+    nested,
 )
-from autosplit.cli.places import nested
-from autosplit.cli.streams import tell
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.progress import phase
-
-_MOST_LINES, _MOST_CHARACTERS = 4, 600
-"""How much of the message of somebody else's error is shown."""
-_NEAR = 0.8
-"""How alike two names are of which one is taken to be misspelt, as `difflib` counts."""
 
 
 def make_model(spec: ModelSpec, *, blank: bool = False) -> nn.Module:
@@ -62,44 +51,37 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
     """
     specs = spec.inputs
     if spec.is_config and not spec.gives_tensors:
-        sizes, named = spec.sizes, {each.place.name for each in specs}
+        sizes, named = spec.sizes, {each.place for each in specs}
         described = hf.default_inputs(model, batch=sizes.batch or rows, sequence=sizes.sequence, labels=sizes.labels)
-        described = [each for each in described if each.place.name not in named]
-        said, has_labels = " ".join(map(str, described)), any(each.place.name == "labels" for each in described)
+        described = [each for each in described if each.place not in named]
+        labels = ", --no-labels" if any(each.place == "labels" for each in described) else ""
         specs = (*described, *specs)
-        others = "--batch, --sequence, --no-labels" if has_labels else "--batch, --sequence"
         if say:
-            tell(f"inputs, from the config: {said} ({others} or --input make others)")
-    sample = build_sample(specs, model=model, seed=spec.seed)
+            text = " ".join(map(str, described))
+            tell(f"inputs, from the config: {text} (--batch, --sequence{labels} or --input make others)")
+    sample = build_sample(specs, model=model, seed=spec.seed) if specs else _carried(model)
     if sample is None:
-        sample = _brought(model)
-    if sample is None:
-        raise no_inputs(model)
+        raise InputError(
+            f"no inputs are known for {type(model).__name__}; give --input {INPUT_FORM}, "
+            "or give the model an example_input_array or dummy_inputs"
+        )
     return sample
 
 
-def _brought(model: nn.Module) -> Sample | None:
-    """Return the inputs that the model brings, if it does; InputError where its forward cannot be called with them."""
-    own = _carried(model)
-    if own is None:
+def _carried(model: nn.Module) -> Sample | None:
+    """Return the sample that a model carries: Lightning's ``example_input_array``, transformers' ``dummy_inputs``."""
+    carried = getattr(model, "example_input_array", None)
+    if carried is None and type(model).__module__.split(".")[0] == "transformers":
+        carried = getattr(model, "dummy_inputs", None)
+    if carried is None:
         return None
     try:
-        sample = Sample.of(own)
-        inspect.signature(model.forward).bind(*sample.args, **sample.kwargs)
-    except (InputError, TypeError) as error:
-        raise InputError(
-            f"{type(model).__name__} brings inputs (example_input_array or dummy_inputs) with which its forward cannot "
-            f"be called: {error}; mend them, or give --input {INPUT_FORM}"
-        ) from error
+        sample = Sample.of(torch.as_tensor(carried) if isinstance(carried, (int, float)) else carried)
+        _check_call(model, sample)
+    except InputError as error:
+        name = type(model).__name__
+        raise InputError(f"{name} brings inputs (example_input_array or dummy_inputs) of its own: {error}") from error
     return sample
-
-
-def _carried(model: nn.Module) -> Any:
-    """Return the sample that a model carries: Lightning's ``example_input_array``, transformers' ``dummy_inputs``."""
-    own = getattr(model, "example_input_array", None)
-    if own is None and type(model).__module__.split(".")[0] == "transformers":
-        own = getattr(model, "dummy_inputs", None)
-    return torch.as_tensor(own) if isinstance(own, (int, float)) else own
 
 
 def random_tensor(form: TensorForm, *, generator: torch.Generator) -> torch.Tensor:
@@ -112,47 +94,30 @@ def random_tensor(form: TensorForm, *, generator: torch.Generator) -> torch.Tens
     return torch.randint(2 if form.limit is None else form.limit, form.shape, generator=generator).to(dtype)
 
 
-def _value(given: TensorForm | Constant, *, generator: torch.Generator, blank: bool) -> Any:
-    """Return a constant as it is, or a tensor; a ``blank`` one has no values."""
-    if isinstance(given, Constant):
-        return given.value
-    if blank:
-        return torch.empty(given.shape, dtype=getattr(torch, given.dtype), device="meta")
-    return random_tensor(given, generator=generator)
-
-
-def build_sample(specs: Sequence[InputSpec], *, model: nn.Module, seed: int) -> Sample | None:
-    """Return seeded random inputs that ``model.forward`` accepts, or None when ``specs`` is empty.
-
-    They are on the meta device where the model is.
-    """
-    if not specs:
-        return None
+def build_sample(specs: Sequence[InputSpec], *, model: nn.Module, seed: int) -> Sample:
+    """Return seeded random inputs that ``model.forward`` accepts, on the meta device where the model is."""
     generator = torch.Generator().manual_seed(seed)
     blank = any(parameter.is_meta for parameter in model.parameters())
-    values = nested([(spec.place, _value(spec.value, generator=generator, blank=blank)) for spec in specs])
+
+    def value(given: Any) -> Any:
+        if not isinstance(given, TensorForm):
+            return given
+        if blank:
+            return torch.empty(given.shape, dtype=getattr(torch, given.dtype), device="meta")
+        return random_tensor(given, generator=generator)
+
+    values = nested([(spec.place, value(spec.value)) for spec in specs])
     args = [values.pop(name) for name in sorted(filter(str.isdecimal, values), key=int)]
-    _check_call(model, args=args, kwargs=values)
-    return Sample(*args, **values)
+    sample = Sample(*args, **values)
+    _check_call(model, sample)
+    return sample
 
 
-def _check_call(model: nn.Module, *, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _check_call(model: nn.Module, sample: Sample) -> None:
+    """Raise InputError where a model's forward does not take a sample."""
     signature = inspect.signature(model.forward)
-    named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    unknown = [name for name in kwargs if name not in named]
-    if unknown and not takes_any:
-        inside = f", or inside of one that is a dict, {named[0]}.{unknown[0]}=..." if named else ""
-        raise InputError(
-            f"--input {unknown[0]}: {type(model).__name__}.forward has no input of that name; "
-            f"it has {', '.join(named) or 'none'} (or give a position, 0=...{inside})"
-        )
-    for name in unknown:  # what is misspelt would go where nobody looks at it
-        for near in difflib.get_close_matches(name, [own for own in named if own not in kwargs], n=1, cutoff=_NEAR):
-            place = f"{type(model).__name__}.forward"
-            tell(f"warning: --input {name}: {place} names no such input and takes it as any other; it names {near}")
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*sample.args, **sample.kwargs)
     except TypeError as error:
         raise InputError(
             f"{type(model).__name__}.forward{signature} cannot be called with these inputs: {error}; "
@@ -170,23 +135,16 @@ def load_model(target: str, *, kwargs: Mapping[str, Any] | None = None, blank: b
     if target.startswith(CONFIG_PREFIX):
         return hf.build(target, kwargs=given, blank=blank)
     check_target(target)
-    source, _, name = target.rpartition(":")
-    module = _import(source)
-    if not hasattr(module, name):
-        raise InputError(f"{source} has no {name!r}; it has {', '.join(_factories(module)) or 'no factory'}")
-    made = getattr(module, name)
-    if callable(made) and not isinstance(made, nn.Module):
-        _check_factory(made, given, target=target)
-        try:
-            made = _made(functools.partial(made, **given), blank=blank)
-        except (Exception, SystemExit) as error:
-            how = f"with --kwargs {json.dumps(given)}" if given else "without arguments"
-            raise InputError(f"{target} failed when called {how}: {_told(error, path=_file_of(module))}") from error
+    model = _named(target, option="MODEL")
+    if callable(model) and not isinstance(model, nn.Module):
+        model = _called(model, given, target=target, blank=blank)
     elif given:
-        raise InputError(f"{target} is a {type(made).__name__} already and takes no --kwargs; name a factory")
-    if not isinstance(made, nn.Module):
-        raise InputError(f"{target} gives a {type(made).__name__}, no nn.Module; name a factory that returns the model")
-    return made
+        raise InputError(f"{target} is a {type(model).__name__} already and takes no --kwargs; name a factory")
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{target} gives a {type(model).__name__}, no nn.Module; name a factory that returns the model"
+        )
+    return model
 
 
 def load_loss(target: str) -> Callable[..., Any]:
@@ -194,48 +152,48 @@ def load_loss(target: str) -> Callable[..., Any]:
     source, _, name = target.rpartition(":")
     if not source or not name:
         raise InputError(f"--loss {target!r} names no function; write package.module:name or file.py:name")
-    module = _import(source, option="--loss")
-    found = getattr(module, name, None)
+    found = _named(target, option="--loss")
     if isinstance(found, type):
         found = found()
     if not callable(found):
-        raise InputError(f"--loss: {source} has no function {name!r}; it has {', '.join(_factories(module)) or 'none'}")
+        raise InputError(f"--loss: {target} is a {type(found).__name__}; name a function")
     return found
 
 
-def _check_factory(factory: Callable[..., Any], given: Mapping[str, Any], *, target: str) -> None:
-    """Raise InputError where a factory does not take what it would be given, and say what it takes."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        return
+def _called(factory: Callable[..., Any], given: Mapping[str, Any], *, target: str, blank: bool) -> Any:
+    """Return what a factory makes, on the meta device where ``blank`` and where it works there."""
+    signature = inspect.signature(factory)
     try:
         signature.bind(**given)
     except TypeError as error:
-        needed = {
-            name: "..."
-            for name, parameter in signature.parameters.items()
-            if parameter.default is parameter.empty
-            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        }
-        way_out = f"give them as --kwargs '{json.dumps(needed)}'" if set(needed) - set(given) else "mend --kwargs"
-        unnamed = [
-            p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
-        ]
-        if unnamed:
-            way_out = f"--kwargs gives arguments by name, and {unnamed[0]} takes none; name a factory that does"
-        raise InputError(f"{target}{signature} cannot be called: {error}; {way_out}") from error
-
-
-def _made(factory: Callable[[], Any], *, blank: bool) -> Any:
+        raise InputError(
+            f"{target}{signature} cannot be called: {error}; give its arguments as --kwargs, {KWARGS_FORM}"
+        ) from error
     if blank:
         with contextlib.suppress(Exception), warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # of values that are loaded into nothing
-            return factory()
-    return factory()
+            return factory(**given)
+    return factory(**given)
 
 
-def _import(source: str, *, option: str = "MODEL") -> ModuleType:
+def _named(target: str, *, option: str) -> Any:
+    """Return what ``package.module:name`` or ``file.py:name`` names."""
+    source, _, name = target.rpartition(":")
+    module = _import(source, option=option)
+    if not hasattr(module, name):
+        names = sorted(
+            key for key, value in vars(module).items() if not key.startswith("_") and _is_model(value, module)
+        )
+        raise InputError(f"{option}: {source} has no {name!r}; it has {', '.join(names) or 'no factory'}")
+    return getattr(module, name)
+
+
+def _is_model(value: Any, module: ModuleType) -> bool:
+    own = callable(value) and getattr(value, "__module__", "") == module.__name__
+    return own or isinstance(value, nn.Module)
+
+
+def _import(source: str, *, option: str) -> ModuleType:
     path = Path(source)
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
@@ -245,36 +203,13 @@ def _import(source: str, *, option: str = "MODEL") -> ModuleType:
         sys.path.insert(0, folder)
     try:
         return _import_file(path) if is_file else importlib.import_module(source)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and not is_file and f"{source}.".startswith(f"{error.name}."):
-            raise InputError(
-                f"{option}: there is no module {error.name!r}, neither in the working folder nor among the packages of "
-                f"this Python; write {MODEL_FORM}"
-            ) from error
-        raise InputError(f"{option}: importing {source!r} failed: {_told(error, path=folder)}") from error
-
-
-def _told(error: BaseException, *, path: str) -> str:
-    """Return an error of the model's own code in short, with the last place below ``path`` that it came through."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        place = f"{Path(error.filename).name}, line {error.lineno}: {type(error).__name__}: "
-        text = (error.text or "").rstrip("\n")
-        return place + (pointed(text, max(0, (error.offset or 1) - 1), error.msg) if text else error.msg)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(path)]
-    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
-    lines = str(error).strip().splitlines()
-    text = "\n".join(lines[:_MOST_LINES])[:_MOST_CHARACTERS]
-    more = f"{text} ... (--debug shows all)" if text != "\n".join(lines) else text
-    if isinstance(error, ImportError) and error.__cause__ is not None:
-        more = with_cause(error).partition(": ")[2]
-    if isinstance(error, SystemExit):
-        more = f"{more}; what a script runs belongs under if __name__ == '__main__'"
-    return f"{place}{type(error).__name__}: {more}"
-
-
-def _file_of(module: ModuleType) -> str:
-    file = getattr(module, "__file__", None)
-    return str(Path(file).parent) if file else "\0"
+    except ModuleNotFoundError as error:
+        if is_file or not f"{source}.".startswith(f"{error.name}."):
+            raise
+        raise InputError(
+            f"{option}: there is no module {error.name!r}, neither in the working folder nor among the packages of "
+            f"this Python; write {MODEL_FORM}"
+        ) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -287,20 +222,3 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _factories(module: ModuleType) -> list[str]:
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return sorted(
-        name
-        for name, value in own.items()
-        if isinstance(value, nn.Module) or (callable(value) and getattr(value, "__module__", "") == module.__name__)
-    )
-
-
-def no_inputs(model: nn.Module) -> InputError:
-    """Return the error that says that inputs are missing."""
-    return InputError(
-        f"no inputs are known for {type(model).__name__}; give --input {INPUT_FORM}, "
-        "or give the model an example_input_array or dummy_inputs"
-    )

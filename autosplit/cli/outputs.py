@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +11,8 @@ import typer
 
 from autosplit.checks import not_available
 from autosplit.choices import EXPORTS
-from autosplit.cli.common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings
-from autosplit.cli.streams import give, tell
-from autosplit.errors import AutosplitError, InputError
+from autosplit.cli.common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings, tell
+from autosplit.errors import InputError
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -24,8 +20,6 @@ if TYPE_CHECKING:
 
 EXPORT_FORM = "FORM:FILE"
 _EXAMPLES = {"torch-csv": "schedule.csv", "torchtitan": "modules.json", "megatron": "layout.txt"}
-_MOST_NAME = 200
-"""Characters of a file's name that the file beside it, while it is written, has too."""
 
 Trace = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the step as a trace (JSON) that Perfetto opens.")
@@ -46,46 +40,22 @@ Exports = Annotated[
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print markdown instead of a table.")]
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The files that were asked for: option, path, and what writes the text of a plan. Made by `Outputs.of`."""
+Outputs = list[tuple[str, Path]]
+"""The files that were asked for: the option, and the path."""
 
-    files: tuple[tuple[str, Path], ...] = ()
 
-    @classmethod
-    def of(cls, *, exports: Sequence[str] | None = None, **paths: Path | None) -> Outputs:
-        """Return the outputs by their options' names (``save=path``); None is no output. ``exports``: FORM:FILE.
+def outputs_of(*, exports: Sequence[str] | None = None, **paths: Path | None) -> Outputs:
+    """Return the outputs by their options' names (``save=path``); None is no output. ``exports``: FORM:FILE.
 
-        Raises InputError for a path that cannot be written, before the work is done that it is meant for. Nothing is
-        made or changed.
-        """
-        given = [(option, path) for option, path in paths.items() if path is not None]
-        given += [(f"export {form}", path) for form, path in map(_export, exports or ())]
-        for option, path in given:
-            reason = _why_not(path)
-            if reason is not None:
-                raise InputError(f"--{option} {str(path)!r}: {reason}")
-        counts = Counter(path.resolve() for _, path in given)
-        same = [(option, path) for option, path in given if counts[path.resolve()] > 1]
-        if same:
-            names = " and ".join(dict.fromkeys(f"--{option}" for option, _ in same))
-            raise InputError(f"{names} name the same file {str(same[0][1])!r}; give each its own")
-        return cls(tuple(given))
-
-    def write(self, plan: Plan, *, measured: StepTimeline | None = None) -> AutosplitError | None:
-        """Write the files, and name each on stderr; return the error of the first that could not be made.
-
-        ``measured`` is a recorded step, which the page and the trace show too.
-        The others are written all the same: making the plan may have taken minutes.
-        """
-        refusal = None
-        with plain_warnings():
-            for option, path in self.files:
-                try:
-                    write_text(option, path, text=_text(plan, option, measured))
-                except AutosplitError as error:
-                    refusal = refusal or error
-        return refusal
+    Raises InputError for a path that cannot be written, before the work is done that it is meant for.
+    """
+    outputs = [(option, path) for option, path in paths.items() if path is not None]
+    outputs += [(f"export {form}", path) for form, path in map(_export, exports or ())]
+    for option, path in outputs:
+        reason = _why_not(path)
+        if reason is not None:
+            raise InputError(f"--{option} {str(path)!r}: {reason}")
+    return outputs
 
 
 def _export(text: str) -> tuple[str, Path]:
@@ -122,55 +92,35 @@ def check_form(*, as_json: bool, as_markdown: bool) -> None:
 
 
 def _why_not(path: Path) -> str | None:
-    try:
-        if path.is_dir():
-            return "is a folder; name a file in it"
-        if path.exists():
-            return None if os.access(path, os.W_OK) else "this file may not be written; choose another"
-        folder = path.parent
-        if not folder.exists():
-            return f"there is no folder {str(folder)!r}; make it first"
-        if not folder.is_dir():
-            return f"{str(folder)!r} is no folder"
-        return None if os.access(folder, os.W_OK | os.X_OK) else f"the folder {str(folder)!r} may not be written"
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
+    if path.is_dir():
+        return "is a folder; name a file in it"
+    if not path.parent.is_dir():
+        return f"there is no folder {str(path.parent)!r}; make it first"
+    return None if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written; choose another"
 
 
 def write_text(option: str, path: Path, *, text: str) -> None:
-    """Write a file and name it on stderr; what is interrupted leaves the file as it was. InputError: it cannot be."""
+    """Write a file and name it on stderr."""
     try:
-        _replace(path, text)
+        path.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise InputError(f"--{option} {str(path)!r}: {error.strerror}") from error
     tell(f"wrote {path}")
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write beside a file and then take its place; what is no plain file, or lies in a locked folder, as it is."""
-    target = path.resolve()
-    plain = not target.exists() or target.is_file()
-    if not plain or not os.access(target.parent, os.W_OK | os.X_OK):
-        path.write_text(text, encoding="utf-8", newline="")
-        return
-    beside = target.with_name(f".{target.name[:_MOST_NAME]}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="")
-        if target.exists():
-            shutil.copymode(target, beside)
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def answered(
     plan: Plan, outputs: Outputs, *, as_json: bool, as_markdown: bool, measured: StepTimeline | None = None
 ) -> int:
-    """Write what was asked for and print the plan; what cannot be written is raised when all else has been."""
-    refusal = outputs.write(plan, measured=measured)
-    code = print_plan(plan, as_json=as_json, as_markdown=as_markdown, measured=measured)
-    if refusal is not None:
-        raise refusal
+    """Write the files that were asked for and print the plan, also where one of them cannot be written.
+
+    ``measured`` is a recorded step, which the page and the trace show too. Returns the exit code.
+    """
+    try:
+        with plain_warnings():
+            for option, path in outputs:
+                write_text(option, path, text=_text(plan, option, measured))
+    finally:
+        code = print_plan(plan, as_json=as_json, as_markdown=as_markdown, measured=measured)
     return code
 
 
@@ -181,7 +131,7 @@ def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False, measured
     from autosplit.report.table import render
 
     if as_json or as_markdown:
-        give(render_json(plan, measured=measured) if as_json else render_markdown(plan, measured=measured))
+        typer.echo(render_json(plan, measured=measured) if as_json else render_markdown(plan, measured=measured))
     else:
-        give(render(plan, width=page_width(), measured=measured))
+        typer.echo(render(plan, width=page_width(), measured=measured))
     return ANSWER_IS_NO if plan.fits is False else DONE

@@ -11,6 +11,7 @@ from autosplit.choices import RESERVE
 from autosplit.cli.common import (
     AsJson,
     Batch,
+    BatchDims,
     Cut,
     Debug,
     Inputs,
@@ -30,26 +31,26 @@ from autosplit.cli.common import (
     Target,
     VirtualStages,
     beside_stdout,
+    command,
     complete_device,
-    exit_code,
-    importing,
     optimizer_of,
     pinned_plan,
     recompute_of,
 )
-from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, wants_labels
+from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, parse_batch_dims, wants_labels
 from autosplit.cli.outputs import (
     AsMarkdown,
     Dot,
     Exports,
     Html,
-    Outputs,
     Save,
     Trace,
     answered,
     check_form,
+    outputs_of,
 )
 from autosplit.errors import InputError, TraceError
+from autosplit.progress import phase
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,12 +98,14 @@ Loss = Annotated[
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
+@command
 def plan_command(
     model: Target,
     devices: PaperDevices = _MACHINE,
     chunks: PlanChunks = "auto",
     inputs: Inputs = None,
     kwargs: Kwargs = None,
+    batch_dims: BatchDims = None,
     batch: Batch = None,
     sequence: Sequence = None,
     labels: Labels = None,
@@ -129,26 +132,23 @@ def plan_command(
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     debug: Debug = False,
-) -> None:
+) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
-
-    def answer() -> int:
-        check_form(as_json=as_json, as_markdown=as_markdown)
-        outputs = Outputs.of(save=save, html=html, trace=trace, dot=dot, exports=export)
-        wanted = False if loss is not None else wants_labels(labels, schedule)
-        sizes = ConfigInputs(batch, sequence, wanted)
-        spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
-        pinned = pinned_plan(plan, move)
-        order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
-        room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut, "precision": precision}
-        choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
-        find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
-        machine = _checked(_devices(devices, pinned), pinned, choices)
-        with beside_stdout():
-            found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, **choices)
-        return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
-
-    raise typer.Exit(exit_code(answer, debug=debug))
+    check_form(as_json=as_json, as_markdown=as_markdown)
+    outputs = outputs_of(save=save, html=html, trace=trace, dot=dot, exports=export)
+    wanted = False if loss is not None else wants_labels(labels, schedule)
+    sizes = ConfigInputs(batch, sequence, wanted)
+    spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
+    pinned = pinned_plan(plan, move)
+    order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
+    room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut, "precision": precision}
+    dims = parse_batch_dims(batch_dims)
+    choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
+    find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
+    machine = _checked(_devices(devices, pinned), pinned, choices)
+    with beside_stdout():
+        found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, batch_dims=dims, **choices)
+    return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
 
 
 def _devices(text: str, pinned: Plan | None) -> str | list[str]:
@@ -186,7 +186,7 @@ def _checked(devices: str | list[str], pinned: Plan | None, choices: Mapping[str
 
 def _planned(spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choices: Any) -> Plan:
     """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
-    with importing():
+    with phase("importing"):
         from autosplit.cli.models import load_loss, make_model
 
     choices["loss_fn"] = None if loss is None else load_loss(loss)

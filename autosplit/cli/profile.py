@@ -11,6 +11,7 @@ from autosplit.cli.common import (
     DONE,
     MODEL_HELP,
     Batch,
+    BatchDims,
     Debug,
     Inputs,
     Kwargs,
@@ -18,14 +19,13 @@ from autosplit.cli.common import (
     Seed,
     Sequence,
     beside_stdout,
-    exit_code,
-    importing,
+    command,
     page_width,
 )
-from autosplit.cli.inputs import ConfigInputs, ModelSpec
-from autosplit.cli.outputs import Outputs
-from autosplit.cli.streams import give
+from autosplit.cli.inputs import ConfigInputs, ModelSpec, parse_batch_dims
+from autosplit.cli.outputs import outputs_of
 from autosplit.errors import InputError
+from autosplit.progress import phase
 
 EXAMPLES = """Examples:
 
@@ -46,10 +46,12 @@ Exit codes: 0 done; 2 bad usage or input.
 """
 
 
+@command
 def profile_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     inputs: Inputs = None,
     kwargs: Kwargs = None,
+    batch_dims: BatchDims = None,
     batch: Batch = None,
     sequence: Sequence = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Batch rows of a microbatch (default: the input's).")] = None,
@@ -75,31 +77,27 @@ def profile_command(
     save: Annotated[Path | None, typer.Option(help="With --calibrate: the file to write.")] = None,
     seed: Seed = 0,
     debug: Debug = False,
-) -> None:
+) -> int:
     """Say what every module of a model costs: times, FLOPs, and the bytes that training it holds."""
+    if calibration:
+        outputs_of(save=save)
+        from autosplit.cli.calibrate import calibrate_here
 
-    def answer() -> int:
-        if calibration:
-            Outputs.of(save=save)
-            from autosplit.cli.calibrate import calibrate_here
-
-            calibrate_here(model, device=device, quick=quick, save=save)
-            return DONE
-        if save is not None or quick:
-            raise InputError("--save and --quick are for --calibrate; a profile is written by --json > FILE")
-        if model is None:
-            raise InputError("no MODEL is given; name one, or measure this machine: autosplit profile --calibrate")
-        spec = ModelSpec.parse(
-            model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed, train=train
-        )
-        with beside_stdout():
-            with importing():
-                from autosplit.cli.costs import Choices, costs_of
-                from autosplit.report.cost_table import render_costs
-            choices = Choices(rows, chunks, device, measure, count_bytes, cache, cache_dir)
-            found = costs_of(spec, choices)
-        text = render_costs(found, width=page_width(), depth=depth, nodes=nodes, top=top)
-        give(found.model_dump_json(indent=2) if as_json else text)
+        calibrate_here(model, device=device, quick=quick, save=save)
         return DONE
-
-    raise typer.Exit(exit_code(answer, debug=debug))
+    if save is not None or quick:
+        raise InputError("--save and --quick are for --calibrate; a profile is written by --json > FILE")
+    if model is None:
+        raise InputError("no MODEL is given; name one, or measure this machine: autosplit profile --calibrate")
+    spec = ModelSpec.parse(
+        model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed, train=train
+    )
+    with beside_stdout():
+        with phase("importing"):
+            from autosplit.cli.costs import Choices, costs_of
+            from autosplit.report.cost_table import render_costs
+        choices = Choices(rows, chunks, parse_batch_dims(batch_dims), device, measure, count_bytes, cache, cache_dir)
+        found = costs_of(spec, choices)
+    text = render_costs(found, width=page_width(), depth=depth, nodes=nodes, top=top)
+    typer.echo(found.model_dump_json(indent=2) if as_json else text)
+    return DONE

@@ -11,6 +11,7 @@ from autosplit.cli.common import (
     MODEL_HELP,
     AsJson,
     Batch,
+    BatchDims,
     Cut,
     Debug,
     Inputs,
@@ -29,30 +30,32 @@ from autosplit.cli.common import (
     VirtualStages,
     beside_stdout,
     check_choices,
-    exit_code,
-    importing,
-    needed,
+    command,
     optimizer_of,
     pinned_plan,
     recompute_of,
+    tell,
     torch_devices,
 )
-from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, is_plan_file, wants_labels
+from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, is_plan_file, parse_batch_dims, wants_labels
 from autosplit.cli.outputs import (
     AsMarkdown,
     Dot,
     Exports,
     Html,
-    Outputs,
     Save,
     Trace,
     answered,
     check_form,
+    outputs_of,
 )
-from autosplit.cli.streams import tell
 from autosplit.errors import InputError
+from autosplit.progress import phase
 
 if TYPE_CHECKING:
+    import torch
+
+    from autosplit.pipelined import PipelinedModule
     from autosplit.planning.plan import Plan
     from autosplit.planning.timeline import StepTimeline
 
@@ -85,6 +88,7 @@ OwnChunks = Annotated[int | None, typer.Option(help="Number of microbatches; a M
 Measure = Annotated[bool, typer.Option("--measure", help="Run a training step here, and show it beside the plan.")]
 
 
+@command
 def report_command(
     context: typer.Context,
     model: ModelOrPlan,
@@ -92,6 +96,7 @@ def report_command(
     chunks: OwnChunks = None,
     inputs: Inputs = None,
     kwargs: Kwargs = None,
+    batch_dims: BatchDims = None,
     batch: Batch = None,
     sequence: Sequence = None,
     labels: Labels = None,
@@ -115,33 +120,31 @@ def report_command(
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     debug: Debug = False,
-) -> None:
+) -> int:
     """Plan a model and print its partition: stages, times, memory, boundaries; or print a saved plan."""
-
-    def answer() -> int:
-        check_form(as_json=as_json, as_markdown=as_markdown)
-        outputs = Outputs.of(save=save, html=html, trace=trace, dot=dot, exports=export)
-        measured = None
-        if is_plan_file(model):
-            _check_alone(context, model)
-            found = _saved(model)
-        else:
-            sizes = ConfigInputs(batch, sequence, wants_labels(labels, schedule))
-            spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
-            own = torch_devices(devices)
-            count = needed("--chunks", chunks, "a number of microbatches")
-            order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
-            room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut}
-            choices = {"chunks": count, "optimizer": optimizer_of(optimizer)} | order | room
-            pinned = pinned_plan(plan, move)
-            check_choices(own, pinned, choices)
-            if measure and schedule == "forward":
-                raise InputError("--measure runs a training step, and --schedule forward has none; leave one out")
-            with beside_stdout():
-                found, measured = _plan(spec, measure=measure, devices=own, plan=pinned, **choices)
-        return answered(found, outputs, as_json=as_json, as_markdown=as_markdown, measured=measured)
-
-    raise typer.Exit(exit_code(answer, debug=debug))
+    check_form(as_json=as_json, as_markdown=as_markdown)
+    outputs = outputs_of(save=save, html=html, trace=trace, dot=dot, exports=export)
+    measured = None
+    if is_plan_file(model):
+        _check_alone(context, model)
+        found = _saved(model)
+    else:
+        sizes = ConfigInputs(batch, sequence, wants_labels(labels, schedule))
+        spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
+        if devices is None or chunks is None:
+            raise InputError(f"{model} needs --devices and --chunks: devices such as 4 or cpu,cuda:0, and microbatches")
+        own = torch_devices(devices)
+        order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
+        room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut}
+        choices = {"chunks": chunks, "optimizer": optimizer_of(optimizer)} | order | room
+        dims = parse_batch_dims(batch_dims)
+        pinned = pinned_plan(plan, move)
+        check_choices(own, pinned, **choices)
+        if measure and schedule == "forward":
+            raise InputError("--measure runs a training step, and --schedule forward has none; leave one out")
+        with beside_stdout():
+            found, measured = _plan(spec, measure=measure, devices=own, plan=pinned, batch_dims=dims, **choices)
+    return answered(found, outputs, as_json=as_json, as_markdown=as_markdown, measured=measured)
 
 
 def _check_alone(context: typer.Context, path: str) -> None:
@@ -172,15 +175,47 @@ def _plan(
     spec: ModelSpec, *, measure: bool, devices: int | list[str], **choices: Any
 ) -> tuple[Plan, StepTimeline | None]:
     """Return the plan, and the step that was measured where that was asked for."""
-    with importing():
+    with phase("importing"):
         from autosplit.api import autosplit
-        from autosplit.cli.measure import measured_step
-        from autosplit.cli.models import make_model, make_sample, no_inputs
+        from autosplit.cli.models import make_model, make_sample
 
     model = make_model(spec)
     rows = ROWS_PER_DEVICE * (devices if isinstance(devices, int) else len(devices))
     sample = make_sample(spec, model=model, rows=rows)
     pipe = autosplit(model, sample=sample, devices=devices, **choices)
-    if pipe.plan is None:
-        raise no_inputs(model)
-    return pipe.plan, measured_step(pipe, sample) if measure else None
+    assert pipe.plan is not None, "a sample was given"
+    return pipe.plan, _measured_step(pipe, sample) if measure else None
+
+
+def _measured_step(pipe: PipelinedModule, given: Any) -> StepTimeline:
+    """Run a pipe's training step on a sample: once to warm up, once for the times, once for the bytes of CPU lanes.
+
+    The loss is the model's own, else the mean of what it returns. Raises InputError where nothing can be trained.
+    """
+    from autosplit.options import Sample
+
+    sample = Sample.of(given)
+    loss: dict[str, Any] = {}
+    try:
+        pipe.train_step(*sample.args, **sample.kwargs)
+    except InputError:  # it returns no loss
+        loss = {"loss_fn": _mean_of, "loss_reduction": "mean"}
+        pipe.train_step(*sample.args, **loss, **sample.kwargs)
+    for memory in (False, True):
+        pipe.zero_grad(set_to_none=True)
+        pipe.profile_step(*sample.args, memory=memory, **loss, **sample.kwargs)
+    pipe.zero_grad(set_to_none=True)
+    assert pipe.profiled is not None
+    return pipe.profiled
+
+
+def _mean_of(output: Any) -> torch.Tensor:
+    """Return the sum of the means of all that hangs on parameters."""
+    import torch
+
+    from autosplit.trace.structure import flatten_output
+
+    leaves = [leaf for leaf in flatten_output(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not leaves:
+        raise InputError("--measure runs a training step, and nothing that the model returns hangs on its parameters")
+    return sum((leaf.mean() for leaf in leaves[1:]), leaves[0].mean())

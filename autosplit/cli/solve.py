@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from autosplit.cli.common import DONE, Debug, beside_stdout, exit_code
-from autosplit.cli.streams import answers_a_terminal, give
+from autosplit.checks import choose
+from autosplit.cli.common import DONE, Debug, beside_stdout, command, on_terminal
 from autosplit.errors import InfeasibleError, InputError
 from autosplit.units import parse_bytes
 
 if TYPE_CHECKING:
     from autosplit.partition.solve import Objective
 
-OBJECTIVES: tuple[Objective, ...] = ("bottleneck", "step_time")
+OBJECTIVES = ("bottleneck", "step_time")
 SCHEDULES = ("gpipe", "1f1b")
 EXAMPLES = """Examples:
 
@@ -40,6 +40,7 @@ Exit codes: 0 done; 1 no partition fits; 2 bad usage or input.
 """
 
 
+@command
 def solve_command(
     workload: Annotated[
         Path, typer.Argument(metavar="WORKLOAD.json", help="A file in the format autosplit-workload/1.")
@@ -60,58 +61,42 @@ def solve_command(
         bool | None, typer.Option("--json/--table", help="Print JSON or a table (default: a table on a terminal).")
     ] = None,
     debug: Debug = False,
-) -> None:
+) -> int:
     """Cut a workload file into stages: the best partition, and the proof or how far from the best it may be."""
+    from autosplit.partition.infeasible import require_separable
+    from autosplit.partition.solve import solve
+    from autosplit.partition.workload import load_workload
+    from autosplit.report.workload import answer_json, answer_table, refusal_json
 
-    def answer() -> int:
-        from autosplit.partition.infeasible import require_separable
-        from autosplit.partition.solve import solve
-        from autosplit.partition.workload import load_workload
-        from autosplit.report.workload import answer_json, answer_table, refusal_json
-
-        _check_choice("--objective", objective, OBJECTIVES)
-        _check_choice("--schedule", schedule, SCHEDULES)
-        if time_limit is not None and not time_limit > 0:
-            raise InputError(f"--time-limit {time_limit} is no number of seconds above 0")
-        found = load_workload(workload)
-        # More stages than nodes would all stay empty.
-        used = min(stages, len(found.works))
-        problem = found.problem(
-            stages=used, capacity_bytes=_capacity(memory_cap), microbatches=microbatches, schedule=schedule
-        )
-        prints_json = as_json if as_json is not None else not answers_a_terminal()
-        started = time.perf_counter()
-        try:
-            require_separable(problem, stages=stages)
-            with beside_stdout():
-                partition = solve(
-                    problem, stages=used, objective=_objective(objective), empty=True, time_limit_s=time_limit
-                )
-        except InfeasibleError as error:
-            if prints_json:
-                give(json.dumps(refusal_json(error, objective=objective, seconds=time.perf_counter() - started)))
-            raise
-        seconds = time.perf_counter() - started
-        if prints_json:
-            give(json.dumps(answer_json(partition, stages=used, seconds=seconds)))
-        else:
-            give(answer_table(found, partition, stages=stages, seconds=seconds))
-        return DONE
-
-    raise typer.Exit(exit_code(answer, debug=debug))
-
-
-def _check_choice(option: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise InputError(f"{option} {value!r} is none of {', '.join(valid)}")
-
-
-def _objective(name: str) -> Objective:
-    return next(objective for objective in OBJECTIVES if objective == name)
-
-
-def _capacity(text: str | None) -> int | None:
+    choose("--objective", objective, OBJECTIVES)
+    choose("--schedule", schedule, SCHEDULES)
+    if time_limit is not None and not time_limit > 0:
+        raise InputError(f"--time-limit {time_limit} is no number of seconds above 0")
+    found = load_workload(workload)
+    # More stages than nodes would all stay empty.
+    used = min(stages, len(found.works))
+    cap_bytes = None if memory_cap is None else parse_bytes(memory_cap)
+    problem = found.problem(
+        stages=used,
+        capacity_bytes=cap_bytes,
+        microbatches=microbatches,
+        schedule=schedule,
+    )
+    prints_json = as_json if as_json is not None else not on_terminal()
+    started = time.perf_counter()
     try:
-        return None if text is None else parse_bytes(text)
-    except (InputError, OverflowError) as error:
-        raise InputError(f"--memory-cap {text!r} is no size in bytes; write a number, or such as 16GiB") from error
+        require_separable(problem, stages=stages)
+        with beside_stdout():
+            partition = solve(
+                problem, stages=used, objective=cast("Objective", objective), empty=True, time_limit_s=time_limit
+            )
+    except InfeasibleError as error:
+        if prints_json:
+            typer.echo(json.dumps(refusal_json(error, objective=objective, seconds=time.perf_counter() - started)))
+        raise
+    seconds = time.perf_counter() - started
+    if prints_json:
+        typer.echo(json.dumps(answer_json(partition, stages=used, seconds=seconds)))
+    else:
+        typer.echo(answer_table(found, partition, stages=stages, seconds=seconds))
+    return DONE

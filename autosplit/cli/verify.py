@@ -11,6 +11,7 @@ from autosplit.cli.common import (
     DONE,
     AsJson,
     Batch,
+    BatchDims,
     Chunks,
     Debug,
     Devices,
@@ -25,14 +26,13 @@ from autosplit.cli.common import (
     VirtualStages,
     beside_stdout,
     check_choices,
-    exit_code,
-    importing,
+    command,
     pinned_plan,
     recompute_of,
     torch_devices,
 )
-from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec
-from autosplit.cli.streams import give
+from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, parse_batch_dims
+from autosplit.progress import phase
 
 if TYPE_CHECKING:
     from autosplit.verification import Verification
@@ -47,12 +47,14 @@ Exit codes: 0 equal; 1 not equal; 2 bad usage or input.
 """
 
 
+@command
 def verify_command(
     model: Target,
     devices: Devices,
     chunks: Chunks,
     inputs: Inputs = None,
     kwargs: Kwargs = None,
+    batch_dims: BatchDims = None,
     batch: Batch = None,
     sequence: Sequence = None,
     schedule: ScheduleName = "auto",
@@ -62,30 +64,27 @@ def verify_command(
     plan: PlanFile = None,
     as_json: AsJson = False,
     debug: Debug = False,
-) -> None:
+) -> int:
     """Compare the pipeline with the plain model: outputs, gradients, buffers, in train and in eval mode."""
-
-    def answer() -> int:
-        spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed)
-        own = torch_devices(devices)
-        choices = {
-            "chunks": chunks,
-            "schedule": schedule,
-            "virtual_stages": virtual_stages,
-            "recompute": recompute_of(recompute),
-        }
-        pinned = pinned_plan(plan, None)
-        check_choices(own, pinned, {**choices, "optimizer": "adamw", "memory_limit": None})
-        with beside_stdout():
-            found = _verified(spec, devices=own, plan=pinned, **choices)
-        give(found.to_json() if as_json else str(found))
-        return DONE if found else ANSWER_IS_NO
-
-    raise typer.Exit(exit_code(answer, debug=debug))
+    spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed)
+    own = torch_devices(devices)
+    choices = {
+        "chunks": chunks,
+        "schedule": schedule,
+        "virtual_stages": virtual_stages,
+        "recompute": recompute_of(recompute),
+    }
+    dims = parse_batch_dims(batch_dims)
+    pinned = pinned_plan(plan, None)
+    check_choices(own, pinned, optimizer="adamw", memory_limit=None, **choices)
+    with beside_stdout():
+        found = _verified(spec, devices=own, plan=pinned, batch_dims=dims, **choices)
+    typer.echo(found.to_json() if as_json else str(found))
+    return DONE if found else ANSWER_IS_NO
 
 
 def _verified(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Verification:
-    with importing():
+    with phase("importing"):
         from autosplit.api import autosplit
         from autosplit.cli.models import make_model, make_sample
         from autosplit.verification import verify

@@ -119,7 +119,7 @@ def test_what_stands_for_the_loss_is_said_and_a_loss_can_be_named(run: Run) -> N
     [
         ("squared", "--loss 'squared' names no function; write package.module:name or file.py:name"),
         ("absent.py:f", "--loss: there is no file 'absent.py'"),
-        (f"{NETS}:NUMBER", "has no function 'NUMBER'; it has AnyKeyword, "),
+        (f"{NETS}:NUMBER", "NUMBER is a int; name a function"),
         (f"{NETS}:make_wide", "loss_fn cannot be called on the model's output of shape [3, 16]"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_forward_of_dicts_lists_and_constants(run: Run) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ("{}", "missing a required argument: 'x'; mend them, or give --input NAME=dtype[shape]"),
+        ("{}", "missing a required argument: 'x'; give one --input for each, NAME=dtype[shape]"),
         ('{"as_list": true}', "sample is a list; give a tuple"),
     ],
 )
@@ -159,6 +159,6 @@ def test_inputs_of_the_models_own_that_do_not_fit_it(run: Run, kwargs: str, mess
     result = run(f"{NETS}:WrongExample", *TWO, "--kwargs", kwargs)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(
-        "error: WrongExample brings inputs (example_input_array or dummy_inputs) with which "
+        "error: WrongExample brings inputs (example_input_array or dummy_inputs) of its own: "
     )
     assert message in result.stderr

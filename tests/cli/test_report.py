@@ -239,10 +239,10 @@ def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
         (f"{NETS}:absent", "has no 'absent'; it has AnyKeyword, Detector, Gated, INSTANCE, Mlp, Tokens, WithExample, "),
         (f"{NETS}:NUMBER", "gives a int, no nn.Module"),
         (f"{NETS}:make_number", "gives a int, no nn.Module"),
-        (f"{NETS}:make_wide", "missing a required argument: 'width'; give them as --kwargs"),
+        (f"{NETS}:make_wide", "missing a required argument: 'width'; give its arguments as --kwargs"),
         (
             f"{NETS}:make_broken",
-            f"failed when called without arguments: nets.py, line {BROKEN_LINE}: RuntimeError: the weights are gone",
+            f"the weights are gone (RuntimeError at {NETS}:{BROKEN_LINE}, in make_broken; --debug",
         ),
     ],
 )
@@ -253,19 +253,25 @@ def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> Non
 def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("def make(:\n", encoding="utf-8")
     stderr = error_of(run(f"{tmp_path / 'wrong.py'}:make", *TWO_BY_FOUR, *X))
-    assert "failed: wrong.py, line 1: SyntaxError" in stderr
+    assert "error: invalid syntax (wrong.py, line 1) (SyntaxError; --debug" in stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*TWO_BY_FOUR, "--input", "x=float32"), "--input cannot be read: [ is missing"),
-        ((*TWO_BY_FOUR, "--input", "y=float32[8,16]"), "Mlp.forward has no input of that name; it has x, scale"),
+        (
+            (*TWO_BY_FOUR, "--input", "x=float32"),
+            "--input 'x=float32' cannot be read: 'float32' is neither dtype[shape] nor a constant",
+        ),
+        (
+            (*TWO_BY_FOUR, "--input", "y=float32[8,16]"),
+            "cannot be called with these inputs: missing a required argument: 'x'",
+        ),
         (TWO_BY_FOUR, "no inputs are known for Mlp; give --input NAME=dtype[shape]"),
-        (("--devices", "2,cpu", "--chunks", "4", *X), "'2' is no torch device; give a number of devices"),
+        (("--devices", "2,cpu", "--chunks", "4", *X), "'2' is no torch device; valid here"),
         (
             ("--devices", "toaster", "--chunks", "4", *X),
-            "'toaster' is no torch device; give a number",
+            "'toaster' is no torch device; valid here",
         ),
         (("--devices", "0", "--chunks", "4", *X), "devices=0: give at least one device"),
         (("--devices", "2", "--chunks", "0", *X), "chunks=0"),
@@ -279,7 +285,7 @@ def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
             (*TWO_BY_FOUR, *X, "--save", "no_such_folder/plan.json"),
             "--save 'no_such_folder/plan.json': there is no folder",
         ),
-        (("--chunks", "4"), "Missing option '--devices'"),
+        (("--chunks", "4"), "needs --devices and --chunks: devices such as 4 or cpu,cuda:0"),
         (("--devices", "2", "--chunks", "four"), "Invalid value for '--chunks'"),
         ((*TWO_BY_FOUR, "--color"), "No such option: --color"),
     ],

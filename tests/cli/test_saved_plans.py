@@ -13,8 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
-from autosplit.cli.outputs import Outputs
-from autosplit.errors import InputError
 from autosplit.planning.plan import Plan
 
 ROOT = Path(cli.__file__).parents[2]
@@ -91,7 +89,7 @@ def test_several_exports_of_a_new_plan(run: Run, tmp_path: Path) -> None:
 
 def test_what_a_form_cannot_say_costs_neither_the_plan_nor_the_other_files(run: Run, tmp_path: Path) -> None:
     csv = tmp_path / "schedule.csv"
-    exports = ("--export", f"megatron:{tmp_path / 'layout.txt'}", "--export", f"torch-csv:{csv}")
+    exports = ("--export", f"torch-csv:{csv}", "--export", f"megatron:{tmp_path / 'layout.txt'}")
     result = run(*PLANNED, "--schedule", "zb_v", *exports)
     assert result.exit_code == 2
     assert result.stdout.startswith("Partition of Mlp")
@@ -109,7 +107,6 @@ def test_what_a_form_cannot_say_costs_neither_the_plan_nor_the_other_files(run: 
         ),
         (("--export", "megatron"), "names no file; write FORM:FILE, for example megatron:layout.txt"),
         (("--export", "megatron:no/x"), "--export megatron 'no/x': there is no folder 'no'; make it first"),
-        (("--export", "megatron:x", "--dot", "x"), "--dot and --export megatron name the same file 'x'"),
         (("--precision", "bf8"), "precision='bf8' is not available (did you mean 'bf16'?)"),
         (("--schedule", "zbh1"), "schedule='zbh1' is not available (did you mean 'zb_h1'?)"),
         (("--schedule", "zb_v", "--virtual-stages", "3"), "zb_v puts 2 stages on a device, not 3"),
@@ -152,48 +149,3 @@ def test_a_saved_plan_is_shown_as_it_is(run: Run, saved: Path) -> None:
     assert "warning: the plan was edited; times and memory are those of before" in edited.stderr
     result = run(*PLANNED, "--plan", str(saved), "--smallest")
     assert (result.exit_code, "--smallest searches, --plan is followed as it is" in result.stderr) == (2, True)
-
-
-def test_a_file_is_as_it_was_where_writing_it_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text("before", encoding="utf-8")
-
-    def interrupted(self: Path, text: str, **_: Any) -> None:
-        with self.open("w", encoding="utf-8") as file:
-            file.write("half")
-        raise KeyboardInterrupt
-
-    class Text:
-        def to_json(self) -> str:
-            return "after"
-
-    outputs = Outputs.of(save=path)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            outputs.write(Text())  # type: ignore[arg-type]
-    assert path.read_text(encoding="utf-8") == "before"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
-    path.chmod(0o640)
-    assert outputs.write(Text()) is None  # type: ignore[arg-type]
-    assert (path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777) == ("after\n", 0o640)
-
-
-def test_a_link_stays_one_and_a_locked_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Text:
-        def to_json(self) -> str:
-            return "{}"
-
-    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
-    assert Outputs.of(save=tmp_path / "link.json").write(Text()) is None  # type: ignore[arg-type]
-    assert (tmp_path / "link.json").is_symlink()
-    assert (tmp_path / "target.json").read_text(encoding="utf-8") == "{}\n"
-    outputs = Outputs.of(save=tmp_path / "full.json")
-
-    def full(self: Path, text: str, **_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    refusal = outputs.write(Text())  # type: ignore[arg-type]
-    assert isinstance(refusal, InputError)
-    assert str(refusal) == f"--save {str(tmp_path / 'full.json')!r}: No space left on device"

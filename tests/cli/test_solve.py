@@ -158,18 +158,21 @@ def test_colours_that_leave_nothing_to_cut_exit_with_1(run: Run, written: Callab
     [
         (("--stages", 0), "--stages"),
         ((), "--stages"),
-        (("--stages", 2, "--objective", "speed"), "--objective 'speed' is none of bottleneck, step_time"),
-        (("--stages", 2, "--schedule", "zb_h1"), "--schedule 'zb_h1' is none of gpipe, 1f1b"),
+        (
+            ("--stages", 2, "--objective", "speed"),
+            "--objective='speed' is not available; valid: 'bottleneck', ",
+        ),
+        (("--stages", 2, "--schedule", "zb_h1"), "--schedule='zb_h1' is not available; valid: 'gpipe', '1f1b'"),
         (("--stages", 2, "--microbatches", 0), "--microbatches"),
-        (("--stages", 2, "--memory-cap", "much"), "--memory-cap 'much' is no size in bytes"),
-        (("--stages", 2, "--memory-cap", "9" * 400), "is no size in bytes"),
+        (("--stages", 2, "--memory-cap", "much"), "'much' is no size in bytes"),
+        (("--stages", 2, "--memory-cap", "9" * 400), "is no number of bytes"),
         (
             (
                 "--stages",
                 2,
                 "--memory-cap=-5",
             ),
-            "--memory-cap '-5' is no size in bytes",
+            "'-5' is no size in bytes",
         ),
         (("--stages", 2, "--time-limit", 0), "--time-limit 0.0 is no number of seconds above 0"),
         (("--stages", 2, "--time-limit", "nan"), "--time-limit nan is no number of seconds above 0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
-from autosplit.cli.common import _of_python
 
 TWO = ("--devices", "2xL4-24GB")
 NETS = """
@@ -86,14 +84,6 @@ def test_an_error_of_the_models_own_names_its_line(run: Run, name: str, line: st
     assert f"users_nets.py:{line_of(line)}, in forward; --debug shows the traceback)" in result.stderr
     assert f"({kind} at /" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_installed_packages_are_not_pythons_library() -> None:
-    library = Path(os.__file__).parent
-    assert all(_of_python(str(library / path)) for path in ("random.py", "json/decoder.py", "collections/__init__.py"))
-    beside = library.with_name(f"{library.name}x") / "nets.py"
-    for path in (library / "site-packages/nets.py", library / "dist-packages/nets/own.py", beside, Path("nets.py")):
-        assert not _of_python(str(path))
 
 
 def test_rows_that_values_choose_are_refused_with_line_and_way_out(run: Run) -> None:

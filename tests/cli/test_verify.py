@@ -81,7 +81,7 @@ def test_a_pipe_that_is_not_equal_ends_with_one(run: Run, monkeypatch: pytest.Mo
     ("arguments", "message"),
     [
         ((), "no inputs are known for Mlp"),
-        (("--input", "y=float32[8,16]"), "forward has no input of that name"),
+        (("--input", "y=float32[8,16]"), "cannot be called with these inputs: missing a required argument: 'x'"),
         ((*X, "--schedule", "best"), "schedule='best' is not available"),
     ],
 )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from autosplit import InputError, autosplit, plan
 from autosplit.cli.hf import build
-from autosplit.cli.models import load_model
 
 
 class Masked(nn.Module):
@@ -88,20 +87,7 @@ def test_the_cause_of_a_failed_import_of_transformers_is_told(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "transformers", late)
     words = (
         r"Could not import module 'GPT2LMHeadModel' \(caused by RuntimeError: operator torchvision::nms does not "
-        r"exist\); most likely torchvision .* was built for another torch than .*: install the torchvision"
+        r"exist\)$"
     )
     with pytest.raises(InputError, match=words):
         build(f"hf:{config}", kwargs={}, blank=True)
-
-
-def test_the_cause_of_a_factorys_failed_import_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "late_parts.py"
-    file.write_text(
-        "def make():\n"
-        "    try:\n"
-        "        raise RuntimeError('operator torchvision::nms does not exist')\n"
-        "    except RuntimeError as error:\n"
-        "        raise ModuleNotFoundError('Could not import module Net') from error\n"
-    )
-    with pytest.raises(InputError, match=r"caused by RuntimeError: .* most likely torchvision"):
-        load_model(f"{file}:make")
