@@ -15,11 +15,10 @@ from autosplit.report.json_text import render_json
 from autosplit.report.markdown import render_markdown
 from autosplit.report.table import render
 from autosplit.report.trace_file import write_trace
-from autosplit.runtime.alone_clock import AloneClock
 from autosplit.runtime.ambient import one_intra_op_thread
-from autosplit.runtime.clock import StepClock
-from autosplit.runtime.memory_clock import MemoryClock
 from autosplit.runtime.modes import left_alone, random_state_on_refusal
+from autosplit.runtime.step_log import StepLog
+from autosplit.runtime.timing import lane_memory, least_issue_s, stages_alone, timeline
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -85,14 +84,9 @@ class Measured:
         lanes do too: one thread runs them in turn under torch's profiler, and what goes from lane to lane is copied, as
         between devices. The times are then not a step's.
         """
-        clock = MemoryClock() if memory else StepClock()
-        with random_state_on_refusal():
-            try:
-                self._train_step(args, kwargs, target, loss_fn, loss_reduction, clock)
-            finally:
-                clock.close()
-        assert self.plan is not None
-        found = clock.timeline([stage.lane for stage in self.plan.stages])
+        with random_state_on_refusal(), contextlib.closing(StepLog(allocations=memory)) as log:
+            self._train_step(args, kwargs, target, loss_fn, loss_reduction, log)
+        found = timeline(log, [stage.lane for stage in self._planned().stages])
         self._core.measured = _together(self._core.measured, found)
         return found
 
@@ -118,20 +112,21 @@ class Measured:
         """
         if repeats < 1:
             raise InputError(f"repeats={repeats} measures nothing; give 1 or more")
-        clock, counted = AloneClock(), MemoryClock() if memory else None
+        logs: list[StepLog] = []
         threaded = self._core.options.lanes == "threads"
         with left_alone(self._core.model, (args, kwargs, target, loss_fn)), one_intra_op_thread(only=threaded):
-            for _ in range(repeats + 1):
-                self._train_step(args, kwargs, target, loss_fn, loss_reduction, clock)
-            if counted is not None:
-                with contextlib.closing(counted):
-                    self._train_step(args, kwargs, target, loss_fn, loss_reduction, counted)
-        if clock.whole is not None:
-            raise InputError(f"the step does not run action by action, so no stage runs alone: {clock.whole}")
+            for number in range(repeats + 1 + memory):
+                counts = number > repeats
+                log = StepLog(alone=not counts, issue_s=least_issue_s(logs), allocations=counts)
+                with contextlib.closing(log):
+                    self._train_step(args, kwargs, target, loss_fn, loss_reduction, log)
+                logs.append(log)
+        if log.whole is not None:
+            raise InputError(f"the step does not run action by action, so no stage runs alone: {log.whole}")
         plan = self._planned()
-        grown = () if counted is None else counted.memory([stage.lane for stage in plan.stages])
-        schedule = plan.schedule_for(clock.microbatches)
-        return clock.alone(schedule, [None if own is None else own.grown_bytes for own in grown])
+        grown = lane_memory(logs.pop(), [stage.lane for stage in plan.stages]) if memory else ()
+        schedule = plan.schedule_for(len(log.rows))
+        return stages_alone(logs, schedule, [None if own is None else own.grown_bytes for own in grown])
 
     def save_trace(self, path: str | Path, measured: StepTimeline | None = None) -> None:
         """Write the plan's step as a file for Perfetto (Chrome's trace format), beside the step that was profiled last.

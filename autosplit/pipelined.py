@@ -25,10 +25,10 @@ from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, fre
 from autosplit.recordings import RECORDING, Recordings
 from autosplit.runtime import engine, middle
 from autosplit.runtime.ambient import needs_one_thread
-from autosplit.runtime.clock import StepClock, Whole
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.proof import Proofs
+from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.formula import lengths_in
@@ -195,7 +195,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         return code
 
     def _train_step(
-        self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, clock: StepClock | None = None
+        self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, log: StepLog | None = None
     ) -> torch.Tensor:
         self._core.recordings.check_backward()
         engine.check_loss(target, loss_fn, reduction)
@@ -203,13 +203,13 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
 
         def at_once(call: Callable[[], Any], why: str, lanes: Sequence[Lane] | None = None) -> torch.Tensor:
             """Run a step as one call and one backward."""
-            timed = None if clock is None else Whole(clock, why)
             return engine.whole_step(
                 call,
                 target=target,
                 loss_fn=loss_fn,
                 lanes=lambda: lanes or (*(self._core.recordings.lanes or (caller,)), caller),
-                timed=timed,
+                why=why,
+                log=log,
             )
 
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
@@ -224,7 +224,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         if step.recorded.traced.kept:
             why = "the model keeps tensors of the whole batch, which the loss may read"
             return at_once(lambda: self._call(step), why, step.lanes)
-        step.clock = clock
+        step.log = log
         loss = engine.train_step(
             step,
             target=target,
@@ -232,7 +232,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
             reduction=reduction,
             proofs=self._core.proofs,
             whole=lambda: step.recorded.traced.unflatten(self._run(replace(step, state=step.state.fresh()))),
-            threads=None if needs_one_thread() or (clock is not None and clock.in_turn) else self._core.threads,
+            threads=None if needs_one_thread() or (log is not None and log.in_turn) else self._core.threads,
         )
         self._core.recordings.leave(step, ())
         return loss

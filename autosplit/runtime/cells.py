@@ -22,12 +22,12 @@ import torch
 from autosplit.profile.stage_trace import LARGE_BYTES
 from autosplit.runtime.ambient import any_autocast
 from autosplit.runtime.border import Border as Border
-from autosplit.runtime.clock import StepClock
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.handed import handed
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import OUT, Bundle, CallState, Key, enter, leave, take, transfer
 from autosplit.runtime.put_off import PutOff, put_off
+from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.turns import forwards
 from autosplit.schedule.action import Action, Schedule
 from autosplit.trace.scope import has_module_hooks
@@ -57,8 +57,8 @@ class Step:
     """Gives the plan's schedule for a number of microbatches."""
     orders: dict[Any, Any]
     """Schedules made ready to run, kept from call to call."""
-    clock: StepClock | None = field(default=None, kw_only=True)
-    """Takes the time of what runs, where somebody asked for that."""
+    log: StepLog | None = field(default=None, kw_only=True)
+    """Notes what runs, where somebody asked for that."""
 
     @property
     def schedule(self) -> Schedule:
@@ -174,14 +174,14 @@ class Cells:
 
     def act(self, action: Action) -> None:
         """Perform an action; an exception gets a note that says where it happened."""
-        clock = self.step.clock
+        log = self.step.log
         try:
-            if clock is not None:
-                clock.begins(action)
+            if log is not None:
+                log.begins(action)
             perform = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradients}
             perform[action.kind](action.stage, action.microbatch)
-            if clock is not None:
-                clock.ends(action)
+            if log is not None:
+                log.ends(action)
         except BaseException as error:
             self.step.locate(error, action=action)
             raise
@@ -198,8 +198,8 @@ class Cells:
                 given["inputs"] = self._passed(self._inputs(border, stage, microbatch))
             for source in layout.received:
                 given[f"from{source}"] = self._passed(self.received(border, source, stage, microbatch))
-            if self.step.clock is not None:  # on the lane itself it begins when that is there
-                self.step.clock.begins(Action(stage, "F", microbatch))
+            if self.step.log is not None:  # on the lane itself it begins when that is there
+                self.step.log.begins(Action(stage, "F", microbatch))
             run = self.lowered.cell(stage, last=microbatch == len(self.step.sizes) - 1)
             border.sent = run(*[given[name] for name in self.lowered.takes[stage]])
         border.done = lane.record()
@@ -230,8 +230,8 @@ class Cells:
             return take(cell.sent.pop(key), lanes[source], cell.done, lanes[stage])
         bundle = cell.sent[key]
         move = partial(take, tuple(t.detach() for t in bundle), lanes[source], cell.done, lanes[stage])
-        clock, way = self.step.clock, (source, stage, microbatch)
-        moved = move() if clock is None else clock.copied(move, *way, backward=False, ready=cell.done)
+        log, way = self.step.log, (source, stage, microbatch)
+        moved = move() if log is None else log.copied(move, *way, backward=False, ready=cell.done)
         leaves = [m.requires_grad_(b.requires_grad) for m, b in zip(moved, bundle, strict=True)]
         border.leaves[f"{name or ''}{source}"] = leaves
         return leaves
@@ -359,11 +359,11 @@ class Cells:
         target = OUT if name.startswith(OUT) else str(stage)
         source = int(name.removeprefix(OUT))
         lanes = self.step.lanes
-        move, clock, way = partial(transfer, (gradient,), lanes[stage], lanes[source]), self.step.clock, (stage, source)
-        if clock is None:
+        move, log, way = partial(transfer, (gradient,), lanes[stage], lanes[source]), self.step.log, (stage, source)
+        if log is None:
             (moved,) = move()
         else:
-            (moved,) = clock.copied(move, *way, microbatch, backward=True, ready=lanes[stage].record())
+            (moved,) = log.copied(move, *way, microbatch, backward=True, ready=lanes[stage].record())
         border = self.cells[source, microbatch]
         border.gradients.setdefault(target, [None] * len(border.sent[target]))[position] = moved
 

@@ -14,13 +14,13 @@ from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
 from autosplit.runtime import own_loss, train_cells
 from autosplit.runtime.cells import Step
-from autosplit.runtime.clock import Whole
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.loss_calls import Counted
 from autosplit.runtime.loss_outputs import Outputs
 from autosplit.runtime.loss_wants import used_outputs
 from autosplit.runtime.ops import bring
 from autosplit.runtime.proof import WRITES, Proof, Proofs, WholeCheck, identity, prove
+from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.targets import split_target
 from autosplit.runtime.threads import LaneThreads
 from autosplit.trace import state
@@ -49,7 +49,7 @@ def train_step(
         own = own_loss.in_schedule(step) if len(step.sizes) > 1 else None
         if own is not None:
             return train_cells.run(step, own, None, threads)
-        return whole_step(whole, target=None, loss_fn=None, lanes=lambda: step.lanes, timed=_timed(step))
+        return _in_one_piece(step, whole, target=None, loss_fn=None)
     outputs = Outputs(step)
     target = _with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
@@ -58,7 +58,7 @@ def train_step(
         found = _Loss(step, outputs, loss_fn, target, targets, wants).find(reduction, proofs, whole)
         if found is not None:
             return train_cells.run(step, found.parts, found.check, threads)
-    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, timed=_timed(step))
+    return _in_one_piece(step, whole, target=target, loss_fn=loss_fn)
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,15 @@ def whole_step(
     target: Any,
     loss_fn: Any,
     lanes: Callable[[], Sequence[Lane]],
-    timed: Whole | None = None,
+    why: str,
+    log: StepLog | None = None,
 ) -> torch.Tensor:
     """Run the loss on the output of the whole batch, and its backward; ``loss_fn`` None: the model's own loss.
 
-    ``lanes`` are the stages' and last the caller's, as they are when ``whole`` has run.
+    ``lanes`` are the stages' and last the caller's, as they are when ``whole`` has run; ``why`` there are no actions.
     """
-    if timed is not None:
-        timed.clock.start_whole(lanes(), timed.why)
+    if log is not None:
+        log.start(lanes(), whole=why)
     with torch.inference_mode(False), torch.enable_grad():
         output = _gathered(whole(), lanes())
         if loss_fn is None:
@@ -185,14 +186,14 @@ def whole_step(
         else:
             value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
         value.backward()
-    if timed is not None:
-        timed.clock.finish(value.detach())
+    if log is not None:
+        log.finish(value.detach())
     return value.detach()
 
 
-def _timed(step: Step) -> Whole | None:
+def _in_one_piece(step: Step, whole: Callable[[], Any], *, target: Any, loss_fn: Any) -> torch.Tensor:
     why = "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
-    return Whole.of(step.clock, why)
+    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why, log=step.log)
 
 
 def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:

@@ -46,8 +46,8 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
     """
     with torch.inference_mode(False), torch.enable_grad():
         with step.entered() as used:
-            if step.clock is not None:
-                step.clock.start(step.lanes, rows=step.sizes)
+            if step.log is not None:
+                step.log.start(step.lanes, rows=step.sizes)
             cells = _TrainCells(step, loss, check)
             hooks = held_back(p for parameters in cells.parameters for p in parameters)
             if threads is None:
@@ -68,8 +68,8 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
             cells.hand_over()
         with step.entered():
             update_statistics(step.state, step.lanes)
-        if step.clock is not None:
-            step.clock.finish(total)
+        if step.log is not None:
+            step.log.finish(total)
     return total
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import InputError, autosplit
-from autosplit.runtime.alone_clock import AloneClock, _Holds
+from autosplit import InputError, autosplit, measured
+from autosplit.runtime import timing
 from autosplit.runtime.lanes import CpuLane
+from autosplit.runtime.step_log import Began, Copied, Ended, StepLog
 from autosplit.schedule.action import Action
 from tests.runtime import lane_models
 from tests.runtime.happens_before import HOST, Record, Wait, problems
@@ -139,23 +140,22 @@ def test_a_step_in_one_piece_is_refused_with_the_reason():
         pipe.profile_stages(torch.randn(2, WIDTH), **given, repeats=0)
 
 
+class _Late(dict[Action, float]):
+    """Every action took a minute to issue."""
+
+    def get(self, action: Action, default: Any = None) -> float:
+        return 60.0
+
+
 def test_a_device_is_kept_busy_for_half_a_second_at_most(monkeypatch: pytest.MonkeyPatch):
     """An action that took long to issue, as a compiler's first call does, holds nobody up for long."""
-    monkeypatch.setattr(AloneClock, "ends", _ends_late(AloneClock.ends))
+    monkeypatch.setattr(measured, "least_issue_s", lambda logs: _Late({Action(0, "F", 0): 60.0}))
     pipe = RecordedPipe(Skips(), ["cuda:0", "cuda:0"], "cuda:0", schedule="1f1b")
     shape = (lane_models.ROWS, lane_models.WIDTH)
     value, target = torch.randn(shape), torch.randn(shape)
     with pipe.recording():
         pipe.pipe.profile_stages(pipe.put(value), target=pipe.put(target), loss_fn=nn.MSELoss(), repeats=1)
     assert {seconds for _, seconds in pipe.streams.occupied} == {0.5}
-
-
-def _ends_late(ends: Any) -> Any:
-    def late(clock: AloneClock, action: Action) -> None:
-        clock._issued_s -= 60.0
-        ends(clock, action)
-
-    return late
 
 
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"], ["cpu", "cuda:0"]])
@@ -184,35 +184,22 @@ def test_on_streams_the_host_waits_for_every_action_and_issues_behind_work(devic
     assert any(isinstance(entry, Record) for entry in pipe.streams.log)
 
 
-class Counting(CpuLane):
-    """A lane whose device counts bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.most = 0
-
-    def held_bytes(self) -> int:
-        return self.held
-
-    def peak_bytes(self) -> int:
-        return self.most
-
-    def run(self, holds: _Holds, action: Action, *, grows: int, most: int) -> None:
-        """Run an action that has ``most`` bytes more at once and leaves some."""
-        holds.begin(self)
-        self.most, self.held = self.held + most, self.held + grows
-        holds.end(self, action)
-
-
 def test_a_lanes_bytes_are_its_own_and_what_it_was_sent():
-    first, last, holds = Counting(), Counting(), _Holds()
-    first.run(holds, Action(0, "F", 0), grows=10, most=12)
-    holds.move(first, last, 4, of=(1, 0))  # 4 of the 10 bytes are sent, and held twice between devices
-    last.run(holds, Action(1, "F", 0), grows=6, most=6)
-    holds.begin(last)
-    holds.move(last, first, 4, of=None)  # their gradient, made in this action
-    last.most, last.held = last.held + 5, last.held - 6 + 4
-    holds.end(last, Action(1, "B", 0))
-    first.run(holds, Action(0, "B", 0), grows=-14, most=1)
-    assert (holds.peak[first], holds.peak[last]) == (15, 15)
-    assert (holds.level[first], holds.level[last]) == (0, 0)
+    first, last, log = CpuLane(), CpuLane(), StepLog(alone=True)
+    log.lanes = first, last, CpuLane()
+
+    def run(action: Action, *, grows: int, most: int, sends: tuple[Copied, ...] = ()) -> None:
+        """Log an action that has ``most`` bytes more at once and leaves some."""
+        log.events += [
+            Began(action, 0.0, 0.0, 0.0, held_bytes=100),
+            *sends,
+            Ended(action, 0.0, 0.0, 0.0, 0.0, held_bytes=100 + grows, peak_bytes=100 + most),
+        ]
+
+    run(Action(0, "F", 0), grows=10, most=12)
+    log.events.append(Copied(0, 1, 0, False, 4, None, None))  # 4 of the 10 bytes are sent, held twice between devices
+    run(Action(1, "F", 0), grows=6, most=6)
+    back = Copied(1, 0, 0, True, 4, None, None)  # their gradient, made in this action
+    run(Action(1, "B", 0), grows=-2, most=5, sends=(back,))
+    run(Action(0, "B", 0), grows=-14, most=1)
+    assert timing._held_peaks([log]) == {first: 15, last: 15}

@@ -19,8 +19,8 @@ from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.schedules import ask
 from autosplit.planning.timeline import StepTimeline
-from autosplit.runtime import clock
-from autosplit.runtime.clock import StepClock
+from autosplit.runtime import step_log
+from autosplit.runtime.step_log import Began, Ended, StepLog
 from autosplit.schedule.action import Action
 from tests.runtime import lane_models
 from tests.runtime.gates import Boom
@@ -157,7 +157,7 @@ def test_a_host_that_is_held_up_between_two_looks_at_its_clock_shifts_no_cpu_lan
         return time.perf_counter() + 100 * looks  # every look comes later than the one before
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock, "time", SimpleNamespace(perf_counter=late))
+        patch.setattr(step_log, "time", SimpleNamespace(perf_counter=late, thread_time=late))
         timeline, _ = step(pipe, "profile_step")
     check(timeline, pipe)
     assert timeline.step_s < 100
@@ -223,7 +223,7 @@ def test_a_failed_step_raises_as_ever_and_the_next_is_not_timed(monkeypatch: pyt
 
     with pytest.raises(Boom):
         step(pipe, "profile_step", loss_fn=fails)
-    monkeypatch.setattr(StepClock, "begins", lambda *_: pytest.fail("nobody asked"))
+    monkeypatch.setattr(StepLog, "begins", lambda *_: pytest.fail("nobody asked"))
     step(pipe, "train_step")
 
 
@@ -240,7 +240,7 @@ class Clocked:
     """A step on recording lanes, and the log of it."""
 
     timeline: StepTimeline
-    clock: StepClock
+    log: StepLog
     left: list[Tensor]
     pipe: RecordedPipe
 
@@ -248,8 +248,8 @@ class Clocked:
 def clocked(devices: list[str], schedule: str, monkeypatch: pytest.MonkeyPatch) -> Clocked:
     torch.manual_seed(1)
     pipe = RecordedPipe(Skips(), devices, "cuda:0", schedule=schedule)
-    taken: list[StepClock] = []
-    monkeypatch.setattr(measured, "StepClock", lambda: taken.append(StepClock()) or taken[-1])
+    taken: list[StepLog] = []
+    monkeypatch.setattr(measured, "StepLog", lambda **asked: taken.append(StepLog(**asked)) or taken[-1])
     value, target = torch.randn(lane_models.ROWS, lane_models.WIDTH), torch.randn(lane_models.ROWS, lane_models.WIDTH)
     with pipe.recording():
         batch, goal = pipe.put(value), pipe.put(target)
@@ -292,8 +292,7 @@ def test_streams_keep_their_order_and_take_the_times(
 def test_the_host_waits_for_no_stamp_before_the_step_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
     found = clocked(["cuda:0", "cuda:1"], "1f1b", monkeypatch)
     log = found.pipe.streams.log
-    stamps = {stamp.number for stamp in found.clock._begun.values()}
-    stamps |= {stamp.number for stamp, _ in found.clock._ended.values()}
+    stamps = {event.stamp.number for event in found.log.events if isinstance(event, Began | Ended)}
     places = [place for place, entry in enumerate(log) if isinstance(entry, Record) and entry.event in stamps]
     assert not [e for e in log[places[0] : places[-1]] if isinstance(e, Wait) and e.stream == HOST]
 
@@ -302,7 +301,8 @@ def test_the_host_waits_for_no_stamp_before_the_step_is_issued(monkeypatch: pyte
 def test_a_forward_begins_when_its_lane_has_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = clocked(["cuda:0", "cuda:1"], "gpipe", monkeypatch)
     log, streams = found.pipe.streams.log, found.pipe.streams
-    begun = found.clock._begun[Action(1, "F", 1)].number
+    begins = [event for event in found.log.events if isinstance(event, Began) and event.action == Action(1, "F", 1)]
+    begun = begins[-1].stamp.number
     assert streams.recorded_on[begun] == "compute1"
     place = next(i for i, entry in enumerate(log) if isinstance(entry, Record) and entry.event == begun)
     before = next(
