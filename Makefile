@@ -5,7 +5,7 @@
 #                 ARGS="-k name" goes to pytest
 #   make test-all the same with what is marked slow: full products and long oracles
 #   make browser  Debian's Chromium, in which the tests open the report's page: installed as root where it is missing
-#   make check    lint, format, types, layers              fast
+#   make check    lint, format, types, layers, the line budget     fast
 #   make docs     the documentation as a site, in build/docs; a warning is an error
 #   make golden   rewrite the golden files from what the tests produce
 #   make clean    remove environments and caches
@@ -18,6 +18,9 @@ ARGS ?=
 
 # Two workers with a thread per core each spin on each other's locks: one thread per worker takes a third of the time.
 export OMP_NUM_THREADS ?= 1
+
+# The most lines of source: a change that needs more takes something out first, or says in its message why not.
+MOST_LINES := 60000
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -49,6 +52,8 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	@lines=$$(find autosplit cost_models -name '*.py' -exec cat {} + | wc -l); [ "$$lines" -le $(MOST_LINES) ] \
+	  || { echo "autosplit and cost_models have $$lines lines, the budget is $(MOST_LINES) (MOST_LINES in the Makefile)" >&2; exit 1; }
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
