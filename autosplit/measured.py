@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from autosplit.errors import InputError, PlanError
 from autosplit.planning.alone import StagesAlone
 from autosplit.planning.timeline import StepTimeline
+from autosplit.report.beside import render_json
 from autosplit.report.html import page
-from autosplit.report.json_text import render_json
-from autosplit.report.markdown import render_markdown
-from autosplit.report.table import render
+from autosplit.report.sections import render, render_markdown
 from autosplit.report.trace_file import write_trace
 from autosplit.runtime.ambient import one_intra_op_thread
 from autosplit.runtime.modes import left_alone, random_state_on_refusal

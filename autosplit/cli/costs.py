@@ -20,8 +20,7 @@ from autosplit.profile.cache import ProfileCache
 from autosplit.profile.combine import profile
 from autosplit.profile.identity import device_text
 from autosplit.profile.module_costs import module_costs
-from autosplit.report.costs import CostReport, cost_report
-from autosplit.report.tree_costs import tree_report
+from autosplit.report.costs import CostReport, cost_report, tree_report
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.probe import probe_rows

@@ -24,7 +24,6 @@ _EXAMPLES = {"torch-csv": "schedule.csv", "torchtitan": "modules.json", "megatro
 Trace = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the step as a trace (JSON) that Perfetto opens.")
 ]
-Dot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write stages and boundaries as a graph for dot.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to this file.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as an HTML page.")]
 Exports = Annotated[
@@ -78,10 +77,6 @@ def _text(plan: Plan, option: str, measured: StepTimeline | None) -> str:
         from autosplit.report.trace_file import trace_text
 
         return trace_text(plan, measured)
-    if option == "dot":
-        from autosplit.report.dot import dot_text
-
-        return dot_text(plan)
     return plan.export(option.removeprefix("export "))
 
 
@@ -126,9 +121,8 @@ def answered(
 
 def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False, measured: StepTimeline | None = None) -> int:
     """Print a plan on stdout and return the exit code: 1 when it does not fit."""
-    from autosplit.report.json_text import render_json
-    from autosplit.report.markdown import render_markdown
-    from autosplit.report.table import render
+    from autosplit.report.beside import render_json
+    from autosplit.report.sections import render, render_markdown
 
     if as_json or as_markdown:
         typer.echo(render_json(plan, measured=measured) if as_json else render_markdown(plan, measured=measured))

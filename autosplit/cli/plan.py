@@ -40,7 +40,6 @@ from autosplit.cli.common import (
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, parse_batch_dims, wants_labels
 from autosplit.cli.outputs import (
     AsMarkdown,
-    Dot,
     Exports,
     Html,
     Save,
@@ -127,7 +126,6 @@ def plan_command(
     save: Save = None,
     html: Html = None,
     trace: Trace = None,
-    dot: Dot = None,
     export: Exports = None,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
@@ -135,7 +133,7 @@ def plan_command(
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
     check_form(as_json=as_json, as_markdown=as_markdown)
-    outputs = outputs_of(save=save, html=html, trace=trace, dot=dot, exports=export)
+    outputs = outputs_of(save=save, html=html, trace=trace, exports=export)
     wanted = False if loss is not None else wants_labels(labels, schedule)
     sizes = ConfigInputs(batch, sequence, wanted)
     spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)

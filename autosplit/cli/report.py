@@ -40,7 +40,6 @@ from autosplit.cli.common import (
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, is_plan_file, parse_batch_dims, wants_labels
 from autosplit.cli.outputs import (
     AsMarkdown,
-    Dot,
     Exports,
     Html,
     Save,
@@ -115,7 +114,6 @@ def report_command(
     save: Save = None,
     html: Html = None,
     trace: Trace = None,
-    dot: Dot = None,
     export: Exports = None,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
@@ -123,7 +121,7 @@ def report_command(
 ) -> int:
     """Plan a model and print its partition: stages, times, memory, boundaries; or print a saved plan."""
     check_form(as_json=as_json, as_markdown=as_markdown)
-    outputs = outputs_of(save=save, html=html, trace=trace, dot=dot, exports=export)
+    outputs = outputs_of(save=save, html=html, trace=trace, exports=export)
     measured = None
     if is_plan_file(model):
         _check_alone(context, model)
@@ -149,7 +147,7 @@ def report_command(
 
 def _check_alone(context: typer.Context, path: str) -> None:
     """Raise InputError where more is said of a saved plan than how to show it."""
-    shows = ("model", "save", "html", "trace", "dot", "export", "as_json", "as_markdown", "debug")
+    shows = ("model", "save", "html", "trace", "export", "as_json", "as_markdown", "debug")
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name not in shows and source is not None and source.name == "COMMANDLINE":

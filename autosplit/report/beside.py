@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -54,8 +55,12 @@ class StageBeside:
 
 @dataclass(frozen=True)
 class Beside:
-    """Both steps, without what runs once beside the bars; ``step_s`` is None where the recorded times are no step's."""
+    """A recorded step and the predicted one, without what runs once beside the bars.
 
+    ``step_s`` is None where the recorded times are no step's.
+    """
+
+    measured: StepTimeline
     predicted_step_s: float
     step_s: float | None
     devices: tuple[DeviceBeside, ...]
@@ -67,6 +72,7 @@ def beside(plan: Plan, measured: StepTimeline) -> Beside:
     foreseen = predicted(plan)
     timed = measured.timed
     return Beside(
+        measured=measured,
         predicted_step_s=foreseen.step_s,
         step_s=measured.step_s if timed else None,
         devices=tuple(_devices(plan, foreseen, measured)),
@@ -120,9 +126,8 @@ def _stages(plan: Plan, measured: StepTimeline | None) -> Iterator[StageBeside]:
         )
 
 
-def measured_sections(plan: Plan, measured: StepTimeline) -> Iterator[Section]:
+def measured_sections(plan: Plan, found: Beside) -> Iterator[Section]:
     """Yield what was predicted and measured: a row per device, and one per stage where its actions were timed."""
-    found = beside(plan, measured)
     rows = found.devices
     columns = [column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")]
     if any(row.busy_s is not None for row in rows):
@@ -132,12 +137,41 @@ def measured_sections(plan: Plan, measured: StepTimeline) -> Iterator[Section]:
         columns += _pair("peak", rows, lambda row: row.predicted_peak_bytes, lambda row: row.peak_bytes, format_bytes)
     yield Section(
         "Predicted beside measured",
-        facts=tuple(_facts(plan, measured, found)),
+        facts=tuple(_facts(plan, found)),
         columns=tuple(columns) if len(columns) > 1 else (),
         below=tuple(_below(found)),
     )
     if any(stage.forward_s is not None for stage in found.stages):
         yield _stage_section(found.stages)
+
+
+def render_json(plan: Plan, *, measured: StepTimeline | None = None) -> str:
+    """Return the plan's own JSON; with a recorded step there is "recorded" too, and it is no plan file any more.
+
+    "recorded" has a row per device and per stage, predicted and measured, and the step's bars and transfers. Seconds
+    and bytes; null where something was not measured.
+    """
+    text = plan.to_json()
+    if measured is None:
+        return text
+    return json.dumps(json.loads(text) | {"recorded": _recorded(plan, measured)}, indent=2, allow_nan=False)
+
+
+def _recorded(plan: Plan, measured: StepTimeline) -> dict[str, Any]:
+    found = beside(plan, measured)
+    loss = measured.loss
+    return {
+        "step_s": found.step_s,
+        "predicted_step_s": found.predicted_step_s,
+        "once_s": measured.once_s if measured.timed else None,
+        "loss": loss if loss is None or abs(loss) < float("inf") else str(loss),
+        "microbatch_rows": list(measured.rows),
+        "whole": measured.whole,
+        "devices": [asdict(one) for one in found.devices],
+        "stages": [asdict(one) for one in found.stages],
+        "bars": [asdict(bar) for bar in measured.bars] if measured.timed else [],
+        "sent": [asdict(sent) for sent in measured.sent] if measured.timed else [],
+    }
 
 
 def _pair(
@@ -167,7 +201,8 @@ def _stage_section(stages: Sequence[StageBeside]) -> Section:
     )
 
 
-def _facts(plan: Plan, measured: StepTimeline, found: Beside) -> Iterator[tuple[str, str]]:
+def _facts(plan: Plan, found: Beside) -> Iterator[tuple[str, str]]:
+    measured = found.measured
     if found.step_s is None:
         yield "step", f"{format_seconds(found.predicted_step_s)} predicted; only bytes were counted, not the time"
     else:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
-
-from tabulate import tabulate
+from collections.abc import Iterator, Sequence
 
 from autosplit.report.costs import CostReport, Row, module_rows, node_rows, readable_depth
+from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
+from autosplit.report.words import format_count, plural, shorten
 from autosplit.units import format_bytes, format_seconds
 
-DEFAULT_WIDTH = 120
 READABLE_ROWS = 40
 _NARROWEST_NAME = 16
-_TITLES = "class,forward,backward,share,fwd FLOPs,bwd FLOPs,saved,transient,output".split(",")
-_PEAK = "peak"
 
 
 def render_costs(
@@ -36,23 +32,23 @@ def render_costs(
     else:
         depth = readable_depth(report, most=READABLE_ROWS) if depth is None else depth
         title, rows = f"Costs by module, to depth {depth}", module_rows(report, depth=depth)
-    sections = [_wrapped(_header(report), page), [title, *_table(rows, top=top, width=page)], _totals(report)]
-    if notes := list(_notes(report)):
-        sections.append(_wrapped(["Notes", *(f"  - {note}" for note in notes)], page))
-    return "\n\n".join("\n".join(section) for section in sections)
+    sections = [_header(report), _costs(title, rows, top=top, width=page), _totals(report)]
+    if notes := tuple(_notes(report)):
+        sections.append(Section("Notes", points=notes))
+    return as_text(sections, width=page)
 
 
-def _header(report: CostReport) -> list[str]:
-    rows = "1 row" if report.rows == 1 else f"{report.rows} rows"
+def _header(report: CostReport) -> Section:
+    rows = plural(report.rows, "row")
     if report.microbatches > 1:
         rows += f" per microbatch (a batch of {report.batch_rows} in {report.microbatches} microbatches)"
-    return [
-        f"Profile of {report.model}",
-        f"  device     {report.device}{f': {report.hardware}' if report.hardware else ''}",
-        f"  rows       {rows}",
-        f"  times      {_times(report)}",
-        f"  torch      {report.torch}",
-    ]
+    facts = (
+        ("device", f"{report.device}{f': {report.hardware}' if report.hardware else ''}"),
+        ("rows", rows),
+        ("times", _times(report)),
+        ("torch", report.torch),
+    )
+    return Section(f"Profile of {report.model}", facts=facts)
 
 
 def _times(report: CostReport) -> str:
@@ -68,43 +64,32 @@ def _times(report: CostReport) -> str:
     )
 
 
-def _table(rows: Sequence[Row], *, top: int | None, width: int) -> list[str]:
-    count = len(rows) if top is None else top
-    largest = sorted(range(len(rows)), key=lambda index: rows[index].share, reverse=True)[:count]
-    shown = [row for index, row in enumerate(rows) if index in set(largest)]
-    hidden = [row for index, row in enumerate(rows) if index not in set(largest)]
-    titles, cells = list(_TITLES), [_cells(row) for row in shown]
-    if any(row.peak_bytes is not None for row in shown):
-        titles.append(_PEAK)
-        cells = [[*line, _size(row.peak_bytes)] for line, row in zip(cells, shown, strict=True)]
-    room = width - sum(2 + max(map(len, column)) for column in zip(titles, *cells, strict=True))
-    names = [_shorten(_marked(row), width=max(room, _NARROWEST_NAME)) for row in shown]
-    header = ["name", *titles]
-    lines = [header, ["-" * max(map(len, column)) for column in zip(header, *_joined(names, cells), strict=True)]]
-    align = ("left", "left", *("right",) * (len(titles) - 1))
-    text = tabulate([*lines, *_joined(names, cells)], tablefmt="plain", colalign=align, disable_numparse=True)
-    found = [line.rstrip() for line in text.splitlines()]
-    if hidden:
-        found.append(f"and {len(hidden)} more with {sum(row.share for row in hidden):.1%} of the time")
-    return [*found, *_legend(shown)]
+def _costs(title: str, rows: Sequence[Row], *, top: int | None, width: int) -> Section:
+    largest = set(sorted(range(len(rows)), key=lambda index: rows[index].share, reverse=True)[:top])
+    shown = [row for index, row in enumerate(rows) if index in largest]
+    hidden = [row for index, row in enumerate(rows) if index not in largest]
+    figures = _figures(shown)
+    room = max(room_beside(figures, width=width) or 0, _NARROWEST_NAME)
+    name = column("name", shown, lambda row: shorten(_marked(row), width=room), align="left")
+    below = [f"and {len(hidden)} more with {sum(row.share for row in hidden):.1%} of the time"] if hidden else []
+    return Section(title, columns=(name, *figures), below=(*below, *_legend(shown)))
 
 
-def _joined(names: Iterable[str], cells: Iterable[Sequence[str]]) -> list[list[str]]:
-    return [[name, *rest] for name, rest in zip(names, cells, strict=True)]
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        ", ".join(row.classes),
-        format_seconds(row.forward_s),
-        format_seconds(row.backward_s),
-        f"{row.share:.1%}",
-        format_flops(row.forward_flops),
-        format_flops(row.backward_flops),
-        format_bytes(row.saved_bytes),
-        _size(row.transient_bytes),
-        format_bytes(row.output_bytes),
+def _figures(rows: Sequence[Row]) -> list[Column]:
+    columns = [
+        column("class", rows, lambda row: ", ".join(row.classes), align="left"),
+        column("forward", rows, lambda row: format_seconds(row.forward_s)),
+        column("backward", rows, lambda row: format_seconds(row.backward_s)),
+        column("share", rows, lambda row: f"{row.share:.1%}"),
+        column("fwd FLOPs", rows, lambda row: format_count(row.forward_flops)),
+        column("bwd FLOPs", rows, lambda row: format_count(row.backward_flops)),
+        column("saved", rows, lambda row: format_bytes(row.saved_bytes)),
+        column("transient", rows, lambda row: _size(row.transient_bytes)),
+        column("output", rows, lambda row: format_bytes(row.output_bytes)),
     ]
+    if any(row.peak_bytes is not None for row in rows):
+        columns.append(column("peak", rows, lambda row: _size(row.peak_bytes)))
+    return columns
 
 
 def _size(count: int | None) -> str:
@@ -115,18 +100,17 @@ def _marked(row: Row) -> str:
     return row.name + (" ~" if row.modelled else "") + (" *" if row.estimated else "")
 
 
-def _legend(rows: Sequence[Row]) -> list[str]:
-    lines = ["share: of a step, forward and backward; saved: storages, once per row; transient: the largest of a row"]
+def _legend(rows: Sequence[Row]) -> Iterator[str]:
+    yield "share: of a step, forward and backward; saved: storages, once per row; transient: the largest of a row"
     if any(row.peak_bytes is not None for row in rows):
-        lines.append("peak: the most that the device held for one operation, its results and gradients included")
+        yield "peak: the most that the device held for one operation, its results and gradients included"
     if any(row.modelled for row in rows):
-        lines.append("~ times of some of it were not measured: a cost model's, in the measured scale")
+        yield "~ times of some of it were not measured: a cost model's, in the measured scale"
     if any(row.estimated for row in rows):
-        lines.append("* FLOPs and bytes of some of it are estimates")
-    return lines
+        yield "* FLOPs and bytes of some of it are estimates"
 
 
-def _totals(report: CostReport) -> list[str]:
+def _totals(report: CostReport) -> Section:
     totals = report.totals
     ranges = [(node.forward_range_s, node.backward_range_s) for node in report.nodes]
     spread = ""
@@ -135,52 +119,27 @@ def _totals(report: CostReport) -> list[str]:
         spread = f" (quartiles {format_seconds(low)} to {format_seconds(high)})"
     several = f" of {report.microbatches} microbatches" if report.microbatches > 1 else ""
     times = f"forward {format_seconds(totals.forward_s)}, backward {format_seconds(totals.backward_s)}"
+    flops = f"forward {format_count(totals.forward_flops)}, backward {format_count(totals.backward_flops)}"
     buffers = f", buffers {format_bytes(totals.buffer_bytes)}" if totals.buffer_bytes else ""
-    return [
-        "Totals",
-        f"  times      {times}{spread}",
-        f"  step       {format_seconds(totals.step_s)}{several}, one after the other on one device",
-        f"  FLOPs      forward {format_flops(totals.forward_flops)}, backward {format_flops(totals.backward_flops)}; "
-        f"a step {format_flops(totals.step_flops)}",
-        f"  parameters {totals.parameters:,} in {format_bytes(totals.parameter_bytes)}{buffers}",
-        f"  saved      {format_bytes(totals.saved_bytes)} for the backward of a microbatch",
-    ]
+    facts = (
+        ("times", f"{times}{spread}"),
+        ("step", f"{format_seconds(totals.step_s)}{several}, one after the other on one device"),
+        ("FLOPs", f"{flops}; a step {format_count(totals.step_flops)}"),
+        ("parameters", f"{totals.parameters:,} in {format_bytes(totals.parameter_bytes)}{buffers}"),
+        ("saved", f"{format_bytes(totals.saved_bytes)} for the backward of a microbatch"),
+    )
+    return Section("Totals", facts=facts)
 
 
-def _notes(report: CostReport) -> Iterable[str]:
+def _notes(report: CostReport) -> Iterator[str]:
     yield from report.notes
-    modelled = [node for node in report.nodes if node.why]
-    for why in dict.fromkeys(node.why for node in modelled):
-        names = [node.name for node in modelled if node.why == why]
-        yield f"modelled, not measured: {_first(names)}: {why}"
-    estimated = [node for node in report.nodes if node.estimated]
-    for why in dict.fromkeys(node.estimated for node in estimated):
-        names = [node.name for node in estimated if node.estimated == why]
+    reasons = dict.fromkeys(node.why for node in report.nodes if node.why)
+    for why in reasons:
+        yield f"modelled, not measured: {_first([node.name for node in report.nodes if node.why == why])}: {why}"
+    for why in dict.fromkeys(node.estimated for node in report.nodes if node.estimated):
+        names = [node.name for node in report.nodes if node.estimated == why]
         yield f"FLOPs and bytes are estimates: {_first(names)}: {why}"
 
 
 def _first(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def format_flops(count: float) -> str:
-    """Return floating-point operations with three significant digits: ``"1.24 G"``."""
-    size = float(count)
-    for unit in ("", " k", " M", " G", " T", " P"):
-        if size < 999.5:
-            return f"{size:.0f}" if not unit else f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}{unit}"
-        size /= 1000
-    return f"{size:.3g} E"
-
-
-def _shorten(text: str, *, width: int) -> str:
-    """Return ``text`` without its start when it is longer than ``width``: the end of a dotted name tells more."""
-    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
-
-
-def _wrapped(lines: Iterable[str], width: int) -> list[str]:
-    found: list[str] = []
-    for line in lines:
-        indent = " " * (4 if line.startswith("  - ") else 13)
-        found += textwrap.wrap(line, width=width, subsequent_indent=indent, break_on_hyphens=False)
-    return found

@@ -1,11 +1,18 @@
-"""What a report consists of, whatever it is printed as: sections of facts, tables and points."""
+"""What a report consists of, sections of facts, tables and points, and how they print as text and as markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tabulate import tabulate
+
 GAP = "  "
+DEFAULT_WIDTH = 120
+NARROWEST_WIDTH = 80
+"""What a plan's memory table needs; a narrower page gets lines of this width."""
 
 
 @dataclass(frozen=True)
@@ -68,3 +75,80 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def page_width(width: int | None) -> int:
+    """Return the columns of text of a page for which ``width`` is asked."""
+    return max(width or DEFAULT_WIDTH, NARROWEST_WIDTH)
+
+
+def as_text(sections: Iterable[Section], *, width: int) -> str:
+    """Return sections as text in lines of at most ``width`` columns, where their tables allow it."""
+    return "\n\n".join("\n".join(_text_lines(section, width=width)) for section in sections)
+
+
+def _text_lines(section: Section, *, width: int) -> Iterator[str]:
+    yield from _wrap([section.title], width=width)
+    yield from section.verbatim
+    yield from _wrap((f"  {label:<10} {text}" for label, text in section.facts), width=width)
+    if section.columns:
+        yield from _text_table(section.columns)
+    yield from _wrap(section.below, width=width)
+    yield from _wrap((f"  - {point}" for point in section.points), width=width)
+
+
+def _text_table(columns: Sequence[Column]) -> list[str]:
+    titles = [column.title for column in columns]
+    rules = ["-" * column.width for column in columns]
+    rows = zip(*(column.cells for column in columns), strict=True)
+    align = [column.align for column in columns]
+    text = tabulate([titles, rules, *rows], tablefmt="plain", colalign=align, disable_numparse=True)
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def _wrap(lines: Iterable[str], *, width: int) -> list[str]:
+    """Break lines that are too long; the rest goes below their own text, so that the labels stay in the margin."""
+    wrapped: list[str] = []
+    for line in lines:
+        label = re.match(r"  (?:- |\S+ +)", line)
+        indent = " " * label.end() if label else ""
+        text = printable(" ".join(line.split("\n")))
+        wrapped += textwrap.wrap(text, width=width, subsequent_indent=indent, break_on_hyphens=False)
+    return wrapped
+
+
+def as_markdown(sections: Iterable[Section]) -> str:
+    """Return sections as GitHub's markdown; names that hold markup or HTML show as they are."""
+    return "\n\n".join(_markdown_section(section, level=2 if place else 1) for place, section in enumerate(sections))
+
+
+def _markdown_section(section: Section, *, level: int) -> str:
+    blocks = [f"{'#' * level} {_plain(section.title)}"]
+    if section.verbatim:
+        blocks.append("\n".join(["```text", *map(printable, section.verbatim), "```"]))
+    if section.facts:
+        blocks.append("\n".join(f"- **{_plain(label)}**: {_plain(text)}" for label, text in section.facts))
+    if section.columns:
+        blocks.append("\n".join(_markdown_table(section.columns)))
+    if section.below:
+        blocks.append("\n".join(f"{_plain(line)}  " for line in section.below).rstrip())
+    if section.points:
+        blocks.append("\n".join(f"- {_plain(point)}" for point in section.points))
+    return "\n\n".join(blocks)
+
+
+def _markdown_table(columns: tuple[Column, ...]) -> Iterator[str]:
+    yield _markdown_row(column.title for column in columns)
+    yield _markdown_row("---:" if column.align == "right" else ":---" for column in columns)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        yield _markdown_row(_plain(cell) for cell in cells)
+
+
+def _markdown_row(cells: Iterator[str] | list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(text: str) -> str:
+    """Return text in which nothing is markup."""
+    plain = printable(" ".join(text.split("\n"))).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|~#@])", r"\\\1", plain)

@@ -15,7 +15,7 @@ from typing import Any
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import StepTimeline
 from autosplit.planning.verdicts import binding
-from autosplit.report.beside import beside
+from autosplit.report.beside import Beside, beside
 from autosplit.report.document import Section, printable
 from autosplit.report.html_data import as_script, page_data
 from autosplit.report.prediction import memory_words, needs_words, proof
@@ -58,9 +58,10 @@ def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
     own = [(_TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
     script = '"use strict";\n(() => {\n' + "\n".join(own) + "})();\n"
     style = (_TEMPLATES / "page.css").read_text(encoding="utf-8")
-    data = page_data(plan, measured)
+    seen = None if measured is None else beside(plan, measured)
+    data = page_data(plan, seen)
     verdict = "unknown" if binding(plan) is None else plan.verdict
-    found = sections(plan, width=None, measured=measured)
+    found = sections(plan, width=None, seen=seen)
     return environment.get_template("page.html").render(
         plan=plan,
         data=data,
@@ -69,7 +70,7 @@ def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
         style=style,
         script_hash=_hash(script),
         style_hash=_hash(style),
-        figures=_figures(plan, measured),
+        figures=_figures(plan, seen),
         facts=[fact for section in _titled(found, ("Partition of ", "Prediction")) for fact in section.facts],
         first=list(_titled(found, _FIRST)),
         rest=[section for section in found if not section.title.startswith(_DRAWN + _FIRST)],
@@ -119,7 +120,7 @@ def _answer(plan: Plan) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def _figures(plan: Plan, measured: StepTimeline | None) -> list[tuple[str, str, str]]:
+def _figures(plan: Plan, seen: Beside | None) -> list[tuple[str, str, str]]:
     """Return the page's few large figures: what, how much, and a word on it."""
     tightest = binding(plan)
     peak = max(stage.memory.peak_bytes for stage in plan.stages)
@@ -134,8 +135,7 @@ def _figures(plan: Plan, measured: StepTimeline | None) -> list[tuple[str, str, 
         proof(plan) if plan.objective == "step_time" else f"{plan.schedule}, {len(plan.microbatch_rows)} microbatches"
     )
     slowest = "the slowest device, per microbatch"
-    if measured is not None:
-        seen = beside(plan, measured)
+    if seen is not None:
         peaks = [one.peak_bytes for one in seen.devices if one.peak_bytes is not None]
         step += "" if seen.step_s is None else f"; measured {format_seconds(seen.step_s)}"
         memory = (*memory[:2], memory[2] + (f"; measured {format_bytes(max(peaks))}" if peaks else ""))

@@ -9,7 +9,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, LaneCurve
 from autosplit.planning.recost import curves_match, parts
 from autosplit.planning.timeline import Bar, StepTimeline
-from autosplit.report.beside import beside
+from autosplit.report.beside import Beside
 from autosplit.report.document import printable
 from autosplit.report.words import plural, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
@@ -17,7 +17,7 @@ from autosplit.schedule.action import Action, Schedule
 _KINDS = "FBIW"
 
 
-def page_data(plan: Plan, measured: StepTimeline | None = None) -> dict[str, Any]:
+def page_data(plan: Plan, seen: Beside | None = None) -> dict[str, Any]:
     """Return what the page's script reads; seconds and bytes, a list entry per device, stage or unit."""
     schedule = plan.schedule_for(len(plan.microbatch_rows))
     return {
@@ -46,7 +46,7 @@ def page_data(plan: Plan, measured: StepTimeline | None = None) -> dict[str, Any
         "units": _units(plan),
         "curves": [_curve(curve) for curve in plan.curves] if curves_match(plan, schedule) else None,
         "frontier": [_alternative(plan, one) for one in plan.frontier],
-        "recorded": None if measured is None else _recorded(plan, schedule, measured),
+        "recorded": None if seen is None else _recorded(schedule, seen),
     }
 
 
@@ -114,11 +114,12 @@ def _alternative(plan: Plan, one: Alternative) -> dict[str, Any]:
     }
 
 
-def _recorded(plan: Plan, schedule: Schedule, measured: StepTimeline) -> dict[str, Any]:
+def _recorded(schedule: Schedule, seen: Beside) -> dict[str, Any]:
     """Return a recorded step: per lane, the start and end of each of the schedule's actions, and what was held then.
 
     No lanes where it did not run this schedule, or where its times are not a step's.
     """
+    measured = seen.measured
     bars = {Action(bar.stage, bar.kind, bar.microbatch): bar for bar in measured.bars}
     same = measured.timed and measured.whole is None and set(bars) == set(schedule)
     lanes = [[bars[action] for action in lane] for lane in schedule.lanes] if same else []
@@ -126,7 +127,7 @@ def _recorded(plan: Plan, schedule: Schedule, measured: StepTimeline) -> dict[st
         "step": round(measured.step_s, 9),
         "lanes": [[round(time, 9) for bar in lane for time in (bar.start_s, bar.end_s)] for lane in lanes],
         "held": [[bar.held_bytes for bar in lane] for lane in lanes] if _counted(lanes) else None,
-        "peaks": [one.peak_bytes for one in beside(plan, measured).devices],
+        "peaks": [one.peak_bytes for one in seen.devices],
         "why": None if same else _why_not_drawn(measured),
     }
 

@@ -20,9 +20,18 @@ from itertools import groupby
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Boundary, StagePlan
 from autosplit.planning.timeline import StepTimeline
-from autosplit.report.beside import measured_sections
+from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.choices import changes, frontier, verdicts
-from autosplit.report.document import Column, Section, column, room_beside, table_width
+from autosplit.report.document import (
+    Column,
+    Section,
+    as_markdown,
+    as_text,
+    column,
+    page_width,
+    room_beside,
+    table_width,
+)
 from autosplit.report.prediction import prediction, shares
 from autosplit.report.words import covers, fit_modules, format_count, plural, repeats, shorten, some_numbers
 from autosplit.units import format_bytes, format_seconds
@@ -33,7 +42,26 @@ GRID_ROWS = 16
 _PLAIN_SCHEDULES = ("gpipe", "1f1b", "forward")
 
 
-def sections(plan: Plan, *, width: int | None, measured: StepTimeline | None = None) -> list[Section]:
+def render(plan: Plan, *, width: int | None = None, measured: StepTimeline | None = None) -> str:
+    """Return the partition report of ``plan`` as text; with a recorded step, beside that.
+
+    Lines are at most ``width`` columns wide (120 when None) where that is 80 or more. Bytes are in binary units; times
+    are per microbatch where the table says so and per step elsewhere.
+    """
+    page = page_width(width)
+    return as_text(sections(plan, width=page, seen=_seen(plan, measured)), width=page)
+
+
+def render_markdown(plan: Plan, *, measured: StepTimeline | None = None) -> str:
+    """Return the report of ``plan`` as markdown; it says what the text does, with all module names."""
+    return as_markdown(sections(plan, width=None, seen=_seen(plan, measured)))
+
+
+def _seen(plan: Plan, measured: StepTimeline | None) -> Beside | None:
+    return None if measured is None else beside(plan, measured)
+
+
+def sections(plan: Plan, *, width: int | None, seen: Beside | None = None) -> list[Section]:
     """Return the report of ``plan`` for a page of ``width`` columns of text; None: a page without a width."""
     found = [
         _header(plan),
@@ -42,7 +70,7 @@ def sections(plan: Plan, *, width: int | None, measured: StepTimeline | None = N
         *verdicts(plan, width=width),
         _boundaries(plan, width=width),
         prediction(plan),
-        *([] if measured is None else measured_sections(plan, measured)),
+        *([] if seen is None else measured_sections(plan, seen)),
         *changes(plan),
         *frontier(plan, width=width),
     ]

@@ -38,11 +38,12 @@ def write_trace(path: str | Path, plan: Plan, measured: StepTimeline | None = No
 def trace_text(plan: Plan, measured: StepTimeline | None = None) -> str:
     """Return the trace as JSON text; both steps begin at time 0, with their first action."""
     events = list(_names(plan, measured))
-    for number, timeline in enumerate(filter(None, (predicted(plan), measured))):
+    foreseen = predicted(plan)
+    for number, timeline in enumerate(filter(None, (foreseen, measured))):
         events += _step(timeline)
         events += _actions(timeline)
         events += _transfers(timeline, first_id=number << 20)
-    events += _planned_memory(plan)
+    events += _planned_memory(plan, foreseen)
     if measured is not None:
         events += _measured_memory(measured)
     about = {
@@ -150,10 +151,10 @@ def _bar(bars: Mapping[tuple[int, Kind, int], Bar], stage: int, sent: Sent) -> B
     return next((bars[stage, kind, sent.microbatch] for kind in kinds if (stage, kind, sent.microbatch) in bars), None)
 
 
-def _planned_memory(plan: Plan) -> Iterator[Event]:
+def _planned_memory(plan: Plan, foreseen: StepTimeline) -> Iterator[Event]:
     """Yield a counter per device with what it holds by kind, where the plan says so for this step."""
     lanes = plan.schedule_for(len(plan.microbatch_rows)).lanes
-    bars = {(bar.stage, bar.kind, bar.microbatch): bar for bar in predicted(plan).bars}
+    bars = {(bar.stage, bar.kind, bar.microbatch): bar for bar in foreseen.bars}
     for lane, (curve, actions) in enumerate(zip(plan.curves, lanes, strict=False)):
         starts = [bars[a.stage, a.kind, a.microbatch].start_s for a in actions]
         ends = [bars[a.stage, a.kind, a.microbatch].end_s for a in actions]

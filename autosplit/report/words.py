@@ -106,14 +106,14 @@ def repeats(names: Sequence[str]) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
 
 
-def format_count(count: int) -> str:
-    """Return a number of elements with three significant digits: ``"1.24 M"``."""
+def format_count(count: float) -> str:
+    """Return a number of elements or operations with three significant digits: ``"1.24 M"``."""
     size = float(count)
-    for unit in ("", " k", " M", " G"):
+    for unit in ("", " k", " M", " G", " T", " P"):
         if size < 999.5:
-            return f"{size:.0f}" if not unit else f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f}{unit}"
+            return f"{size:.0f}" if not unit else f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}{unit}"
         size /= 1000
-    return f"{size:.2f} T"
+    return f"{size:.3g} E"
 
 
 def format_rate(rate: float) -> str:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from autosplit.cli.app import app
 from autosplit.planning.plan import Plan
-from autosplit.report.dot import dot_text
 from autosplit.report.trace_file import trace_text
 from tests.planning.test_plan_file import a_plan
 
@@ -52,15 +51,14 @@ def test_what_is_no_plan(tmp_path: Path) -> None:
     assert not found.stdout
 
 
-def test_report_writes_a_trace_and_a_graph(tmp_path: Path) -> None:
-    trace, dot, saved = (tmp_path / name for name in ("trace.json", "plan.dot", "plan.json"))
+def test_report_writes_a_trace(tmp_path: Path) -> None:
+    trace, saved = (tmp_path / name for name in ("trace.json", "plan.json"))
     options = ["--devices", "2", "--chunks", "2", "--input", "x=float32[4,16]"]
-    found = run("report", f"{NETS}:make_mlp", *options, "--trace", trace, "--dot", dot, "--save", saved)
+    found = run("report", f"{NETS}:make_mlp", *options, "--trace", trace, "--save", saved)
     if found.exit_code:
         pytest.fail(found.output)
     plan = Plan.load(saved)
     assert trace.read_text(encoding="utf-8") == trace_text(plan)
-    assert dot.read_text(encoding="utf-8") == dot_text(plan)
     assert f"wrote {trace}" in found.stderr
 
 

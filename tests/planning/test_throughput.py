@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit import Plan, plan
 from autosplit.report.html import page
-from autosplit.report.table import render
+from autosplit.report.sections import render
 from cost_models import registry
 
 WORDS, WIDTH, ROWS, LENGTH = 100, 64, 16, 128

@@ -11,8 +11,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, Change, StageMemory
 from autosplit.planning.timeline import Bar, StepTimeline, predicted
 from autosplit.planning.verdicts import binding, device_verdicts, judged
-from autosplit.report.markdown import render_markdown
-from autosplit.report.table import render
+from autosplit.report.sections import render, render_markdown
 from autosplit.report.words import recompute_words
 from tests.report.plans import GIB, make_plan, make_stage
 

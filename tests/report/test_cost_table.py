@@ -12,8 +12,9 @@ from autosplit.options import Sample
 from autosplit.profile.combine import profile
 from autosplit.profile.times import MeasuredNode
 from autosplit.profile.types import Profile
-from autosplit.report.cost_table import format_flops, render_costs
+from autosplit.report.cost_table import render_costs
 from autosplit.report.costs import CostReport, cost_report, module_rows, node_rows, readable_depth
+from autosplit.report.words import format_count
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 
@@ -156,13 +157,13 @@ def test_the_largest_rows_in_model_order(recorded: TracedGraph) -> None:
         (2e19, "20 E"),
     ],
 )
-def test_flops_have_three_digits(count: float, text: str) -> None:
-    assert format_flops(count) == text
+def test_counts_have_three_digits(count: float, text: str) -> None:
+    assert format_count(count) == text
 
 
 @given(st.integers(0, 10**17))
-def test_flops_are_right_within_their_digits(count: int) -> None:
-    number, _, unit = format_flops(count).partition(" ")
+def test_counts_are_right_within_their_digits(count: int) -> None:
+    number, _, unit = format_count(count).partition(" ")
     scale = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}[unit]
     assert float(number) * scale == pytest.approx(count, rel=0.0051)
     assert len(number.replace(".", "")) <= 3

@@ -8,8 +8,7 @@ import pytest
 
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Boundary
-from autosplit.report.sections import BOUNDARY_ROWS
-from autosplit.report.table import render
+from autosplit.report.sections import BOUNDARY_ROWS, render
 from autosplit.report.words import some_numbers, summarise_modules
 from tests.report.plans import GIB, MIB, gpt2_plan, make_plan, make_stage
 

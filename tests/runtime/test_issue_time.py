@@ -13,7 +13,7 @@ from torch import nn
 from autosplit.planning.host import host_step, with_measured_issue
 from autosplit.planning.plan import Plan
 from autosplit.planning.timeline import StepTimeline
-from autosplit.report.table import render
+from autosplit.report.sections import render
 from autosplit.runtime.cells import Cells
 from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Chain
 from tests.runtime.recorded_pipe import RecordedPipe
