@@ -24,13 +24,14 @@ import torch.utils._pytree as pytree
 from tabulate import tabulate
 from torch import nn
 
+from autosplit.compare.items import Item, Parts, compare
+from autosplit.compare.tensors import ROUNDING, tolerance
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.runtime.batch_norm import apart
 from autosplit.runtime.loss import call_loss
 from autosplit.trace import state
 from autosplit.trace.borrow import free_leaves, stand_ins
-from autosplit.trace.differences import TOLERANCE, Item, Tensors, compare
 from autosplit.trace.fixed_draws import FixedDraws
 from autosplit.trace.norm_watch import NormWatch, Pieces
 from autosplit.trace.run_once import Left, gradients_aside, run_once
@@ -290,14 +291,12 @@ class _Comparison:
         self.items.append(Item(run, "draws", "another seed", math.inf if lost else 0.0, 0.0, detail))
 
     # -- differences -------------------------------------------------------------------------------------------------
-    def _add(self, run: str, actual: Tensors, plain: Tensors) -> None:
+    def _add(self, run: str, actual: Parts, plain: Parts) -> None:
         self.items += compare(run, actual, plain, self._tolerance)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         """Return what rounding explains: that of the least precise dtype that had a part in it."""
-        dtypes = {dtype, *(parameter.dtype for parameter in self.model.parameters())}
-        dtypes |= {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
-        return max((TOLERANCE[d] for d in dtypes if d in TOLERANCE), default=TOLERANCE[torch.float32])
+        return tolerance(ROUNDING, dtype, *(parameter.dtype for parameter in self.model.parameters()))
 
 
 class _Loss:
@@ -331,7 +330,7 @@ class _Loss:
         return pytree.tree_map_only(torch.Tensor, lambda t: t if t.requires_grad else t.clone(), self.target)
 
 
-def _varies(first: Tensors, second: Tensors) -> bool:
+def _varies(first: Parts, second: Parts) -> bool:
     return any(item.difference for item in compare("", first, second, lambda dtype: 0.0))
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.runtime.loss_calls import Count, Counted, NotAdditive, Share, is_torchs
+from autosplit.runtime.loss_calls import Count, Counted, NotAdditive, Share
+from autosplit.trace.losses import is_loss
 
 REDUCTIONS = ("auto", "mean", "sum")
 WAY_OUT = (
@@ -88,7 +89,7 @@ def is_known(loss_fn: Any) -> bool:
     """
     while isinstance(loss_fn, partial) and not loss_fn.args:
         loss_fn = loss_fn.func
-    if is_torchs(loss_fn):
+    if is_loss(loss_fn):
         return True
     own = getattr(loss_fn, "reduction", None)
     if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == "torch.nn.modules.loss" and own is not None:

@@ -10,10 +10,10 @@ from torch import fx, nn
 
 from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane
-from autosplit.runtime.loss_calls import class_weights
 from autosplit.runtime.ops import transfer
 from autosplit.trace import reductions
 from autosplit.trace.graph import INFO, LENGTH
+from autosplit.trace.losses import class_weights
 from autosplit.trace.own_loss import Form, Half, arguments, form_of
 
 
@@ -77,7 +77,7 @@ def _ahead(form: Form, step: Step) -> dict[fx.Node, Any]:
         for node, half in form.halves.items():
             if half.kind == "ratio":
                 target, weight = fx.node.map_arg((half.target, half.weight), env.__getitem__)
-                env[node] = class_weights(target, half.ignore_index, weight)
+                env[node] = class_weights(target, half.ignore_index, weight).sum()
     wanted = {*form.halves, *(operand for node in form.chain for operand in node.all_input_nodes)}
     return {
         node: transfer((value,), caller, last)[0] if isinstance(value, torch.Tensor) else value

@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from autosplit.compare.tensors import ROUNDING, difference
 from autosplit.errors import InputError
 from autosplit.runtime.differentiate import gradients
 from autosplit.runtime.loss import WAY_OUT, Parts, adds_up, call_loss
@@ -27,11 +28,13 @@ from autosplit.runtime.loss_wants import Placeholder, joined
 from autosplit.trace import state
 from autosplit.trace.graph import TracedGraph
 
+_TINY = 1e-30
 WRITES = "writes"
 """The kind of a loss that changes its target or the output in place: it runs once, on the whole batch."""
 _KEPT = 32
 _KEPT_BYTES = 1 << 26
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+_ROUGHEST = 1e-2
+"""A loss is one number: however coarse its dtype, a larger difference has another cause than rounding."""
 _WORDS = {
     "mean": "mean over rows",
     "sum": "sum over rows",
@@ -161,11 +164,13 @@ def _check_gradients(
         added = [_gradients(parts(output(m), m), leaves) for m in range(len(parts.sizes))]
     for gradient, *of_parts in zip(whole, *added, strict=True):
         largest = gradient.abs().max().item() if gradient.numel() else 0.0
-        difference = (torch.stack(of_parts).sum(0) - gradient).abs().max().item() if gradient.numel() else 0.0
-        if difference > 10 * _TOLERANCE.get(gradient.dtype, 1e-2) * max(largest, 1e-30) and math.isfinite(largest):
+        if not math.isfinite(largest):
+            continue
+        apart = difference(torch.stack(of_parts).sum(0), gradient, floor=_TINY).share
+        if apart > 10 * _tolerance(gradient.dtype):
             raise InputError(
                 f"the loss has the value of a {_WORDS[parts.kind]}, its gradient is none: it is up to {largest:.3g} on "
-                f"the whole batch, and off by {difference:.3g} from {len(parts.sizes)} microbatches; "
+                f"the whole batch, and off by {apart * largest:.3g} from {len(parts.sizes)} microbatches; "
                 f"{WAY_OUT}"
             )
 
@@ -268,5 +273,10 @@ class WholeCheck:
 
 def _close(values: Sequence[float], whole: float, dtype: torch.dtype) -> bool:
     """Tell whether values add up to the whole, up to the rounding of the largest of them."""
-    scale = max(abs(whole), *map(abs, values), 1e-30)
-    return abs(sum(values) - whole) <= _TOLERANCE.get(dtype, 1e-2) * scale
+    scale = max(abs(whole), *map(abs, values), _TINY)
+    return abs(sum(values) - whole) <= _tolerance(dtype) * scale
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return what rounding in the parts and in the whole explains."""
+    return min(2 * ROUNDING.get(dtype, _ROUGHEST), _ROUGHEST)

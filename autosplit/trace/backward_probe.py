@@ -9,12 +9,12 @@ divide a weight's gradient by the number of rows. It is asked with small gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autosplit.compare.tensors import same_reordered
 from autosplit.trace.calls import apply_function
 from autosplit.trace.graph import INFO
 from autosplit.trace.kinds import function_of
@@ -42,7 +42,6 @@ class BackwardProbe:
         run: the run; it holds the operands' values.
         rows: the number of rows in the run.
         kept: the fewest rows on which the operation runs.
-        same: compares two tensors.
     """
 
     def __init__(
@@ -52,9 +51,8 @@ class BackwardProbe:
         *,
         rows: int,
         kept: int,
-        same: Callable[[torch.Tensor, torch.Tensor], bool],
     ) -> None:
-        self.node, self.run, self.rows, self.same = node, run, rows, same
+        self.node, self.run, self.rows = node, run, rows
         starts = range(0, rows - kept + 1, kept)
         self.cuts = [*starts[: max(1, rows // kept)], rows]
         self.dims = [tensor.batch_dim for tensor in node.meta[INFO].tensors]
@@ -83,7 +81,7 @@ class BackwardProbe:
             if dim is not None and len(found) < len(parts):  # an expert that no row of a piece takes has no gradient
                 return False
             together = torch.stack(found).sum(0) if dim is None else torch.cat(found, dim)
-            if not self.same(gradient, together):
+            if not same_reordered(gradient, together):
                 return False
         return True
 

@@ -13,11 +13,9 @@ for shapes and dtypes, and which buffers there are, in one step. A large model g
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -26,10 +24,12 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from autosplit.compare.digest import Digest, digest
+from autosplit.compare.items import Item, Parts, compare
+from autosplit.compare.tensors import REORDERED, ROUNDING, tolerance
 from autosplit.progress import phase
 from autosplit.trace import state
 from autosplit.trace.borrow import stand_ins
-from autosplit.trace.digest import Digest, digest, distance
 from autosplit.trace.graph import INFO
 from autosplit.trace.holders import Holders
 from autosplit.trace.meta_kernels import MetaKernels
@@ -39,10 +39,6 @@ from autosplit.trace.run import FlatInputs
 from autosplit.trace.side_effects import changes, kept
 from autosplit.trace.structure import flatten_output
 
-_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Differences that are allowed, as shares of a tensor's own size; equal bits are the rule on a CPU."""
-_REORDERED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 5e-2}
-"""The same where additions are in another order, by the dtypes that the graph's values have."""
 _BATCHES = ((2, True), (2, False), (5, True))
 _SEEDS = (0, 1)
 _STEPS = (0, 1)
@@ -53,8 +49,6 @@ _ALL, _OWN, _NONE = 2, 1, 0
 """Which inputs require gradients in step 1: all floating-point ones, those of the sample; or nothing does."""
 Answers = Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]]
 Run = Callable[[list[Any]], Sequence[Any]]
-Seen = dict[tuple[str, str], Any]
-"""What a run left, by step and name."""
 
 
 class Runnable(Protocol):
@@ -134,7 +128,7 @@ class _Checker:
                 return found
         return self._at_extremes() if drew_in_python else None
 
-    def _first(self) -> Seen:
+    def _first(self) -> Parts:
         """Run the model on rows on which it runs, with gradients if it can."""
         errors = []
         kinds = (_ALL, _OWN, _NONE) if torch.is_grad_enabled() and not self.meta else (_NONE,)
@@ -146,19 +140,19 @@ class _Checker:
                     errors.append(error)
         raise errors[0]
 
-    def _against(self, expected: Seen, seed: int) -> str | None:
+    def _against(self, expected: Parts, seed: int) -> str | None:
         try:
             actual = self._watch(self._run_graph, seed)
         except Exception as error:
             return f"the graph raises {type(error).__name__} on {self.rows} rows ({error}), the model does not"
-        found = {k: v for k, v in _differences(actual, expected).items() if v.apart > self._rounding(v.dtype)}
-        if not found:
+        wrong = self._unequal(actual, expected)
+        if not wrong:
             return None
-        again = _differences(self._watch(self._run_model, seed), expected)
-        for (step, name), what in found.items():
-            noise = 4 * again[step, name].apart if (step, name) in again else 0.0
-            if not what.apart <= noise <= _NOISE:  # the model's own kernels may differ from run to run
-                return f"{name} {what.text} ({self.rows} rows, {step}, seed {seed})"
+        again = {(i.kind, i.name): i.difference for i in self._compare(self._watch(self._run_model, seed), expected)}
+        for item in wrong:
+            noise = 4 * again.get((item.kind, item.name), 0.0)
+            if not item.difference <= noise <= _NOISE:  # the model's own kernels may differ from run to run
+                return f"{_said(item)} ({self.rows} rows, {item.kind}, seed {seed})"
         return None
 
     def _at_extremes(self) -> str | None:
@@ -171,24 +165,28 @@ class _Checker:
                     if self.drew_in_python:
                         return "its Python draws random numbers that are not uniform in [0, 1)"
                     actual = self._watch(self._run_graph, _SEEDS[0])
-                for (_, name), what in _differences(actual, expected).items():
-                    if what.apart > self._rounding(what.dtype):
-                        return f"{name} {what.text} when Python's random numbers are other ones"
+                for item in self._unequal(actual, expected):
+                    return f"{_said(item)} when Python's random numbers are other ones"
         return None
 
-    def _rounding(self, dtype: torch.dtype | None) -> float:
-        if dtype not in _ROUNDING:
+    def _unequal(self, actual: Parts, expected: Parts) -> list[Item]:
+        return [item for item in self._compare(actual, expected) if not item.equal]
+
+    def _compare(self, actual: Parts, expected: Parts) -> list[Item]:
+        return compare("", actual, expected, self._tolerance)
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        if not (dtype.is_floating_point or dtype.is_complex):
             return 0.0
-        dtypes = {dtype, *(p.dtype for p in self.model.parameters())}
-        dtypes |= {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
-        return max([*(_ROUNDING.get(d, 0.0) for d in dtypes), *(_REORDERED.get(d, 0.0) for d in self.made)])
+        rounding = tolerance(ROUNDING, dtype, *(p.dtype for p in self.model.parameters()))
+        return max(rounding, tolerance(REORDERED, *self.made)) if self.made else rounding
 
     # -- runs ----------------------------------------------------------------------------------------------------
-    def _watch(self, run: Run, seed: int) -> Seen:
+    def _watch(self, run: Run, seed: int) -> Parts:
         """Run all steps from the model's present state and the seed; digest what each leaves."""
         seed_all(seed)
         before = torch.get_rng_state(), _python_state()
-        seen: Seen = {}
+        seen: dict[tuple[str, str], Any] = {}
         kernels = MetaKernels() if self.meta else contextlib.nullcontext()
         with kernels, stand_ins(self.model, self.recording.root, written=self.written) as leaves:
             for step in _STEPS[:1] if self.meta else _STEPS:
@@ -206,7 +204,10 @@ class _Checker:
         outputs = list(run(given))
         for number, value in enumerate(outputs):
             tensor = isinstance(value, torch.Tensor)
-            seen[f"output {number}"] = digest(value, value.requires_grad) if tensor else value
+            kept = (
+                digest(value, "with a gradient" if value.requires_grad else "without one") if tensor else _plain(value)
+            )
+            seen[f"output {number}"] = kept
         for index, version in versions.items():
             if given[index]._version != version:
                 seen[f"input {self.inputs.names[index]}, which was changed,"] = digest(given[index])
@@ -266,28 +267,6 @@ class _Checker:
         return outputs[: len(outputs) - self.logged]
 
 
-@dataclass(frozen=True)
-class _Difference:
-    text: str
-    apart: float = math.inf
-    dtype: torch.dtype | None = None
-
-
-def _differences(actual: Seen, expected: Seen) -> dict[tuple[str, str], _Difference]:
-    """Return all differences, in the order in which the expected run left its parts."""
-    found = {}
-    for key in dict.fromkeys((*expected, *actual)):
-        got, want = actual.get(key, _MISSING), expected.get(key, _MISSING)
-        if not (isinstance(got, Digest) and isinstance(want, Digest)):
-            if _plain(got) != _plain(want):
-                found[key] = _Difference(f"is {_shown(got)} instead of {_shown(want)}")
-        elif got.kind != want.kind:
-            found[key] = _Difference(f"is {_shown(got)} instead of {_shown(want)}")
-        elif apart := distance(got, want):
-            found[key] = _Difference(f"differs by {apart:.1e} of its size", apart, want.kind[1])
-    return found
-
-
 def _gradients(outputs: Sequence[Any], leaves: Mapping[str, torch.Tensor]) -> dict[str, Digest]:
     """Digest the gradients of a sum in which every element of the outputs has a weight of its own.
 
@@ -323,15 +302,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else type(value)
 
 
-def _shown(value: Any) -> str:
-    if value is _MISSING:
-        return "missing"
-    if isinstance(value, Digest):
-        return " ".join(map(str, value.kind))
-    return "another one" if isinstance(value, bytes) else repr(value)
-
-
-_MISSING = object()
+def _said(item: Item) -> str:
+    """Return what differs, in one clause; an item's kind is the step."""
+    return f"{item.name} {f'is {item.detail}' if item.detail else f'differs by {item.difference:.1e} of its size'}"
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------

@@ -64,10 +64,11 @@ def batched_nodes(graph: fx.Graph, effects: Effects, batched_inputs: Collection[
     return batched
 
 
-def mixing_nodes(
-    graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node], alone: Collection[str]
-) -> set[fx.Node]:
-    """Return the batch-dependent nodes that certainly mix rows; ``alone`` are modules of which the probe says no."""
+def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node], findings: Findings) -> set[fx.Node]:
+    """Return the batch-dependent nodes that mix rows by their structure.
+
+    What a table says of torch's operations counts for those only that the value probe was not asked about.
+    """
     return {
         node
         for node in graph.nodes
@@ -77,9 +78,9 @@ def mixing_nodes(
         and not takes_shape_only(node, root)
         and (
             any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
-            or (node.meta[INFO].whole and not _is_alone(node.meta[INFO], root, alone))
+            or (node.meta[INFO].whole and not _is_alone(node.meta[INFO], root, findings.alone))
             or permutes_at_random(node, root)
-            or runs_along_batch(node, root)
+            or (node.meta[INFO].name not in findings.probed and runs_along_batch(node, root))
             or mixes_gradients(node, root)
         )
     }
@@ -137,7 +138,7 @@ def _spread(
     sorts: Grouped,
 ) -> set[fx.Node]:
     """Return all suspects: those that the probe saw, those that mix, and what is computed from them unhealed."""
-    mixing = {node for node in mixing_nodes(graph, root, batched, findings.alone) if node not in sorts.sorting}
+    mixing = {node for node in mixing_nodes(graph, root, batched, findings) if node not in sorts.sorting}
     mixing |= {node for node in batched if INFO in node.meta and node.meta[INFO].name in findings.mixing}
     seen = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects} | mixing
     suspect, hidden = set(seen), set[fx.Node]()

@@ -6,8 +6,9 @@
 
 What a reduction takes need then not be merged: a model's own loss ends the pipeline behind its last layer, not before.
 The graph computes the same values on any batch, up to the order of additions; whether rows are independent in the new
-nodes is asked by the value probe as of any other node. Left alone are maxima (ties share a gradient among all of
-them), reductions that leave every row as large as it is, and whatever is changed in place.
+nodes is asked by the value probe as of any other node. Taken apart are sums, means and torch's losses. Every other
+reduction runs on merged values, and so does one that leaves every row as large as it is, or whose operand is changed in
+place.
 """
 
 from __future__ import annotations
@@ -24,61 +25,30 @@ from autosplit.trace.build import RawGraph
 from autosplit.trace.calls import under
 from autosplit.trace.graph import INFO, Size, TensorInfo, TracedNode
 from autosplit.trace.kinds import function_of
-from autosplit.trace.losses import Unreduced, unreduced
+from autosplit.trace.losses import LossCall
 from autosplit.trace.sources import free_sources
 
 _ROW, _ONE = Size(1, 0), Size(0, 1)
 _ROWS, _EACH = ".rows", ".each"
-_SIGNATURES: dict[str, tuple[str, ...]] = {
-    "sum": ("input", "dim", "keepdim", "dtype"),
-    "mean": ("input", "dim", "keepdim", "dtype"),
-    "any": ("input", "dim", "keepdim"),
-    "all": ("input", "dim", "keepdim"),
-    "count_nonzero": ("input", "dim"),
-    "norm": ("input", "p", "dim", "keepdim", "out", "dtype"),
-    "vector_norm": ("input", "ord", "dim", "keepdim", "dtype"),
-    "var": ("input", "dim", "unbiased", "keepdim", "correction"),
-    "std": ("input", "dim", "unbiased", "keepdim", "correction"),
-}
-_FUNCTIONS = tuple(
-    (getattr(scope, name), name)
-    for name in _SIGNATURES
-    for scope in (torch, torch.Tensor, torch.linalg)
-    if hasattr(scope, name) and (scope is not torch.linalg or name == "vector_norm")
-)
-_WITH_DTYPE = ("sum", "mean", "norm", "vector_norm")
-_ADDED = {
+_SIGNATURE = ("input", "dim", "keepdim", "dtype")
+_SPELLINGS = {"axis": "dim", "keepdims": "keepdim", "self": "input", "x": "input"}
+_KINDS = {torch.sum: "sum", torch.Tensor.sum: "sum", torch.mean: "mean", torch.Tensor.mean: "mean"}
+_HALVES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "sum": (reductions.sum_rows, reductions.total),
     "mean": (reductions.mean_rows, reductions.average),
     "batchmean": (reductions.batch_mean_rows, reductions.average),
 }
-_LOGICAL = {
-    "any": (reductions.any_rows, reductions.any_of),
-    "all": (reductions.all_rows, reductions.all_of),
-}
-
-
-@dataclass(frozen=True)
-class _Halves:
-    """Two functions, and their arguments behind (value, rows, batch_dim, dims) and (parts, dims, keepdim)."""
-
-    rows: Callable[..., torch.Tensor]
-    whole: Callable[..., torch.Tensor]
-    rows_args: tuple[Any, ...]
-    whole_args: tuple[Any, ...]
-    dtype: torch.dtype
-    columns: tuple[Size, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Reduction:
-    """What a call reduces: its operand, the dimensions (None: all), whether they stay, and the other options."""
+    """What a call reduces: its operand, the dimensions (None: all), and whether they stay."""
 
     kind: str
     value: Any
     dims: Any
     keepdim: bool
-    options: Mapping[str, Any]
+    dtype: torch.dtype | None
 
 
 def decompose(raw: RawGraph) -> None:
@@ -98,10 +68,10 @@ def decompose(raw: RawGraph) -> None:
 
 
 def reduced(node: fx.Node, root: torch.nn.Module) -> tuple[str, Any] | None:
-    """Return (kind, operand) of a call of a known reduction without a dtype of its own; None for any other node."""
+    """Return ("sum" or "mean", operand) of a call without a dtype of its own; None for any other node."""
     args = node.args[2:] if node.target is under else node.args
     found = _parsed(function_of(node, root), args, node.kwargs)
-    return None if found is None or found.options.get("dtype") is not None else (found.kind, found.value)
+    return None if found is None or found.dtype is not None else (found.kind, found.value)
 
 
 def is_decomposed(graph: fx.Graph) -> bool:
@@ -121,7 +91,7 @@ class _Rewriter:
     def rewrite(self) -> None:
         if any(t.varying_dims for t in self.info.tensors):
             return
-        loss = unreduced(self.function, self.args, self.node.kwargs)
+        loss = LossCall.of(self.function, self.args, self.node.kwargs)
         if loss is not None:
             self._loss(loss)
             return
@@ -129,43 +99,48 @@ class _Rewriter:
         if found is not None and isinstance(found.value, fx.Node) and INFO in found.value.meta:
             self._reduction(found, found.value)
 
-    def _loss(self, loss: Unreduced) -> None:
-        value = TensorInfo(loss.sizes, self.info.tensors[0].dtype)
+    def _loss(self, loss: LossCall) -> None:
+        probabilities = loss.by_class and _is_differentiable(loss.given["target"])
+        sizes = loss.shape(_sizes_of, probabilities=probabilities) if loss.in_parts else None
+        if sizes is None:
+            return
+        value = TensorInfo(sizes, self.info.tensors[0].dtype)
         batch_dim, dims, wide = value.batch_dim, tuple(range(len(value.shape))), _wide(value.dtype)
-        if batch_dim is None or (loss.reduction == "batchmean" and batch_dim != 0):
+        first = batch_dim == 0 and value.shape[:1] == (_sizes_of(loss.first) or ())[:1]
+        if batch_dim is None or (loss.reduction == "batchmean" and not first):
             return
-        if loss.counted and loss.reduction == "mean":
-            each = self._before(_EACH, loss.function, (), loss.arguments, value)
-            given = loss.arguments
-            args = (each, given["target"], self.rows, batch_dim, given["ignore_index"], wide)
+        if loss.by_class and not probabilities and loss.reduction == "mean":
+            each = self._before(_EACH, loss.function, (), loss.unreduced(), value)
+            args = (each, loss.given["target"], self.rows, batch_dim, loss.given["ignore_index"], wide)
             made = TensorInfo((_ROW, Size(0, 2)), wide)
-            rows = self._before(_ROWS, reductions.weigh_rows, (*args, self._again(given["weight"])), {}, made)
+            rows = self._before(_ROWS, reductions.weigh_rows, (*args, self._again(loss.weight)), {}, made)
             self._become(reductions.ratio, (rows, value.dtype))
-            return
-        halves = _Halves(*_ADDED[loss.reduction], (wide,), (value.dtype,), wide)
-        if value.shape == (_ROW,):
-            rows = self._before(_ROWS, loss.function, (), loss.arguments, value)
-            self._become(halves.whole, (rows, dims, False, value.dtype))
+        elif value.shape == (_ROW,):
+            rows = self._before(_ROWS, loss.function, (), loss.unreduced(), value)
+            self._become(_HALVES[loss.reduction][1], (rows, dims, False, value.dtype))
         else:
-            self._split(self._before(_EACH, loss.function, (), loss.arguments, value), value, dims, False, halves)
+            each = self._before(_EACH, loss.function, (), loss.unreduced(), value)
+            self._split(each, value, _Reduction(loss.reduction, each, dims, keepdim=False, dtype=None), value.dtype)
 
     def _reduction(self, found: _Reduction, source: fx.Node) -> None:
-        value = source.meta[INFO].tensors[0]
+        value, made = source.meta[INFO].tensors[0], self.info.tensors[0].dtype
         dims = _dims(found.dims, len(value.shape))
-        halves = _halves(found, value.dtype, self.info.tensors[0].dtype)
-        if halves is None or dims is None or value.batch_dim not in dims:
+        if value.dtype.is_complex or torch.promote_types(value.dtype, made) != made:
+            return  # the halves would not be exact
+        if dims is None or value.batch_dim not in dims:
             return
         if dims != (value.batch_dim,) or value.shape[value.batch_dim] != _ROW:
-            self._split(source, value, dims, found.keepdim, halves)
+            self._split(source, value, replace(found, dims=dims), made)
 
-    def _split(self, source: fx.Node, value: TensorInfo, dims: tuple[int, ...], keepdim: bool, halves: _Halves) -> None:
+    def _split(self, source: fx.Node, value: TensorInfo, found: _Reduction, dtype: torch.dtype) -> None:
         """Reduce ``source`` by rows, then the rows."""
-        batch_dim = value.batch_dim
-        shape = tuple(_ROW if d == batch_dim else _ONE if d in dims else size for d, size in enumerate(value.shape))
-        made = TensorInfo((*shape, *halves.columns), halves.dtype)
-        args = (source, self.rows, batch_dim, dims, *halves.rows_args)
-        rows = self._before(_ROWS, halves.rows, args, {}, made)
-        self._become(halves.whole, (rows, dims, keepdim, *halves.whole_args))
+        by_row, whole = _HALVES[found.kind]
+        batch_dim, wide = value.batch_dim, _wide(dtype)
+        sizes = enumerate(value.shape)
+        shape = tuple(_ROW if d == batch_dim else _ONE if d in found.dims else size for d, size in sizes)
+        args = (source, self.rows, batch_dim, found.dims, wide)
+        rows = self._before(_ROWS, by_row, args, {}, TensorInfo(shape, wide))
+        self._become(whole, (rows, found.dims, found.keepdim, dtype))
 
     # -- the graph ---------------------------------------------------------------------------------------------
     def _before(
@@ -210,44 +185,14 @@ class _Rewriter:
 
 
 def _parsed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Reduction | None:
-    """Return what a call of a known reduction asks for; None for another function or an unusual way to call it."""
-    kind = next((kind for known, kind in _FUNCTIONS if known is function), None)
-    if kind is None or len(args) > len(_SIGNATURES[kind]):
+    """Return what a sum or a mean reduces; None for another function or an unusual way to call it."""
+    kind = next((kind for known, kind in _KINDS.items() if known is function), None)
+    given = dict(zip(_SIGNATURE, args, strict=False)) | {_SPELLINGS.get(k, k): v for k, v in kwargs.items()}
+    if kind is None or len(args) > len(_SIGNATURE) or not given.keys() <= {*_SIGNATURE, "out"}:
         return None
-    names = _SIGNATURES[kind]
-    if kind in ("var", "std") and len(args) > 1 and isinstance(args[1], bool):
-        names = ("input", "unbiased")
-    given = dict(zip(names, args, strict=False))
-    for key, option in kwargs.items():
-        given[{"axis": "dim", "keepdims": "keepdim", "self": "input", "x": "input"}.get(key, key)] = option
-    if not given.keys() <= {*_SIGNATURES[kind], *names} or given.get("out") is not None or "input" not in given:
+    if "input" not in given or given.get("out") is not None:
         return None
-    value, dims = given.pop("input"), given.pop("dim", None)
-    return _Reduction(kind, value, dims, bool(given.pop("keepdim", False)), given)
-
-
-def _halves(found: _Reduction, source: torch.dtype, made: torch.dtype) -> _Halves | None:
-    """Return the two halves of a reduction; None where they would not be exact."""
-    kind, options = found.kind, found.options
-    if source.is_complex or (kind in _WITH_DTYPE and torch.promote_types(source, made) != made):
-        return None
-    if kind in _LOGICAL:
-        return _Halves(*_LOGICAL[kind], (), (), made)
-    wide = _wide(made)
-    if kind == "count_nonzero":
-        return _Halves(reductions.count_rows, reductions.total, (), (made,), made)
-    if kind in ("sum", "mean"):
-        return _Halves(*_ADDED[kind], (wide,), (made,), wide)
-    if kind in ("norm", "vector_norm"):
-        order = options.get("p", options.get("ord", 2))
-        order = 2 if order in (None, "fro") else order
-        if order not in (1, 2):
-            return None
-        return _Halves(reductions.norm_rows, reductions.norm_of, (wide, order), (made, order), wide)
-    correction = options.get("correction")
-    correction = int(options.get("unbiased", True)) if correction is None else correction
-    spread = reductions.variance if kind == "var" else reductions.deviation
-    return _Halves(reductions.moment_rows, spread, (wide,), (made, correction), wide, (Size(0, 3),))
+    return _Reduction(kind, given["input"], given.get("dim"), bool(given.get("keepdim")), given.get("dtype"))
 
 
 def _dims(dims: Any, count: int) -> tuple[int, ...] | None:
@@ -261,3 +206,12 @@ def _dims(dims: Any, count: int) -> tuple[int, ...] | None:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which torch adds up values of a type."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _sizes_of(value: Any) -> tuple[Size, ...] | None:
+    """Return the sizes of an operand that the recording knows; None for a constant or a number."""
+    return value.meta[INFO].tensors[0].shape if isinstance(value, fx.Node) and INFO in value.meta else None
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, fx.Node) and INFO in value.meta and value.meta[INFO].tensors[0].differentiable

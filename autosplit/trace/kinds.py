@@ -27,11 +27,6 @@ _ADDING = frozenset("add sub iadd isub to long int type clone".split())
 _CASTS = frozenset("to long int type clone contiguous detach".split())
 _POSITIONS = frozenset("argmax argmin argsort".split())
 _WITH_POSITIONS = frozenset("topk sort max min".split())
-_PRODUCTS = frozenset(
-    "linear bilinear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
-    "conv_transpose3d embedding".split()
-)
-_PRODUCT_MODULES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.modules.conv._ConvNd)
 SHAPE_ONLY = frozenset(
     "new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like "
     "randint_like".split()
@@ -114,12 +109,6 @@ def gives_positions(node: fx.Node, root: nn.Module) -> bool:
 def keeps_numbers(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether an operation moves its operand's numbers, or changes their type only."""
     return rearranges(node, root) or called(node, root)[0] in _CASTS
-
-
-def is_product(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether an operation is linear in each operand, so that values that are not zero show all influence."""
-    function = function_of(node, root)
-    return isinstance(function, _PRODUCT_MODULES) or called(node, root)[0] in _PRODUCTS
 
 
 def rearranges(node: fx.Node, root: nn.Module) -> bool:

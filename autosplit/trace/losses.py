@@ -1,4 +1,8 @@
-"""torch's losses as one value per target and a mean or a sum of these."""
+"""torch's losses: one value per target, and a mean or a sum of these. The one table of them.
+
+ELEMENTWISE    a value per element                 BY_VECTOR    a value per vector, the last dimension
+BY_CLASS       a value per target, classes in the second dimension; a mean divides by the targets that count
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,15 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from torch import fx
+import torch
 from torch.nn import functional as F
 
-from autosplit.trace.graph import INFO, Size
+from autosplit.trace.graph import Size
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     F.mse_loss,
     F.l1_loss,
     F.smooth_l1_loss,
@@ -27,83 +32,119 @@ _ELEMENTWISE = (
     F.soft_margin_loss,
     F.margin_ranking_loss,
 )
-_BY_VECTOR = (
+BY_VECTOR = (
     F.cosine_embedding_loss,
     F.triplet_margin_loss,
+    F.triplet_margin_with_distance_loss,
     F.multi_margin_loss,
     F.multilabel_margin_loss,
     F.multilabel_soft_margin_loss,
 )
-_BY_CLASS = (F.cross_entropy, F.nll_loss)
-_ONE = Size(0, 1)
-_ALL = (*_ELEMENTWISE, *_BY_VECTOR, *_BY_CLASS)
+BY_CLASS = (F.cross_entropy, F.nll_loss)
+_NEW = tuple(getattr(F, name) for name in ("linear_cross_entropy",) if hasattr(F, name))
+"""Losses that not every version of torch has."""
+_WEIGHTED = (F.mse_loss, F.l1_loss)
+"""Their mean divides by the sum of the weights, where there are any."""
+_ONES = (1, Size(0, 1))
+_OPERANDS = ("input", "input1", "input2", "target")
+_IDENTITIES = frozenset(map(id, (*ELEMENTWISE, *BY_VECTOR, *BY_CLASS, *_NEW, F.ctc_loss)))
+ShapeOf = Callable[[Any], Sequence[Any] | None]
+"""Returns the sizes of an operand; None where they are not known."""
+
+
+def is_loss(function: Any) -> bool:
+    """Tell whether a function is one of torch's losses."""
+    return id(function) in _IDENTITIES
 
 
 @dataclass(frozen=True)
-class Unreduced:
-    """A loss with ``reduction="none"``.
-
-    Attributes:
-        function: the loss.
-        arguments: all of its arguments by name, ``reduction="none"`` among them.
-        reduction: what the model asked for: "mean", "sum" or "batchmean".
-        sizes: the sizes of the values before the reduction.
-        counted: the mean divides by what the targets count (those that are not ignored, or their class weights).
-    """
+class LossCall:
+    """A call of a loss that reduces, its arguments by name and in order."""
 
     function: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    reduction: str
-    sizes: tuple[Size, ...]
-    counted: bool
+    given: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossCall | None:
+        """Return a call of a loss; None for any other function, and for a loss that is not reduced."""
+        if not is_loss(function):
+            return None
+        bound = _signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        if given.get("size_average") is not None or given.get("reduce") is not None:
+            return None  # deprecated ways to say it
+        own_distance = given.get("distance_function") is not None
+        return None if own_distance or given["reduction"] not in ("mean", "sum", "batchmean") else cls(function, given)
+
+    @property
+    def reduction(self) -> str:
+        """How the values are reduced: "mean", "sum" or "batchmean"."""
+        return str(self.given["reduction"])
+
+    @property
+    def first(self) -> Any:
+        """What is compared with the target."""
+        return next(iter(self.given.values()))
+
+    @property
+    def weight(self) -> Any:
+        """The weights of classes or elements; None where there are none."""
+        return self.given.get("weight")
+
+    @property
+    def by_class(self) -> bool:
+        """Whether the targets are classes, or the probabilities of classes."""
+        return any(self.function is known for known in (*BY_CLASS, *_NEW))
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the mean divides by the sum of the elements' weights."""
+        return self.weight is not None and any(self.function is known for known in _WEIGHTED)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ``reduction="none"`` gives values whose mean or sum is the loss, but for weights and class counts."""
+        return not self.weighted and not any(self.function is known for known in (*_NEW, F.ctc_loss))
+
+    def unreduced(self) -> dict[str, Any]:
+        """Return the arguments of the same loss that gives a value per target."""
+        return {**self.given, "reduction": "none"}
+
+    def shape(self, shape_of: ShapeOf, *, probabilities: bool) -> tuple[Any, ...] | None:
+        """Return the sizes of the values before the reduction; None where they are not known.
+
+        ``probabilities``: the target has one for every class.
+        """
+        if self.function is F.ctc_loss:
+            first = shape_of(self.first)
+            return None if first is None else tuple(first[1:2]) if len(first) == 3 else ()
+        if self.by_class:
+            target = shape_of(self.given["target"])
+            classes = min(1, len(target or ()) - 1) if probabilities else None
+            return None if target is None else tuple(size for dim, size in enumerate(target) if dim != classes)
+        if any(self.function is known for known in BY_VECTOR):
+            first = shape_of(self.first)
+            return None if first is None else tuple(first[:-1])
+        return _broadcast([shape_of(self.given[name]) for name in _OPERANDS if name in self.given])
 
 
-def unreduced(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Unreduced | None:
-    """Return a loss without its reduction; None for what is no loss of torch's, or one that is not understood."""
-    if not any(function is loss for loss in _ALL):
-        return None
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    reduction = given["reduction"]
-    if reduction not in ("mean", "sum", "batchmean") or not (given.get("size_average") is given.get("reduce") is None):
-        return None  # deprecated ways to say it
-    if function in (F.mse_loss, F.l1_loss, F.huber_loss) and given.get("weight") is not None:
-        return None
-    counted = function in _BY_CLASS and not _differentiable(given["target"])
-    if counted:
-        sizes = _sizes_of(given["target"])
-    elif function in _ELEMENTWISE:
-        sizes = _broadcast([_sizes_of(v) for k, v in given.items() if k in ("input", "target", "input1", "input2")])
-    else:
-        sizes = _without(_sizes_of(next(iter(given.values()))), 1 if function in _BY_CLASS else -1)
-    if sizes is None or (reduction == "batchmean" and sizes[:1] != (_sizes_of(given["input"]) or ())[:1]):
-        return None
-    given["reduction"] = "none"
-    return Unreduced(function, given, reduction, sizes, counted)
+def class_weights(target: torch.Tensor, ignore_index: int | None, weight: torch.Tensor | None) -> torch.Tensor:
+    """Return what each target adds to the divisor of a mean: its class weight, or one; nothing where it is ignored."""
+    counts = target != (-100 if ignore_index is None else ignore_index)
+    return counts if weight is None else weight.detach()[target.where(counts, 0)].where(counts, 0)
 
 
-def _sizes_of(value: Any) -> tuple[Size, ...] | None:
-    """Return the sizes of an operand that the recording knows; None for a constant or a number."""
-    return value.meta[INFO].tensors[0].shape if isinstance(value, fx.Node) and INFO in value.meta else None
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, fx.Node) and INFO in value.meta and value.meta[INFO].tensors[0].differentiable
-
-
-def _broadcast(operands: Sequence[tuple[Size, ...] | None]) -> tuple[Size, ...] | None:
-    """Return the sizes that operands have together."""
+def _broadcast(operands: Sequence[Sequence[Any] | None]) -> tuple[Any, ...] | None:
+    """Return the sizes that operands have together; None where those of one are not known."""
     known = [sizes for sizes in operands if sizes is not None]
     if len(known) < len(operands):
         return None
-    columns = itertools.zip_longest(*(reversed(sizes) for sizes in known), fillvalue=_ONE)
-    return tuple(next((size for size in column if size != _ONE), _ONE) for column in columns)[::-1]
-
-
-def _without(sizes: tuple[Size, ...] | None, dim: int) -> tuple[Size, ...] | None:
-    """Return the sizes of a matrix (or more) without one dimension."""
-    if sizes is None or len(sizes) < 2 or (dim < 0 and len(sizes) > 2):
-        return None
-    position = dim % len(sizes)
-    return (*sizes[:position], *sizes[position + 1 :])
+    columns = itertools.zip_longest(*(reversed(sizes) for sizes in known))
+    found = [[size for size in column if size is not None] for column in columns]
+    return tuple(next((size for size in sizes if size not in _ONES), sizes[0]) for sizes in found)[::-1]

@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from autosplit.compare.tensors import same_rounded
 from autosplit.trace.graph import INFO, TensorInfo
 from autosplit.trace.recording import VALUE_READS
 from autosplit.trace.state import random_state
@@ -31,7 +32,6 @@ from autosplit.trace.watch import SIZES, Taint
 Site = tuple[str, int, str]
 """File, line and function of a read."""
 Forced = tuple[Site, Callable[[Any], Any]]
-Same = Callable[[torch.Tensor, torch.Tensor], bool]
 _OWN, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 _DRAWN = 32
 _OTHER_NUMBERS = (lambda v: (v + 1) * 10**9, lambda v: -(v + 1) * 10**9, lambda v: v * 0)
@@ -74,10 +74,8 @@ class ReadLog(TorchFunctionMode):
 class OpaqueProbe:
     """One opaque module of a graph, with the values that its operands have in two runs of the same size."""
 
-    def __init__(
-        self, node: fx.Node, root: nn.Module, runs: Sequence[fx.Interpreter], *, rows: int, same: Same
-    ) -> None:
-        self.node, self.root, self.runs, self.same = node, root, runs, same
+    def __init__(self, node: fx.Node, root: nn.Module, runs: Sequence[fx.Interpreter], *, rows: int) -> None:
+        self.node, self.root, self.runs = node, root, runs
         self.rows, self.run_rows = rows * len(runs), rows
         module = root.get_submodule(str(node.target))
         self.steady = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -107,7 +105,7 @@ class OpaqueProbe:
         dims = [tensor.batch_dim for tensor in self.node.meta[INFO].tensors]
         for number, (tensor, dim) in enumerate(zip(made, dims, strict=True)):
             assert dim is not None
-            if not self.same(tensor, torch.cat([alone[row][number] for row in rows], dim)):
+            if not same_rounded(tensor, torch.cat([alone[row][number] for row in rows], dim)):
                 return False
         return True
 
@@ -162,7 +160,7 @@ class OpaqueProbe:
             gone_on = self._results(every, (site, lambda _: True), emptied=True)
         except Exception:
             return False
-        return all(map(self.same, skipped, gone_on))
+        return all(map(same_rounded, skipped, gone_on))
 
     def _is_idle(
         self, site: Site, alone: Sequence[list[torch.Tensor]], change: Callable[[Any], Any], *, or_raises: bool = False

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autosplit.compare.tensors import same_bits, same_rounded
 from autosplit.trace.graph import INFO, TracedNode
 from autosplit.trace.kinds import (
     function_of,
     is_opaque,
-    is_product,
     is_torchs,
     leaves_unset,
     rearranges,
@@ -35,7 +35,6 @@ from autosplit.trace.neighbours import (
     Values,
     changed_by,
     result_of,
-    tensors_of,
     with_neighbours,
     with_random_rows,
 )
@@ -52,13 +51,9 @@ class OperatorProbe:
         graph: the graph.
         root: the root on which it runs.
         run: the run.
-        beside: another run, in which other rows have other values.
-        rows: the number of rows in both.
-        lengths: the lengths of the inputs in both.
+        rows: the number of rows in the run.
+        lengths: the lengths of the inputs in the run.
         sample_rows: the number of rows in the sample.
-        same: compares two results.
-        nearly_same: compares two results for other numbers of rows.
-        same_in_groups: compares two results of an opaque module, which may compute rows in groups.
     """
 
     def __init__(
@@ -66,17 +61,12 @@ class OperatorProbe:
         graph: fx.Graph,
         root: nn.Module,
         run: fx.Interpreter,
-        beside: fx.Interpreter,
         *,
         rows: int,
         lengths: Mapping[str, int],
         sample_rows: int,
-        same: Same,
-        nearly_same: Same,
-        same_in_groups: Same,
     ) -> None:
-        self.root, self.run, self.beside, self.rows = root, run, beside, rows
-        self.same, self.same_in_groups = same, same_in_groups
+        self.root, self.run, self.rows = root, run, rows
         self.lengths = lengths
         self.valued = _valued(graph, root)
         self.layouts = Layouts(root, run, rows=rows, valued=self.valued)
@@ -84,7 +74,7 @@ class OperatorProbe:
         self.numbered: set[fx.Node] = set()
         """Nodes that depend on the number of rows alone, and are not equal for all places."""
         self.places = [
-            PlaceProbe(run, self.layouts, self.valued, rows=rows, count=count, lengths=lengths, same=nearly_same)
+            PlaceProbe(run, self.layouts, self.valued, rows=rows, count=count, lengths=lengths)
             for count in counts_of_rows(graph, rows, sample_rows)
         ]
         self.placed: dict[Any, bool] = {}
@@ -119,8 +109,6 @@ class OperatorProbe:
                 return not followed
         if not self.layouts.computed(node, operands, [t.shape_at(self.rows, self.lengths) for t in info.tensors]):
             return True
-        if is_product(node, self.root) and all(self._is_generic(n) for n in operands):
-            return False
         if kind is None:
             return self._is_influenced(node, operands)
         if kind not in self.asked:
@@ -133,9 +121,6 @@ class OperatorProbe:
         if node.meta[INFO].random or any(n in self.layouts.noted for n in (node, *operands)):
             return False
         if any(n.meta[INFO].name in suspects for n in operands) and not rearranges(node, self.root):
-            return False
-        first = all(tensor.batch_dim in (0, None) for n in operands for tensor in n.meta[INFO].tensors)
-        if first and is_product(node, self.root) and all(self._is_generic(n) for n in operands if n in self.valued):
             return False
         kind = self._kind(node)
         if kind is None or any(n not in self.valued and _has_rows(n) for n in operands):
@@ -164,7 +149,7 @@ class OperatorProbe:
                 before = result_of(node, self.run, base) if base else plain
             except Exception:  # the operation takes no such values
                 continue
-            same = self.same_in_groups if is_opaque(node, self.root) else self.same
+            same = same_rounded if is_opaque(node, self.root) else same_bits
             if not _is_kept(kept, before, made, self._result_layouts(node, plain), same):
                 return True
         return False
@@ -184,11 +169,6 @@ class OperatorProbe:
         weights = isinstance(function, nn.Module) and any(True for _ in function.parameters())
         weights = weights or any(isinstance(self.run.env.get(n), nn.Parameter) for n in node.all_input_nodes)
         return is_torchs(node, self.root) and not weights
-
-    def _is_generic(self, node: fx.Node) -> bool:
-        """Tell whether most values are neither zero nor equal in both runs, so that a product shows them."""
-        pairs = zip(tensors_of(self.run.env[node]), tensors_of(self.beside.env[node]), strict=True)
-        return all(not a.is_floating_point() or bool((a.ne(0) & a.ne(b)).double().mean() >= 0.5) for a, b in pairs)
 
     def _kind(self, node: fx.Node) -> Any:
         """Return what tells an operation from others, but for values; None where there is no such thing."""

@@ -11,12 +11,13 @@ is computed at the larger number; all other operands are rows of the run, repeat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from autosplit.compare.tensors import same_reordered
 from autosplit.trace.graph import INFO
 from autosplit.trace.neighbours import call_with, copied, from_sources, result_of, size_at, tensors_of
 from autosplit.trace.row_layout import Layouts
@@ -52,7 +53,6 @@ class PlaceProbe:
         rows: the number of rows in the run.
         count: the number of rows to ask about.
         lengths: the lengths of the inputs in the run.
-        same: compares two results up to rounding.
     """
 
     def __init__(
@@ -64,15 +64,11 @@ class PlaceProbe:
         rows: int,
         count: int,
         lengths: Mapping[str, int],
-        same: Callable[[torch.Tensor, torch.Tensor], bool],
     ) -> None:
-        self.run, self.layouts, self.valued, self.same = run, layouts, valued, same
+        self.run, self.layouts, self.valued = run, layouts, valued
         self.rows, self.count, self.lengths = rows, count, lengths
         drawn = torch.randint(rows, (count - rows,), generator=torch.Generator().manual_seed(0))
-        self.sources = [
-            *range(rows),
-            *drawn.tolist(),
-        ]  # the first rows in place: an index of theirs names them here too
+        self.sources = [*range(rows), *drawn.tolist()]  # the first in place: an index of theirs names them here too
         self.numbered: dict[fx.Node, Any] = {}
         """Values, at this number of rows, of nodes that depend on the number of rows alone."""
 
@@ -96,7 +92,7 @@ class PlaceProbe:
             self.numbered[node] = made
         dims = [info.batch_dim for info in infos]
         expected = (from_sources(t, d, self.rows, self.sources) for t, d in zip(plain, dims, strict=True))
-        return any(not self.same(a, b) for a, b in zip(many, expected, strict=True))
+        return any(not same_reordered(a, b) for a, b in zip(many, expected, strict=True))
 
     def _operand(self, node: fx.Node) -> Any:
         if node in self.numbered:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autosplit.compare.tensors import same_bits, same_reordered, same_rounded
 from autosplit.progress import phase
 from autosplit.trace.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.build import RawGraph
@@ -34,11 +35,6 @@ from autosplit.trace.run import FlatInputs
 from autosplit.trace.state import random_state
 from autosplit.trace.structure import flatten_output, tensors_in
 from autosplit.trace.watch import READS
-
-_COMPARED = 1 << 18
-_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""How far two kernels' results are apart, where an opaque module computes groups of other sizes."""
-_LOOSE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 5e-2}
 
 
 def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool = False) -> torch.Tensor:
@@ -161,13 +157,9 @@ class _Lockstep:
             raw.graph,
             raw.root,
             self.runs["among"],
-            self.runs["beside"],
             rows=len(rows["among"]),
             lengths=self.lengths,
             sample_rows=sample_rows,
-            same=_same_bits,
-            nearly_same=_nearly_same,
-            same_in_groups=_same_but_rounding,
         )
         self.failed: list[fx.Node] = []
         written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
@@ -202,7 +194,7 @@ class _Lockstep:
             return
         if info.whole.startswith(READS) and is_opaque(node, self.raw.root):
             runs, rows = [self.runs["among"], self.runs["beside"]], len(self.rows["among"])
-            if OpaqueProbe(node, self.raw.root, runs, rows=rows, same=_same_but_rounding).treats_rows_alone():
+            if OpaqueProbe(node, self.raw.root, runs, rows=rows).treats_rows_alone():
                 self.alone.add(key_of_opaque(info.name, self.raw.root.get_submodule(info.module)))
         with self._own_contents(info, self.contents["among"]):
             mixes = self.operators.mixes(node, self.suspects)
@@ -276,7 +268,7 @@ class _Lockstep:
             return
         rows = len(self.rows["among"])
         with self._own_contents(info, self.contents["among"]):
-            probe = BackwardProbe(node, self.runs["among"], rows=rows, kept=self.kept, same=_nearly_same)
+            probe = BackwardProbe(node, self.runs["among"], rows=rows, kept=self.kept)
             if probe.mixes():
                 self.mixing.add(info.name)
 
@@ -329,54 +321,10 @@ class _Lockstep:
         for position, info in enumerate(tensors):
             alone, among, beside = (values[name][position] for name in ("alone", "among", "beside"))
             among, beside = self._rows(among, info), self._rows(beside, info)
-            near = _LOOSE.get(among.dtype.to_real(), 0.0)
-            bits = 0.0 if among.device.type == "cpu" else 1e-6
-            exact = _ROUNDING.get(among.dtype.to_real(), 0.0) if rounds else bits
-            if not _same(among, beside, near if loose else exact):
-                return True
-            if not _same(among, alone, near):
+            same = same_reordered if loose else same_rounded if rounds else same_bits
+            if not same(among, beside) or not same_reordered(among, alone):
                 return True
         return False
-
-
-def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Tell whether two tensors are equal, up to ``tolerance`` of the largest value; NaNs are equal to each other."""
-    if a.shape != b.shape:
-        return False
-    if torch.equal(a, b):
-        return True
-    if not (a.is_floating_point() or a.is_complex()):
-        return False
-    if a.is_complex():
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    a, b = _sampled(a, tolerance), _sampled(b, tolerance)
-    worst, scale = float((a - b).abs().max()), float(b.abs().max())
-    if not (math.isfinite(worst) and math.isfinite(scale)):
-        a, b = a.double().nan_to_num(), b.double().nan_to_num()
-        worst, scale = float((a - b).abs().max()), float(b.abs().max())
-    return worst <= tolerance * scale + (1e-12 if tolerance else 0.0)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two results for equal values and sizes are equal."""
-    return _same(a, b, 0.0 if a.device.type == "cpu" else 1e-6)
-
-
-def _same_but_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two results of equal values are equal, in whatever groups they were computed."""
-    return _same(a, b, _ROUNDING.get(a.dtype.to_real(), 0.0))
-
-
-def _nearly_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two gradients are equal up to another order of additions, in autocast's precision where it is on."""
-    low = [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    return _same(a, b, max(_LOOSE.get(dtype, 0.0) for dtype in (a.dtype.to_real(), *low)))
-
-
-def _sampled(tensor: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return evenly spread values of a large tensor where a comparison is loose, all of them where it is exact."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: flat.numel() // _COMPARED + 1] if tolerance else flat
 
 
 @contextlib.contextmanager

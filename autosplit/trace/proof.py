@@ -2,15 +2,19 @@
 
 The value probe and the check against the model run on real values and cost several forwards and backwards. Both are
 about a recording and the Python that it was made of. Where a later recording is the same, call by call, made by the
-same code in the same modes, what they found holds for it too. Where anything is another, or cannot be told, all is
-proved anew.
+same files in the same modes, what they found holds for it too. Where anything is another, or cannot be told, all is
+proved anew. Of a library its version counts, of any other module its file and the files of what it imports.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import platform
+import sys
+import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +24,6 @@ from torch import nn
 from autosplit.trace.calls import Ambient
 from autosplit.trace.formula import Formula
 from autosplit.trace.gather import Gathered
-from autosplit.trace.own_code import OwnCode
 from autosplit.trace.recording import Call
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.scope import has_hooks, has_module_hooks
@@ -31,8 +34,9 @@ _TABLES = frozenset("_parameters _buffers _modules".split())
 _LARGE = 1 << 24
 """Bytes of a constant above which it is not looked at."""
 _DEPTH = 6
-_PROBE = 2
+_PROBE = 3
 """What the value probe asks; proofs of another one do not count."""
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 class _Plain:
@@ -56,19 +60,17 @@ def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> str | No
         return None
     if len({tensor.device for tensor in tensors}) > 1:
         return None
-    code, digest = OwnCode(), hashlib.sha256()
+    files, digest = _Files(), hashlib.sha256()
     try:
-        for part in _parts(model, flat, gathered, code):
-            digest.update(part.encode())
-            digest.update(b"\n")
+        for part in (*_parts(model, flat, gathered, files), *files.texts()):
+            digest.update(f"{part}\n".encode())
     except Exception:  # _Unknown, or whatever an object of the model's own does when it is looked at
         return None
-    digest.update(code.text().encode())
     return digest.hexdigest()[:32]
 
 
-def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, code: OwnCode) -> Iterator[str]:
-    texts, merged, scope = _Texts(code), gathered.recording, gathered.scope
+def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, files: _Files) -> Iterator[str]:
+    texts, merged, scope = _Texts(files), gathered.recording, gathered.scope
     yield f"torch {torch.__version__} {Ambient.current()} {torch.get_default_dtype()} {gathered.min_rows} {_PROBE}"
     yield f"{flat.batch_dims} {flat.names} {flat.spec} {sorted(scope.entered)}"
     for leaf in flat.leaves:
@@ -76,7 +78,7 @@ def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, code: OwnCode
         yield f"{wanted} {leaf.dtype} {leaf.device}" if isinstance(leaf, torch.Tensor) else texts.of(leaf)
     ties: dict[int, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        code.add(type(module))
+        files.add(type(module))
         yield f"{path} {type(module).__qualname__}"
         for key, value in vars(module).items():
             if key in _TABLES:
@@ -98,10 +100,10 @@ def _kind(tensor: torch.Tensor, ties: dict[int, int]) -> tuple[Any, ...]:
 
 
 class _Texts:
-    """Values as text without addresses; functions and classes add their code."""
+    """Values as text without addresses; functions and classes add their files."""
 
-    def __init__(self, code: OwnCode) -> None:
-        self.code = code
+    def __init__(self, files: _Files) -> None:
+        self.files = files
 
     def call(self, call: Call) -> str:
         """Return a recorded call without its place in the source."""
@@ -127,7 +129,7 @@ class _Texts:
         if isinstance(value, Formula):
             return f"{getattr(value.function, '__name__', '')}{self.of(value.operands, depth - 1)}"
         if callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__name__"):
-            self.code.add(value)
+            self.files.add(value)
             return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
         return self._fields(value, depth)
 
@@ -135,7 +137,7 @@ class _Texts:
         plain = hasattr(value, "__dict__") and type(value).__basicsize__ == _Plain.__basicsize__
         if isinstance(value, nn.Module) or not plain:
             raise _Unknown  # what it holds outside of its attributes cannot be seen
-        self.code.add(type(value))
+        self.files.add(type(value))
         return f"{type(value).__qualname__}{self.of(vars(value), depth - 1)}"
 
     def _contents(self, tensor: torch.Tensor) -> str:
@@ -144,3 +146,43 @@ class _Texts:
             raise _Unknown
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{_kind(tensor, {})} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()}"
+
+
+class _Files:
+    """The files of classes and functions, of what they import, and the versions of libraries."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+
+    def add(self, value: Any) -> None:
+        """Add a class or a function; raises _Unknown for one that is made anew in each call of another one."""
+        if "<" in getattr(value, "__qualname__", ""):
+            raise _Unknown
+        self.modules.add(str(getattr(value, "__module__", None) or "builtins"))
+
+    def texts(self) -> Iterator[str]:
+        """Yield versions and the contents of files, in the order of the modules' names."""
+        found: dict[str, str] = {}
+        todo = list(self.modules)
+        while todo:
+            name = todo.pop()
+            if name in found:
+                continue
+            version = _version(name)
+            found[name] = version or hashlib.sha256(Path(str(sys.modules[name].__file__)).read_bytes()).hexdigest()
+            if version is None:
+                parts = vars(sys.modules[name]).values()
+                homes = {p.__name__ if isinstance(p, types.ModuleType) else getattr(p, "__module__", "") for p in parts}
+                todo += [home for home in homes if isinstance(home, str) and home in sys.modules]
+        yield from (f"{name} {text}" for name, text in sorted(found.items()))
+
+
+def _version(module: str) -> str | None:
+    """Return the version of the library that a module belongs to; None where it is somebody's own code."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return None if top == "__main__" else platform.python_version()
+    package = sys.modules.get(top)
+    version = getattr(package, "__version__", None)
+    installed = any(part in (getattr(package, "__file__", None) or "") for part in _INSTALLED)
+    return str(version) if version is not None and installed else None

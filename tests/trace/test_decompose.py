@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,20 +60,6 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean with an axis": lambda x: x.mean(axis=(0, 1)),
     "mean over flat rows": lambda x: x.reshape(-1, WIDTH).mean(0),
     "mean where the batch is last": lambda x: x.permute(1, 2, 0).mean((1, 2)),
-    "any": lambda x: (x > 3).any() * x.sum(),
-    "any of dims": lambda x: (x > 2).any((0, 1)).any() * x.sum(),
-    "all": lambda x: (x > -9).all() * x.sum(),
-    "count_nonzero": lambda x: torch.count_nonzero(x.relu()) * x.sum(),
-    "norm": lambda x: x.norm(),
-    "norm of order 1": lambda x: torch.norm(x, 1, dim=(0, 1)),
-    "linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, dim=(0, 2), keepdim=True),
-    "var": lambda x: x.var(),
-    "biased var": lambda x: x.var(False),
-    "var of dims": lambda x: x.var((0, 1)),
-    "var with a correction": lambda x: torch.var(x, (0, 2), correction=0, keepdim=True),
-    "var at a large mean": lambda x: (x + 1e3).var() + (x - 1e3).var((0, 2)),
-    "std": lambda x: torch.std(x),
-    "std of equal values": lambda x: (x * 0).std() + x.std((0, 1)),
 }
 
 
@@ -85,7 +70,7 @@ def test_a_reduction_over_the_batch_is_light(name: str) -> None:
     assert all(c is NodeClass.MICRO for n, c in classes_of(traced).items() if n in ("a#0", "b#0"))
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "norm", "var", "std"])
+@pytest.mark.parametrize("name", ["sum", "mean"])
 def test_a_reduction_in_float32(name: str) -> None:
     check(lambda m, x: REDUCTIONS[name](torch.tanh(m.b(m.a(x)))), X, dtype=torch.float32)
 
@@ -93,7 +78,10 @@ def test_a_reduction_in_float32(name: str) -> None:
 UNTOUCHED: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda x: x.max(),
     "amax": lambda x: x.amax((0, 1)),
-    "infinity norm": lambda x: x.norm(math.inf),
+    "norm": lambda x: x.norm(),
+    "var": lambda x: x.var(),
+    "std of dims": lambda x: x.std((0, 1)),
+    "any": lambda x: (x > 3).any() * x.sum((1, 2)),
     "mean over rows alone": lambda x: x.mean(0),
     "batch x batch": lambda x: (x.flatten(1) @ x.flatten(1).T).mean(),
     "changed in place": lambda x: (lambda y: (y.sum(), y.mul_(2))[0])(x * 1),
@@ -223,7 +211,7 @@ def test_a_loss_module_is_its_function_unless_hooks_want_its_call(build: Callabl
 
 
 def reduced(hidden: Tensor) -> tuple[Tensor, ...]:
-    return hidden.mean(), hidden.var((0, 1)), F.mse_loss(hidden, torch.ones_like(hidden))
+    return hidden.mean(), hidden.sum((0, 1)), F.mse_loss(hidden, torch.ones_like(hidden))
 
 
 def reduced_under_autocast(model: Any, value: Tensor) -> tuple[Tensor, ...]:

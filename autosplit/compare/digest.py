@@ -21,13 +21,23 @@ _BLOCK = 1024
 _PART = 1024 * _BLOCK
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Digest:
     """A tensor's kind (shape, dtype, more) and its numbers; on the meta device there are none."""
 
     kind: tuple[Any, ...]
     numbers: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        found: torch.dtype = self.kind[1]
+        return found
+
+    def __repr__(self) -> str:
+        shape, dtype, *more = self.kind
+        return " ".join((f"{str(dtype).removeprefix('torch.')}{list(shape)}", *map(str, more)))
 
 
 def digest(tensor: torch.Tensor, *more: Any) -> Digest:

@@ -1,0 +1,1 @@
+"""Whether numbers are equal: tolerances, comparisons of tensors, digests. Serves recordings, proofs and `verify`."""
