@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from autosplit import InputError, Sample, Verification, autosplit, verify
 from tests.equivalence.equality import LANES
-from tests.equivalence.named_models import CASES, numbers
-from tests.equivalence.trap_models import WIDTH, Model
+from tests.models.named import CASES, numbers
+from tests.models.three_layers import WIDTH, Model
 
 
 def split(model: nn.Module, **options: Any) -> Any:

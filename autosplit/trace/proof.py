@@ -171,7 +171,8 @@ class _Files:
             version = _version(name)
             found[name] = version or hashlib.sha256(Path(str(sys.modules[name].__file__)).read_bytes()).hexdigest()
             if version is None:
-                parts = vars(sys.modules[name]).values()
+                own = vars(sys.modules[name])
+                parts = [value for key, value in own.items() if key.isidentifier() and not key.startswith("__")]
                 homes = {p.__name__ if isinstance(p, types.ModuleType) else getattr(p, "__module__", "") for p in parts}
                 todo += [home for home in homes if isinstance(home, str) and home in sys.modules]
         yield from (f"{name} {text}" for name, text in sorted(found.items()))
@@ -182,7 +183,8 @@ def _version(module: str) -> str | None:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names:
         return None if top == "__main__" else platform.python_version()
+    if top == __name__.partition(".")[0]:
+        return str(_PROBE)
     package = sys.modules.get(top)
-    version = getattr(package, "__version__", None)
     installed = any(part in (getattr(package, "__file__", None) or "") for part in _INSTALLED)
-    return str(version) if version is not None and installed else None
+    return str(getattr(package, "__version__", "installed")) if installed else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from tests.equivalence.equality import difference
-from tests.equivalence.named_models import CASES, WIDTH, numbers
+from tests.models.named import CASES, WIDTH, numbers
 
 Run = Callable[[nn.Module], Sequence[Any]]
 

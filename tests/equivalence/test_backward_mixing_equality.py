@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
-from tests.equivalence.trap_models import WIDTH, Model, numbers
+from tests.models.three_layers import WIDTH, Model, numbers
 
 
 class Scaled(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import InputError, autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
-from tests.equivalence.trap_models import WIDTH, Model, numbers
+from tests.models.three_layers import WIDTH, Model, numbers
 
 LIGHT = 0.2
 pytestmark = pytest.mark.filterwarnings("ignore:2 devices were given")

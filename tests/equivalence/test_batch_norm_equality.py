@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step
-from tests.equivalence.named_models import numbers
 from tests.equivalence.norms_by_microbatch import run_by_microbatch
+from tests.models.named import numbers
 
 
 # No bias stands before a BatchNorm: its gradient is zero but for rounding, which no relative metric can compare.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from tests.equivalence.trap_models import WIDTH, Model, numbers
+from tests.models.three_layers import WIDTH, Model, numbers
 
 
 def entry(model: Any, batch: dict[str, Any]) -> Tensor:

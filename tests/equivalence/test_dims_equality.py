@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, difference, forward_backward, train_step
-from tests.equivalence.lengths import CASES, Case, made
+from tests.models.lengths import CASES, Case, made
 
 
 def _pipe(model: nn.Module, lanes: str = "inline", chunks: int = 3) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit, call_inputs
 from tests.equivalence.equality import Batch, assert_equal_runs, difference, forward_backward
-from tests.equivalence.lengths import CASES, made
+from tests.models.lengths import CASES, made
 
 
 class Keywords(nn.Module):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.named_models import WIDTH, Chain, numbers
 from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
+from tests.models.named import WIDTH, Chain, numbers
 
 pytestmark = pytest.mark.parametrize("lanes", LANES)
 
@@ -313,6 +313,26 @@ def test_modes_one_after_another(lanes: str) -> None:
         return found
 
     check(run, "nested skips", lanes)
+
+
+def test_inference_mode_as_the_first_call(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        value = value_of()
+        with torch.inference_mode():
+            first = module(value).clone()
+        probe_loss(module(value)).backward()
+        return [first, value.grad, *grads(module)]
+
+    check(run, "residual chain", lanes)
+
+
+def test_a_part_in_eval_mode(lanes: str) -> None:
+    def run(module: nn.Module) -> Sequence[Any]:
+        module.get_submodule("blocks.1").eval()
+        probe_loss(module(value_of())).backward()
+        return grads(module)
+
+    check(run, "residual chain", lanes)
 
 
 def test_a_batch_that_was_made_in_inference_mode(lanes: str) -> None:

@@ -19,9 +19,9 @@ from autosplit import autosplit
 from autosplit.runtime.cells import Cells
 from autosplit.schedule.action import Action
 from tests.equivalence.equality import Batch, Run, assert_same_bits, forward_backward, train_step
-from tests.equivalence.named_models import CASES, WIDTH, flat, numbers, tokens
-from tests.equivalence.random_modules import Recipe, make_batch, recipes
-from tests.equivalence.random_modules import build as build_random
+from tests.models.named import CASES, WIDTH, flat, numbers, tokens
+from tests.models.random_modules import Recipe, make_batch, recipes
+from tests.models.random_modules import build as build_random
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*stage:UserWarning"), pytest.mark.usefixtures("one_intra_op_thread")]
 

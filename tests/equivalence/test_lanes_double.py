@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.named_models import CASES, WIDTH, numbers
 from tests.equivalence.side_by_side import assert_equal, check, grads, value_of
+from tests.models.named import CASES, WIDTH, numbers
 
 both = pytest.mark.parametrize("lanes", LANES)
 REFUSED = "lanes='inline'"

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.named_models import WIDTH, numbers
 from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
+from tests.models.named import WIDTH, numbers
 
 pytestmark = pytest.mark.parametrize("lanes", LANES)
 

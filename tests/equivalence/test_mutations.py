@@ -16,7 +16,7 @@ from autosplit.runtime.ops import draw, merge, transfer, update_statistics
 from autosplit.trace.calls import apply_function, under
 from autosplit.trace.check import check_recording
 from autosplit.trace.ladder import Trace, trace
-from tests.equivalence.trap_models import WIDTH, numbers
+from tests.models.three_layers import WIDTH, numbers
 
 VALUE = numbers(6, WIDTH, gradient=False)
 

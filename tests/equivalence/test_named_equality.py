@@ -16,7 +16,7 @@ from tests.equivalence.equality import (
     forward_backward,
     train_step,
 )
-from tests.equivalence.named_models import CASES, Case, numbers
+from tests.models.named import CASES, Case, numbers
 
 # Some of these models have fewer separable nodes than the most devices that the tests ask for.
 pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")

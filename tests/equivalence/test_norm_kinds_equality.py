@@ -21,7 +21,7 @@ from tests.equivalence.equality import (
     forward_backward,
     train_step,
 )
-from tests.equivalence.named_models import numbers
+from tests.models.named import numbers
 from tests.runtime.test_batch_norm_statistics import NormAct
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

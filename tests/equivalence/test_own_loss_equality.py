@@ -15,7 +15,7 @@ from autosplit.runtime import train_cells
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step
-from tests.equivalence.language_models import VOCABULARY, Decoder
+from tests.models.decoders import VOCABULARY, Decoder
 
 LENGTH = 12
 SMALL_SHARE = 0.03

@@ -12,8 +12,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autosplit import autosplit
-from tests.equivalence.equality import LANES, TOLERANCE, Batch, Run, assert_equal_runs, forward_backward
-from tests.equivalence.named_models import numbers
+from tests.equivalence.equality import (
+    LANES,
+    TOLERANCE,
+    Batch,
+    Run,
+    assert_equal_runs,
+    assert_same_bits,
+    forward_backward,
+)
+from tests.models.named import numbers
 
 WIDTH, LENGTH, SHARE = 8, 3, 0.3
 Middle = Callable[[Tensor, bool], Tensor]
@@ -279,8 +287,57 @@ def test_what_cannot_wait_for_its_turn_is_drawn_by_counter_and_said() -> None:
     assert any("1 random operations draw per microbatch from seeded generators" in note for note in pipe.plan.notes)
 
 
-def test_the_counter_is_there_on_demand() -> None:
-    pipe = split(build("dropout"), rng="counter")
-    runs = [seeded(pipe, 10, 1)[0] for _ in range(2)]
-    assert torch.equal(runs[0].outputs["/"], runs[1].outputs["/"])
-    assert not torch.equal(runs[0].outputs["/"], seeded(build("dropout"), 10, 1)[0].outputs["/"])
+def test_the_share_may_change_between_calls() -> None:
+    plain, pipe = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(SHARE)).double() for _ in range(2))
+    pipe.load_state_dict(plain.state_dict())
+    pipe = split(pipe)
+    for share in (SHARE, 0.8):
+        plain[1].p = pipe.unsplit()[1].p = share
+        assert_equal(pipe, plain, 10, 1)
+
+
+class Mask(nn.Module):
+    """The identity, with dropout: what it returns shows the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(200, dtype=torch.float64))
+        self.dropout = nn.Dropout(SHARE)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.dropout(value * self.gain) * 2
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_masks_by_counter_are_dropouts_and_the_same_for_every_cut(lanes: str) -> None:
+    batch = Batch((torch.ones(64, 200, dtype=torch.float64, requires_grad=True),))
+    pipes = [split(Mask(), devices=["cpu"] * count, chunks=5, rng="counter", lanes=lanes) for count in (1, 2)]
+    runs = []
+    for pipe in (*pipes, pipes[1]):
+        torch.manual_seed(8)
+        runs.append(forward_backward(pipe, batch))
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
+    output, gradient = runs[0].outputs["/"].detach(), runs[0].gradients["input 0"]
+    assert gradient is not None
+    assert torch.equal(gradient != 0, output != 0)
+    assert len(torch.unique(output != 0, dim=0)) == len(output), "every row has a mask of its own"
+    assert abs((output == 0).double().mean() - SHARE) < 0.02
+    kept = output[output != 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 2 / (1 - SHARE)), rtol=1e-12, atol=0)
+    later, pipe = forward_backward(pipes[0], batch), pipes[0].eval()
+    assert not torch.equal(later.outputs["/"], output)
+    before = torch.get_rng_state()
+    assert not (pipe(*batch.args) == 0).any()
+    assert torch.equal(torch.get_rng_state(), before), "eval mode draws nothing"
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention", "lstm, batch second"])
+def test_the_counter_gives_the_same_bits_for_every_cut_and_others_than_the_model(name: str) -> None:
+    runs = []
+    for devices in (1, 3):
+        pipe = split(build(name), devices=["cpu"] * devices, rng="counter")
+        runs += [seeded(pipe, 10, 1)[0], seeded(pipe, 10, 1)[0]]
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
+    assert not torch.equal(runs[0].outputs["/"], seeded(build(name), 10, 1)[0].outputs["/"])

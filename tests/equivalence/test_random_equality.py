@@ -23,7 +23,7 @@ from tests.equivalence.equality import (
     forward_backward,
     train_step,
 )
-from tests.equivalence.random_modules import OPERATIONS, Recipe, Step, build, make_batch, recipes
+from tests.models.random_modules import OPERATIONS, Recipe, Step, build, make_batch, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
 

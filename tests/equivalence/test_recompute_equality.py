@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from tests.equivalence.equality import LANES, Batch, Run, assert_same_bits, forward_backward, train_step
-from tests.equivalence.named_models import numbers
+from tests.models.named import numbers
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit import autosplit
 from autosplit.planning.plan import Plan
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
-from tests.equivalence.trap_models import WIDTH, Body, Model, assert_equal_steps, numbers
+from tests.models.three_layers import WIDTH, Body, Model, assert_equal_steps, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* devices were given")
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from autosplit import InputError, autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, assert_same_bits, difference, forward_backward
-from tests.equivalence.trap_models import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers, one_step
+from tests.models.three_layers import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers
 
 
 @dataclass(frozen=True)
@@ -295,20 +295,6 @@ def test_a_loss_that_stops_being_a_mean_is_refused_and_adds_no_gradient() -> Non
     after = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_the_loss_has_parameters() -> None:
-    torch.manual_seed(0)
-    own = nn.Linear(WIDTH, WIDTH).double()
-    other = copy.deepcopy(own)
-    target = numbers(7, WIDTH, seed=1, gradient=False)
-    model = Model(lambda m, x: m.b(m.a(x)))
-    pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=3)
-    one_step(model, ROWS, lambda o, t: F.mse_loss(own(o), t), target)
-    pipe.train_step(*ROWS.args, target=target, loss_fn=lambda o, t: F.mse_loss(other(o), t))
-    assert own.weight.grad is not None
-    assert other.weight.grad is not None
-    assert difference(other.weight.grad, own.weight.grad) <= 1e-12
 
 
 def test_an_unhashable_loss() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +13,7 @@ from torch import Tensor, nn
 from autosplit import autosplit
 from autosplit.errors import TraceError
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
-from tests.equivalence.trap_models import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers
-
-TOKENS = torch.arange(6 * 4).reshape(6, 4) % 9
+from tests.models.three_layers import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers
 
 
 class Nested(nn.Module):
@@ -94,24 +90,6 @@ def test_rows_are_mixed_by_a_drawn_permutation(seed: int) -> None:
     assert any(row >= 4 for permutation in permutations for row in permutation[:4]), "rows stay in their microbatch"
 
 
-def layer_drop(model: Any, value: Tensor) -> Tensor:
-    return model.b(value if model.training and random.random() < 0.5 else model.a(value))
-
-
-def scaled(model: Any, value: Tensor) -> Tensor:
-    return model.b(model.a(value)) * random.uniform(1.0, 2.0)
-
-
-@pytest.mark.parametrize("body", [layer_drop, scaled])
-def test_python_randomness_is_refused_or_kept(body: Body) -> None:
-    pipe = autosplit(Model(body), devices=["cpu"] * 2, chunks=3)
-    try:
-        sums = {float(pipe(*ROWS.args).detach().sum()) for _ in range(20)}
-    except TraceError:
-        return
-    assert len(sums) > 1
-
-
 def remember(model: Any, value: Tensor) -> Tensor:
     hidden = model.a(value) if model.memory is None else model.a(value) + model.memory
     model.memory = hidden.detach()
@@ -149,26 +127,8 @@ def test_state_outside_buffers_is_refused_or_kept(name: str) -> None:
         assert_equal_runs(mine, forward_backward(plain, batch))
 
 
-def cached(model: Any, value: Tensor) -> Tensor:
-    if not model.cache:
-        model.cache[0] = torch.arange(WIDTH, dtype=torch.float64)
-    return model.b(model.a(value) + model.cache[0])
-
-
-def counted(model: Any, value: Tensor) -> Tensor:
-    model.cache.add_(1)
-    return model.b(model.a(value)) * model.cache
-
-
 def drawn(model: Any, value: Tensor) -> Tensor:
     return model.b(model.a(value)) + torch.rand(len(value), 1, generator=model.cache)
-
-
-KEPT: dict[str, tuple[Body, Callable[[], Any], Callable[[Any], Any]]] = {
-    "a cache": (cached, dict, lambda cache: [type(value) for value in cache.values() if type(value) is not Tensor]),
-    "a tensor attribute": (counted, lambda: torch.zeros(()), float),
-    "a generator": (drawn, lambda: torch.Generator().manual_seed(3), lambda g: g.get_state().tolist()),
-}
 
 
 def test_a_generator_of_the_models_own_is_drawn_from_as_ever() -> None:
@@ -178,21 +138,3 @@ def test_a_generator_of_the_models_own_is_drawn_from_as_ever() -> None:
         batch = Batch((numbers(7, WIDTH, seed=seed),))
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
     assert any("draws from a generator of its own" in note for note in pipe.plan.notes)
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_planning_leaves_what_the_model_holds(name: str) -> None:
-    body, make, look = KEPT[name]
-    model = Model(body)
-    model.cache = make()
-    before = look(model.cache)
-    with contextlib.suppress(TraceError):
-        autosplit(model, devices=["cpu"] * 2, chunks=3, sample=numbers(6, WIDTH, gradient=False))
-    assert look(model.cache) == before
-
-
-def test_planning_leaves_parameters_that_a_layer_renormalises() -> None:
-    model = nn.Sequential(nn.Embedding(9, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH))
-    before = model[0].weight.detach().clone()
-    autosplit(model, devices=["cpu"] * 2, chunks=3, sample=TOKENS)
-    assert torch.equal(model[0].weight, before)

@@ -17,7 +17,7 @@ from autosplit.errors import InfeasibleError
 from autosplit.options import Options, Sample
 from autosplit.planning.plan import Plan
 from autosplit.planning.tree import plan_tree
-from tests.equivalence.tree_models import CASES, WIDTH, Detector, EarlyExit, PerRow, Tied, everything, options, rows
+from tests.models.own_python import CASES, WIDTH, Detector, EarlyExit, PerRow, Tied, everything, options, rows
 
 
 def plan_of(model: nn.Module, *args: Any, stages: int = 3, **more: Any) -> Plan:

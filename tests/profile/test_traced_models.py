@@ -11,7 +11,7 @@ from autosplit.options import Sample
 from autosplit.profile.combine import profile
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import Batch
-from tests.equivalence.named_models import CASES
+from tests.models.named import CASES
 
 ROWS = 4
 ATTENTION = ("tiny gpt", "encoder")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, difference
-from tests.equivalence.named_models import numbers
+from tests.models.named import numbers
 
 WIDTH = 6
 

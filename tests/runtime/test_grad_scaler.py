@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, difference
-from tests.equivalence.named_models import numbers
+from tests.models.named import numbers
 
 ROWS, WIDTH = 7, 6
 PADDED = torch.tensor([1, 2, -100, -100, -100, 0, 5])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from tests.equivalence.trap_models import WIDTH, Model, numbers
+from tests.models.three_layers import WIDTH, Model, numbers
 
 X = numbers(6, WIDTH, gradient=False)
 CALLS = 0

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.pipelined import PipelinedModule
-from tests.equivalence.trap_models import WIDTH, Model, numbers
+from tests.models.three_layers import WIDTH, Model, numbers
 
 ROWS = (6, 6, 8, 6)
 

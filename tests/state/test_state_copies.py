@@ -14,8 +14,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from autosplit import PlanError, autosplit
-from tests.equivalence.equality import assert_equal_runs, assert_same_bits, difference, forward_backward
-from tests.equivalence.named_models import CASES, Case, flat, numbers
+from tests.equivalence.equality import assert_same_bits, difference, forward_backward
+from tests.models.named import CASES, Case, numbers
 
 NAMES = ("nested skips", "shared weight", "tiny gpt", "lstm batch first", "dataclass output")
 
@@ -76,15 +76,6 @@ def test_a_copy_keeps_ties_and_the_model_inside_it() -> None:
     assert all(mine is theirs for mine, theirs in zip(twin.unsplit().parameters(), twin.parameters(), strict=True))
 
 
-def test_a_copy_of_the_model_before_the_split_is_not_touched() -> None:
-    model = CASES["nested skips"].build()
-    plain = copy.deepcopy(model)
-    pipe = split(model)
-    run = forward_backward(pipe, flat(8))
-    assert all(parameter.grad is None for parameter in plain.parameters())
-    assert_equal_runs(run, forward_backward(plain, flat(8)))
-
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -106,26 +97,16 @@ def assert_equal_parameters(module: nn.Module, plain: nn.Module) -> None:
         assert difference(parameter.detach(), expected.detach()) <= 1e-11, name
 
 
+@pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
-@pytest.mark.parametrize("name", ["nested skips", "shared weight"])
-def test_an_optimizer_made_before_the_split(kind: str, name: str) -> None:
-    plain, model = CASES[name].build(), CASES[name].build()
-    optimizers = [OPTIMIZERS[kind](module.parameters()) for module in (plain, model)]
-    pipe = split(model)
-    steps(plain, optimizers[0], count=4)
-    steps(pipe, optimizers[1], count=4)
-    assert_equal_parameters(pipe, plain)
-
-
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_an_optimizer_with_state_from_before_the_split(kind: str) -> None:
+def test_an_optimizer_made_before_the_split(kind: str, before: int) -> None:
     plain, model = CASES["shared weight"].build(), CASES["shared weight"].build()
     optimizers = [OPTIMIZERS[kind](module.parameters()) for module in (plain, model)]
     for module, optimizer in zip((plain, model), optimizers, strict=True):
-        steps(module, optimizer, count=3)
+        steps(module, optimizer, count=before)
     pipe = split(model)
-    steps(plain, optimizers[0], count=4, first=3)
-    steps(pipe, optimizers[1], count=4, first=3)
+    steps(plain, optimizers[0], count=4, first=before)
+    steps(pipe, optimizers[1], count=4, first=before)
     assert_equal_parameters(pipe, plain)
 
 
@@ -146,18 +127,6 @@ def test_optimizer_state_through_its_state_dict(kind: str) -> None:
     steps(plain, again, count=1, first=7)
     steps(pipe, restored, count=1, first=7)
     assert_equal_parameters(pipe, plain)
-
-
-def test_train_step_and_the_ordinary_loop_train_alike() -> None:
-    looped, stepped = (split(CASES["nested skips"].build()) for _ in range(2))
-    optimizers = [OPTIMIZERS["adamw"](module.parameters()) for module in (looped, stepped)]
-    steps(looped, optimizers[0], count=4)
-    for step in range(4):
-        optimizers[1].zero_grad()
-        value, target = numbers(9, 6, seed=step), numbers(9, 6, seed=100 + step)
-        stepped.train_step(value, target=target, loss_fn=F.mse_loss)
-        optimizers[1].step()
-    assert_equal_parameters(stepped, looped)
 
 
 class Adapter(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from autosplit import autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
-from tests.equivalence.named_models import CASES, Case, flat, numbers
+from tests.models.named import CASES, Case, flat, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
 NAMES = ("chain", "nested skips", "shared weight", "tiny gpt", "weight norm", "repeated block", "unused parameters")
@@ -98,19 +98,6 @@ def test_loaded_values_are_seen_by_the_next_call(case: Case, assign: bool) -> No
     assert_equal_runs(forward_backward(pipe, case.batch(8)), forward_backward(plain, case.batch(8)))
 
 
-def test_loading_the_plain_models_checkpoint_and_back(case: Case) -> None:
-    plain, pipe = case.build(), split(case.build())
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.mul_(0.9)
-    pipe.load_state_dict(plain.state_dict())
-    fresh = case.build()
-    fresh.load_state_dict(pipe.state_dict())
-    runs = [forward_backward(module, case.batch(8)) for module in (plain, pipe, fresh)]
-    assert_equal_runs(runs[1], runs[0])
-    assert_equal_runs(runs[2], runs[0])
-
-
 class LowRank(nn.Module):
     """Wraps a frozen linear layer as LoRA does."""
 
@@ -181,44 +168,6 @@ def test_hooks_of_leaf_modules_fire_per_microbatch(rows: int, calls: int) -> Non
     pipe(*flat(rows).args)
     assert len(seen) == calls
     assert sum(seen) == rows
-
-
-def test_a_hook_added_after_planning_changes_the_result() -> None:
-    case = CASES["chain"]
-    plain, pipe = case.build(), split(case.build())
-    forward_backward(pipe, case.batch(8))
-    for module in (plain, pipe):
-        module.get_submodule("1.0").register_forward_hook(lambda module, args, output: output * 2)
-        module.get_submodule("2.0").register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    assert_equal_runs(forward_backward(pipe, case.batch(8)), forward_backward(plain, case.batch(8)))
-
-
-class Averaging(nn.Module):
-    """Counts its calls and keeps a moving average of its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.register_buffer("average", torch.zeros(6, 6))
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.calls += 1
-        with torch.no_grad():
-            self.average.mul_(0.9).add_(self.first.weight, alpha=0.1)
-        return self.last(torch.tanh(self.first(value) + value @ self.average))
-
-
-def test_buffers_move_once_per_call_whatever_the_microbatches() -> None:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Averaging().double())
-    plain, pipe = models[0], split(models[1])
-    for count, rows in enumerate((8, 10, 3), start=1):
-        batch = Batch((numbers(rows, 6),))
-        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
-        assert int(pipe.calls) == int(models[1].calls) == count
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, lambda pipe: pipe.to(torch.float64), lambda pipe: pipe.to("cpu")])

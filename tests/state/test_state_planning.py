@@ -16,11 +16,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from autosplit import Plan, Sample, autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, assert_same_bits, forward_backward
-from tests.equivalence.named_models import CASES, Case, flat, numbers, tokens
+from tests.models.named import CASES, Case, flat, numbers, tokens
 
 NAMES = ("chain", "nested skips", "shared weight", "tiny gpt", "lstm batch first", "weight norm", "keyword inputs")
 
@@ -80,16 +79,6 @@ def test_gradients_that_were_there_are_kept_by_the_first_call() -> None:
         assert torch.equal(parameter.grad, expected.grad)
 
 
-def test_planning_counts_no_call_and_no_hook() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=torch.randn(8, 6))
-    assert isinstance(pipe.plan, Plan)
-    assert int(model[1].num_batches_tracked) == 0
-    assert torch.equal(model[1].running_mean, torch.zeros(6))
-    pipe(torch.randn(8, 6))
-    assert int(model[1].num_batches_tracked) == 1  # once per step
-
-
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "Sample"])
 def test_every_form_of_sample_plans_at_once(form: str) -> None:
     if form in ("tensor", "tuple"):
@@ -128,24 +117,6 @@ def test_a_pinned_plan_brings_its_own_number_of_stages() -> None:
     assert partition(second.plan) == partition(first.plan)
 
 
-def test_an_edited_plan_is_followed(tmp_path: Path) -> None:
-    case = CASES["chain"]
-    first = split(case.build(), devices=["cpu"] * 2)
-    plain = case.build()
-    forward_backward(first, case.batch(8))
-    stages = first.plan.stages
-    moved = (*stages[0].nodes, *stages[1].nodes)
-    cuts = [moved[:1], moved[1:]]
-    edited = first.plan.model_copy(
-        update={"stages": tuple(s.model_copy(update={"nodes": n}) for s, n in zip(stages, cuts, strict=True))}
-    )
-    path = tmp_path / "plan.json"
-    edited.save(path)
-    second = split(case.build(), devices=["cpu"] * 2, plan=path)
-    assert_equal_runs(forward_backward(second, case.batch(8)), forward_backward(plain, case.batch(8)))
-    assert partition(second.plan) == cuts
-
-
 def test_a_plan_made_for_one_mode_and_length_serves_others(tmp_path: Path) -> None:
     case = CASES["tiny gpt"]
     first = split(case.build())
@@ -178,28 +149,6 @@ def test_the_program_can_be_read(lanes: str) -> None:
         assert re.search(rf"\b{word}", pipe.code), f"{word} is not in the program:\n{pipe.code}"
     assert len(re.findall(r"stage1\b.*=|= .*stage1\b", pipe.code)) >= 4, pipe.code
     pipe.graph.lint()
-
-
-def test_the_report_says_when_there_is_no_plan_yet() -> None:
-    pipe = split(CASES["chain"].build())
-    assert "plan" in str(pipe.report())
-    pipe(*flat(8).args)
-    assert "cpu" in str(pipe.report())
-
-
-def test_stages_are_not_registered() -> None:
-    model = CASES["chain"].build()
-    pipe = split(model, sample=flat(8).args)
-    assert len(pipe.stages) == 3
-    assert len(list(pipe.modules())) == len(list(model.modules()))
-
-
-def test_a_step_as_the_first_call_plans() -> None:
-    plain, pipe = CASES["chain"].build(), split(CASES["chain"].build())
-    value, target = numbers(8, 6), numbers(8, 6, seed=2)
-    loss = pipe.train_step(value, target=target, loss_fn=F.mse_loss)
-    torch.testing.assert_close(loss, F.mse_loss(plain(value), target).detach(), rtol=1e-12, atol=0)
-    assert isinstance(pipe.plan, Plan)
 
 
 def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from autosplit import Sample
 from autosplit.profile.ledger import Ledger
 from autosplit.trace.check import check_recording
 from autosplit.trace.ladder import Trace, trace
-from tests.equivalence.named_models import CASES
-from tests.equivalence.trap_models import WIDTH, Model, numbers
+from tests.models.named import CASES
+from tests.models.three_layers import WIDTH, Model, numbers
 
 VALUE = numbers(7, WIDTH, gradient=False)
 

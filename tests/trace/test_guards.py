@@ -16,7 +16,7 @@ from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording import Refusal
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
-from tests.equivalence.trap_models import WIDTH, Model, numbers
+from tests.models.three_layers import WIDTH, Model, numbers
 
 Body = Callable[..., Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.tree import plan_tree
 from autosplit.runtime.lanes import lane
 from autosplit.runtime.tree import TreeRun
-from tests.equivalence.equality import flatten
+from tests.equivalence.equality import Batch, Run, assert_same_bits, collect, probe_loss
 
 WIDTH = 8
 CPU = torch.device("cpu")
@@ -174,7 +174,8 @@ class Normed(Stack):
 
 
 def rows(count: int, seed: int) -> tuple[Any, ...]:
-    return (torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),)
+    drawn = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (drawn.requires_grad_(),)
 
 
 def images(count: int, seed: int) -> tuple[Any, ...]:
@@ -210,70 +211,25 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-@dataclass
-class Left:
-    """What a call and its backward leave."""
-
-    outputs: dict[str, Any] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    numbers: dict[str, Any] = field(default_factory=dict)
-    random: tuple[Any, ...] = ()
-
-
-def left(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], *, backward: bool = True) -> Left:
-    """Call, call backward where there is a graph, and note everything."""
+def left(
+    model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], *, backward: bool = True
+) -> tuple[Run, Any]:
+    """Call and call backward; return what that left, numbers in attributes and random states included."""
     model.zero_grad(set_to_none=True)
-    tensors = [t for _, t in flatten(args) if isinstance(t, Tensor)]
-    own = iter([t.detach().clone().requires_grad_(backward and t.is_floating_point()) for t in tensors])
-    inputs: list[Tensor] = []
-
-    def fresh(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            inputs.append(next(own))
-            return inputs[-1]
-        return type(value)(map(fresh, value)) if isinstance(value, (list, tuple)) else value
-
-    outputs = dict(flatten(call(*fresh(args))))
+    inputs = Batch(args).fresh()
+    output = call(*inputs.args)
+    loss = probe_loss(output)
     if backward:
-        weighted = [
-            (o * torch.arange(1, o.numel() + 1, dtype=o.dtype, device=o.device).cos().reshape(o.shape)).sum().cpu()
-            for o in outputs.values()
-            if isinstance(o, Tensor) and o.requires_grad
-        ]
-        torch.stack(weighted).sum().backward()
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    gradients |= {f"input {i}": None if t.grad is None else t.grad.clone() for i, t in enumerate(inputs)}
+        loss.backward()
     numbers = {f"{n}.{k}": v for n, m in model.named_modules() for k, v in m.__dict__.items() if isinstance(v, int)}
     drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in outputs.items()}
-    return Left(detached, gradients, {n: b.clone() for n, b in model.named_buffers()}, numbers, drawn)
+    return collect(model, inputs, output=output, loss=loss), (numbers, drawn)
 
 
-def differences(one: Left, other: Left, *, tolerance: float = 0.0) -> Iterator[str]:
-    """Yield what differs: tensors by more than ``tolerance`` of the largest value, all else at all."""
-    for kind in ("outputs", "gradients", "buffers", "numbers"):
-        mine, theirs = getattr(one, kind), getattr(other, kind)
-        if list(mine) != list(theirs):
-            yield f"{kind}: {list(mine)} instead of {list(theirs)}"
-            continue
-        for name, value in mine.items():
-            expected = theirs[name]
-            if isinstance(value, Tensor) and isinstance(expected, Tensor):
-                if value.shape != expected.shape or value.dtype != expected.dtype:
-                    yield f"{kind}: {name} is {tuple(value.shape)} instead of {tuple(expected.shape)}"
-                elif not _near(value.cpu(), expected.cpu(), tolerance):
-                    yield f"{kind}: {name} differs"
-            elif type(value) is not type(expected) or value != expected:
-                yield f"{kind}: {name} is {value!r} instead of {expected!r}"
-    if one.random != other.random:
-        yield "the random states differ"
-
-
-def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    if not tolerance or not a.is_floating_point() or not a.numel():
-        return torch.equal(a, b)
-    return float((a - b).abs().max()) <= tolerance * (float(b.abs().max()) + 1e-6)
+def assert_left_equal(found: tuple[Run, Any], expected: tuple[Run, Any]) -> None:
+    """Assert that two calls left the same bits, numbers and random states."""
+    assert_same_bits(found[0], expected[0])
+    assert found[1] == expected[1], "numbers in attributes, or random states"
 
 
 def options(stages: int, chunks: int = 4, **more: Any) -> Options:
