@@ -91,28 +91,6 @@ def test_eval_equals_the_plain_model(name: str) -> None:
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_bits_and_statistics_do_not_depend_on_the_cut(lanes: str) -> None:
-    batch = batch_of("dense", 10)
-    runs = []
-    for devices in (1, 2, 4):
-        pipe = autosplit(build("dense"), devices=["cpu"] * devices, chunks=4, lanes=lanes)
-        runs.append(forward_backward(pipe, batch))
-    for run in runs[1:]:
-        for kind in ("outputs", "gradients", "buffers"):
-            for name, value in getattr(runs[0], kind).items():
-                assert torch.equal(getattr(run, kind)[name], value), name
-
-
-def test_frozen_statistics_in_one_layer() -> None:
-    model, pipe = build("dense"), autosplit(build("dense"), devices=["cpu"] * 3, chunks=4)
-    for module in (model, pipe):
-        module.get_submodule("1").eval()
-    for seed in (0, 1):
-        batch = batch_of("dense", 10, seed=seed)
-        assert_equal_runs(forward_backward(pipe, batch), run_by_microbatch(model, batch, parts=4))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_without_running_statistics_the_whole_batch_is_normalised(training: bool) -> None:
     plain = build("untracked").train(training)

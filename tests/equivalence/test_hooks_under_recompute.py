@@ -60,12 +60,3 @@ def test_a_hook_that_computes_runs_again(lanes: str) -> None:
         net[1][1].register_forward_hook(lambda module, args, output: output * 2)
 
     seen_in_steps("train_step", register, lanes=lanes, recompute="always")
-
-
-def test_backward_hooks_of_the_model_fire_in_a_training_step() -> None:
-    def register(net: nn.Module, seen: Seen) -> None:
-        net.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].detach()))
-
-    plain, pipe = seen_in_steps("train_step", register)
-    assert len(plain) == len(pipe) == 2
-    torch.testing.assert_close(pipe, plain)

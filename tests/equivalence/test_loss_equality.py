@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import InputError, autosplit
-from tests.equivalence.equality import Batch, Run, assert_equal_runs, difference, forward_backward, train_step
+from tests.equivalence.equality import Batch, Run, assert_equal_runs, forward_backward, train_step
 from tests.models.named import WIDTH, Chain, TinyGPT, flat, numbers, tokens
 
 CLASS_WEIGHTS = torch.linspace(0.2, 2.0, WIDTH, dtype=torch.float64)
@@ -131,30 +131,6 @@ def test_an_unknown_reduction_lists_the_valid_ones() -> None:
     pipe = autosplit(_chain(), devices=["cpu"] * 2, chunks=4)
     with pytest.raises(InputError, match=r"median.*auto.*mean.*sum"):
         pipe.train_step(*flat(8).args, target=values(8), loss_fn=own_mean, loss_reduction="median")
-
-
-def test_two_steps_accumulate_like_two_backward_calls() -> None:
-    plain, pipe = _chain(), autosplit(_chain(), devices=["cpu"] * 3, chunks=4)
-    for rows in (8, 5):
-        batch, target = flat(rows), values(rows)
-        loss = F.mse_loss(plain(*batch.args), target)
-        loss.backward()
-        step_loss = pipe.train_step(*batch.fresh().args, target=target, loss_fn=F.mse_loss)
-        assert difference(step_loss, loss.detach()) <= 1e-12
-        assert not step_loss.requires_grad
-    for (name, parameter), expected in zip(pipe.named_parameters(), plain.parameters(), strict=True):
-        assert difference(parameter.grad, expected.grad) <= 1e-12, name
-
-
-def test_steps_and_calls_accumulate_into_the_same_gradients() -> None:
-    plain, pipe = _chain(), autosplit(_chain(), devices=["cpu"] * 3, chunks=4)
-    batch, target = flat(8), values(8)
-    for _ in range(2):
-        F.mse_loss(plain(*batch.args), target).backward()
-    F.mse_loss(pipe(*batch.args), target).backward()
-    pipe.train_step(*batch.args, target=target, loss_fn=F.mse_loss)
-    for (name, parameter), expected in zip(pipe.named_parameters(), plain.parameters(), strict=True):
-        assert difference(parameter.grad, expected.grad) <= 1e-12, name
 
 
 def test_a_step_leaves_no_gradient_on_target_and_no_graph_on_the_loss() -> None:

@@ -94,26 +94,6 @@ def test_gradients_and_hooks_are_those_of_the_plain_model(lanes: str, recompute:
             torch.testing.assert_close(gradient, one, rtol=0, atol=1e-12)
 
 
-def test_train_step_takes_it() -> None:
-    model = Returns(DROP, beside=True).double().eval()
-    value, target, found = batch(), torch.randn(7, 6, dtype=torch.float64), []
-
-    def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(output["logits"] + kept_of(output), target)
-
-    pipe = autosplit(model, devices=2, chunks=3)
-    for step in (False, True):
-        x = value.detach().clone().requires_grad_()
-        model.zero_grad()
-        if step:
-            pipe.train_step(x, target=target, loss_fn=loss_fn)
-        else:
-            loss_fn(model(x), target).backward()
-        found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
-    for one, gradient in zip(*found, strict=True):
-        torch.testing.assert_close(gradient, one, rtol=0, atol=1e-12)
-
-
 def test_other_inputs_are_copied_as_in_the_plain_model() -> None:
     """What is no operand there is none in a recording that was made of inputs for which it is."""
     for name, other in (

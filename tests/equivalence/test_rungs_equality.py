@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit import autosplit
 from autosplit.planning.plan import Plan
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
-from tests.models.three_layers import WIDTH, Body, Model, assert_equal_steps, numbers
+from tests.models.three_layers import WIDTH, Body, Model, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* devices were given")
 
@@ -313,42 +313,6 @@ def test_train_step_on_the_tree(name: str) -> None:
             optimizer.step()
         for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-11)
-
-
-def test_train_step_where_the_recording_follows() -> None:
-    plain, pipe = twins("value read at the root", True)
-    batch = Batch((numbers(7, WIDTH, gradient=False),))
-    assert_equal_steps(plain, pipe, batch, nn.MSELoss(), numbers(7, WIDTH, seed=1, gradient=False))
-    assert not on_tree(pipe)
-
-
-def told(model: Any, x: Tensor) -> Tensor:
-    """Does something else when it is compiled, as models do that have an eager path of their own."""
-    hidden = torch.tanh(model.a(x))
-    return model.c(model.b(hidden) if torch.compiler.is_compiling() else model.b(hidden).relu())
-
-
-def told_another_size(model: Any, x: Tensor) -> Any:
-    hidden = torch.tanh(model.a(x))
-    return (model.c(hidden),) if torch.compiler.is_compiling() else (model.c(hidden), model.b(hidden))
-
-
-def told_in_place(model: Any, x: Tensor) -> Tensor:
-    """Writes to what it is given, and to a buffer, before it asks."""
-    x = x.clone().mul_(2.0)
-    model.buffer_seen.add_(1.0)
-    hidden = torch.tanh(model.a(x)) * model.buffer_seen
-    return model.c(hidden if torch.compiler.is_compiling() else model.b(hidden))
-
-
-@pytest.mark.parametrize("body", [told, told_another_size, told_in_place])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_model_that_asks_whether_it_is_compiled_is_recorded_as_it_runs(body: Body, training: bool) -> None:
-    plain = Model(body, buffer_seen=torch.ones(1, dtype=torch.float64)).train(training)
-    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
-    for number, count in enumerate((7, 7, 4)):
-        args = (numbers(count, WIDTH, seed=number),)
-        assert_equal_runs(run(pipe, args, number), run(plain, args, number))
 
 
 def rescaled_once(model: Any, x: Tensor) -> Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import multiprocessing
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -146,45 +144,9 @@ def test_accumulation_and_clipping(lanes: str) -> None:
     assert_equal(*found, tolerance=1e-10)
 
 
-def trained(module: Any) -> list[Any]:
-    """Loss, gradients and outputs of one more step."""
-    module.zero_grad()
-    value, target = batch_of()
-    return [step(module, value, target), *grads(module), module(value).detach()]
-
-
-def saved_and_loaded(pipe: Any) -> Any:
-    """A pipe that went through torch.save and torch.load."""
-    file = io.BytesIO()
-    torch.save(pipe, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def toy() -> nn.Module:
     """A model whose class has a home that a new process can import."""
     return ToyModel(WIDTH, WIDTH, WIDTH)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda p: pickle.loads(pickle.dumps(p)), "torch.save": saved_and_loaded}
-
-
-@pytest.mark.parametrize(("lanes", "name"), [("inline", "deepcopy"), *(("threads", name) for name in COPIES)])
-def test_copies_of_a_pipe_that_runs_train_alone_and_alike(lanes: str, name: str) -> None:
-    _, pipe = pair(toy, lanes)
-    value, target = batch_of()
-    step(pipe, value, target)
-    pending = pipe(value)  # between forward and backward
-    twin = COPIES[name](pipe)
-    before = [p.detach().clone() for p in pipe.parameters()]
-    assert {id(p) for p in twin.parameters()}.isdisjoint(id(p) for p in pipe.parameters())
-    pending.sum().backward()
-    assert_equal(trained(twin), trained(pipe))
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.add_(1.0)
-    assert_equal([p.detach() for p in pipe.parameters()], before)
-    assert_equal(trained(copy.deepcopy(twin)), trained(twin))
 
 
 def _in_a_process(pipe: Any, value: Tensor, results: Any) -> None:
