@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from autosplit.cli.models import make_model, make_sample
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample, resolve_devices
 from autosplit.planning.sizes import sizes_of
-from autosplit.profile.cache import ProfileCache
+from autosplit.profile.clocks import device_text
 from autosplit.profile.combine import profile
-from autosplit.profile.identity import device_text
 from autosplit.profile.module_costs import module_costs
 from autosplit.report.costs import CostReport, cost_report, tree_report
 from autosplit.trace.inputs import batch_rows, flatten
@@ -38,8 +36,6 @@ class Choices:
     device: str | None
     measure: bool | None
     count_bytes: bool
-    cache: bool
-    cache_dir: Path | None
 
 
 def costs_of(spec: ModelSpec, choices: Choices) -> CostReport:
@@ -65,7 +61,6 @@ def costs_of(spec: ModelSpec, choices: Choices) -> CostReport:
 
 def _recorded(model: nn.Module, found: Trace, choices: Choices, *, measured: bool, device: str) -> CostReport:
     sizes = _sizes(found, choices)
-    cache = ProfileCache(choices.cache_dir) if choices.cache and measured else None
     costs = profile(
         found.graph,
         rows=sizes[0],
@@ -73,7 +68,6 @@ def _recorded(model: nn.Module, found: Trace, choices: Choices, *, measured: boo
         inputs=_rows_of(found, sizes[0]),
         measure=measured,
         device=device,
-        cache=cache,
         count_bytes=choices.count_bytes,
     )
     hardware = device_text(torch.device(costs.device)) if costs.measured else ""
@@ -84,7 +78,6 @@ def _recorded(model: nn.Module, found: Trace, choices: Choices, *, measured: boo
         torch=str(torch.__version__),
         sizes=sizes,
         hardware=hardware,
-        cached=cache is not None and cache.hits > 0,
     )
 
 

@@ -38,9 +38,9 @@ EXAMPLES = """Examples:
   autosplit profile --calibrate --save here.json
   autosplit profile nets.py:make --input "x=float32[8,3,32,32]" --device here.json
 
-Times are measured on the device where the model is, on random inputs, and kept on disk for the next time. --device
-with a name of "autosplit devices", a device file or a calibration asks a cost model instead: the model may then be on
-the meta device, and no such device needs to be there.
+Times are measured on the device where the model is, on random inputs. --device with a name of "autosplit devices", a
+device file or a calibration asks a cost model instead: the model may then be on the meta device, and no such device
+needs to be there.
 
 Exit codes: 0 done; 2 bad usage or input.
 """
@@ -65,8 +65,6 @@ def profile_command(
     count_bytes: Annotated[
         bool, typer.Option("--bytes", help="Count a CPU's bytes too; torch's profiler then writes to stderr.")
     ] = False,
-    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Keep measured times on disk.")] = True,
-    cache_dir: Annotated[Path | None, typer.Option(help="Folder of the cache (default: the user's cache).")] = None,
     train: Mode = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Module levels (default: what 40 rows hold).")] = None,
     nodes: Annotated[bool, typer.Option("--nodes", help="One row per operation instead of per module.")] = False,
@@ -96,7 +94,7 @@ def profile_command(
         with phase("importing"):
             from autosplit.cli.costs import Choices, costs_of
             from autosplit.report.cost_table import render_costs
-        choices = Choices(rows, chunks, parse_batch_dims(batch_dims), device, measure, count_bytes, cache, cache_dir)
+        choices = Choices(rows, chunks, parse_batch_dims(batch_dims), device, measure, count_bytes)
         found = costs_of(spec, choices)
     text = render_costs(found, width=page_width(), depth=depth, nodes=nodes, top=top)
     typer.echo(found.model_dump_json(indent=2) if as_json else text)

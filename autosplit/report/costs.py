@@ -93,7 +93,6 @@ class CostReport(_Record):
     Attributes:
         device: what the times are for; ``hardware`` is its name where they were measured.
         rows: batch rows of the microbatch; ``batch_rows`` those of the batch of ``microbatches``.
-        cached: the times were measured in an earlier run.
         notes: what else holds: assumptions, and where figures are rough.
     """
 
@@ -102,7 +101,6 @@ class CostReport(_Record):
     device: str
     hardware: str = ""
     basis: Basis
-    cached: bool = False
     torch: str
     rows: int
     microbatches: int
@@ -140,7 +138,6 @@ def cost_report(
     torch: str,
     sizes: Sequence[int],
     hardware: str = "",
-    cached: bool = False,
 ) -> CostReport:
     """Return the costs of a profiled recording for a step of microbatches of these sizes."""
     infos = [(node, info) for node, info in traced.compute_nodes()]
@@ -151,7 +148,6 @@ def cost_report(
         device=profile.device,
         hardware=hardware,
         basis="measured" if profile.measured else "modelled",
-        cached=cached,
         torch=torch,
         rows=profile.rows,
         microbatches=len(sizes),

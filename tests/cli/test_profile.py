@@ -50,10 +50,6 @@ def error_of(result: Any) -> str:
     return result.stderr
 
 
-def cached(tmp_path: Path) -> list[Path]:
-    return list((tmp_path / "caches").rglob("*.json"))
-
-
 def test_the_table_is_printed(run: Run) -> None:
     result = run(f"{NETS}:make_mlp", *X, "--chunks", "4")
     assert result.exit_code == 0, result.output
@@ -66,39 +62,6 @@ def test_the_table_is_printed(run: Run) -> None:
     assert [line.split()[:2] for line in lines[9:13]] == [[f"layers.{i}", "micro"] for i in range(4)]
     assert "  parameters 1,088 in 4.25 KiB" in lines
     assert result.stderr == "a factory that talks\n"
-
-
-def test_the_second_run_is_served_from_the_cache(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    first = report_of(run(f"{NETS}:Mlp", *X, "--json"))
-    assert len(cached(tmp_path)) == 1
-
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("a node was run")
-
-    monkeypatch.setattr(measured._Timing, "_once", never)
-    second = report_of(run(f"{NETS}:Mlp", *X, "--json"))
-    assert (first.cached, second.cached) == (False, True)
-    assert second.model_copy(update={"cached": False}) == first
-    assert "measured in an earlier run" in run(f"{NETS}:Mlp", *X).stdout
-    assert run(f"{NETS}:Mlp", *X, "--no-cache").exit_code == 2, "every node runs again"
-
-
-def test_without_the_cache_nothing_is_written(run: Run, tmp_path: Path) -> None:
-    assert not report_of(run(f"{NETS}:Mlp", *X, "--no-cache", "--json")).cached
-    assert cached(tmp_path) == []
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_broken_entry_is_a_warning(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "own"
-    assert run(f"{NETS}:Mlp", *X, "--cache-dir", str(folder)).exit_code == 0
-    [path] = folder.iterdir()
-    path.write_text("{", encoding="utf-8")
-    result = run(f"{NETS}:Mlp", *X, "--cache-dir", str(folder))
-    assert result.exit_code == 0
-    assert "warning: " in result.stderr
-    assert "is of no use" in result.stderr
-    assert json.loads(path.read_text(encoding="utf-8"))["version"] == 1
 
 
 def test_json_has_every_node_and_every_figure(run: Run) -> None:
@@ -168,7 +131,6 @@ def test_memory_that_runs_out_is_said_and_modelled(run: Run, monkeypatch: pytest
     notes = " ".join(result.stdout.partition("Notes")[2].split())
     assert "modelled, not measured: layers.2#0: memory ran out on cpu" in notes
     assert "modelled, not measured: layers.3#0: it needs 'layers.2#0'" in notes
-    assert cached(tmp_path) == []
 
 
 def test_experts_that_rows_are_routed_to(run: Run) -> None:
@@ -217,7 +179,7 @@ def test_calibrating_writes_a_file_that_a_profile_takes(
     assert found.basis == "modelled"
     assert found.totals.forward_s > 4 * 0.5, "what each operation costs besides its kernel"
     assert run("--calibrate").exit_code == 0
-    assert [place.name for place in cached(tmp_path)] == ["calibrated-cpu-lane.json"]
+    assert [path.name for path in (tmp_path / "caches").rglob("*.json")] == ["calibrated-cpu-lane.json"]
 
 
 def test_a_device_file_of_the_users_own(run: Run, tmp_path: Path) -> None:
