@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from autosplit.memory.allocator import simulate_allocator
 from autosplit.memory.events import Change, StageTrace, Step
 from autosplit.options import Sample
-from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.stage_graph import StageGraph, stage_graph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, TracedGraph
@@ -134,10 +133,8 @@ def _names(graph: TracedGraph, first: int, last: int) -> list[str]:
 
 def _stage(graph: StageGraph, rows: int, *, first: bool) -> Stage:
     wanted = {node.meta[INFO].name: not first for node in graph.inputs}
-    quick = QuickFake()
     recomputed, last = (
-        trace_stage(graph, How(rows, input_grads=wanted, whole=whole, kernels="cuda"), quick=quick)
-        for whole in (True, False)
+        trace_stage(graph, How(rows, input_grads=wanted, whole=whole, kernels="cuda")) for whole in (True, False)
     )
     used = {name for _, info in graph.computing() for name in info.reads}
     parameters = {name: p.numel() * p.element_size() for name, p in graph.root.named_parameters() if name in used}

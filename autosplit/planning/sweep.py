@@ -68,7 +68,7 @@ class Shared:
 
     def __init__(self, found: Trace) -> None:
         self.memo = TraceMemo()
-        self.costs = CostMemo(self.memo.quick)
+        self.costs = CostMemo()
         self.outline = Outline(found.graph)
 
 

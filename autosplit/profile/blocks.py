@@ -23,7 +23,6 @@ from torch import fx, nn
 from autosplit.memory.events import StageTrace
 from autosplit.profile.expand import Costs, Run, Traces, Uneven
 from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
-from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
@@ -106,9 +105,7 @@ def shorten_graph(graph: fx.Graph, root: nn.Module, *, outputs: Iterable[fx.Node
 class CostMemo:
     """What is known of one recording from its costs at other sizes, or on other devices; under one autocast."""
 
-    def __init__(self, quick: QuickFake | None = None) -> None:
-        """``quick`` knows operations from elsewhere."""
-        self.quick = quick or QuickFake()
+    def __init__(self) -> None:
         self.costs: dict[Hashable, FakeCosts] = {}
         self._traced: TracedGraph | None = None
         self._short: ShortGraph | None = None
@@ -136,7 +133,7 @@ def block_costs(
     key = rows, batch_rows, None if input_grads is None else tuple(input_grads), kernels
     if key not in memo.costs:
         memo.costs[key] = _block_costs(
-            traced, short, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels, quick=memo.quick
+            traced, short, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels
         )
     return memo.costs[key]
 
@@ -149,7 +146,6 @@ def _block_costs(
     batch_rows: int,
     input_grads: Sequence[bool] | None,
     kernels: Literal["cpu", "cuda"],
-    quick: QuickFake,
 ) -> FakeCosts:
     if short.runs:
         own = replace(traced, graph=short.graph)
@@ -160,12 +156,11 @@ def _block_costs(
             input_grads=input_grads,
             without=short.without,
             kernels=kernels,
-            quick=quick,
         )
         with contextlib.suppress(Uneven):
             costs = short.costs(found.nodes)
             return FakeCosts({info.name: costs[info.name] for _, info in traced.compute_nodes()})
-    return fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels, quick=quick)
+    return fake_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels)
 
 
 def block_trace(

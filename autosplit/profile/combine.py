@@ -41,8 +41,9 @@ def profile(
     placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
     model is not on "meta"; else they are those of ``device`` by its cost model, see `cost_model_of`. ``full`` nodes are
     not measured: the cost model gives their times, scaled as the measured nodes came out against it. So it does for
-    nodes that memory runs out for, with a warning. ``count_bytes`` also counts what a CPU's allocator gives out, see `measure`. ``kernels``: whose kernels' results and
-    scratch are counted. ``memo`` is for profiles of one recording that follow each other.
+    nodes that memory runs out for, with a warning. ``count_bytes`` also counts what a CPU's allocator gives out, see
+    `measure`. ``kernels``: whose kernels' results and scratch are counted. ``memo`` is for profiles of one recording
+    that follow each other.
     """
     grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
     with phase("profiling"):

@@ -14,7 +14,7 @@ Private torch API, used in this file only, tried on torch 2.13: ``torch._C._curr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,13 +42,8 @@ def in_place_on_zeros(func: Any) -> Any:
     return filled if rest.isdecimal() and name in _FILLERS else func
 
 
-def summed_in_place(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, run: Callable[[Any, Any, Any], Any]
-) -> torch.Tensor | None:
-    """Return the sum of two gradients in one of them, where the engine would have added so; None for any other call.
-
-    ``run`` runs the operation that adds.
-    """
+def summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the sum of two gradients in one of them, where the engine would have added so; None for any other call."""
     if func is not torch.ops.aten.add.Tensor or len(args) != 2 or kwargs:
         return None
     if not all(isinstance(value, torch.Tensor) for value in args) or torch._C._current_autograd_node() is None:
@@ -60,7 +55,7 @@ def summed_in_place(
         return None
     if first.dtype != args[1].dtype and first.dtype != torch.result_type(first, args[1]):
         return None
-    run(torch.ops.aten.add_.Tensor, (first, args[1]), {})
+    torch.ops.aten.add_.Tensor(first, args[1])
     return first
 
 

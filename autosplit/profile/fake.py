@@ -1,8 +1,10 @@
 """What every node of a recording costs, from one run on fake tensors: nothing is allocated, no value is computed.
 
-Torch has no public way to run shapes only; its ``FakeTensorMode`` is in :mod:`autosplit.profile.quick_fake`. Every fake
-tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process
-without a GPU, and "meta" tensors take other kernels.
+Every fake tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process without
+a GPU, and "meta" tensors take other kernels.
+
+Private torch API, tried on torch 2.11 and 2.13: ``FakeTensorMode`` and ``FakeTensor`` of ``torch._subclasses``. torch
+has no public way to run shapes only.
 
     first pass    shared and micro nodes at ``rows``      ──► ids of the storages by node
     second pass   full nodes, on a batch of ``batch_rows``      equal values, equal ids
@@ -14,10 +16,11 @@ import contextlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.errors import ProfileError, is_internal
@@ -25,14 +28,10 @@ from autosplit.profile.assumptions import parameters_met, why_estimated
 from autosplit.profile.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
 from autosplit.profile.ledger import Ledger, Operation, Storage
 from autosplit.profile.lowering import CudaKernels
-from autosplit.profile.quick_fake import QuickFake, blank, fake_mode
 from autosplit.profile.shadow import Shadow, shadow
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state
-
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _CPU = torch.device("cpu")
 
@@ -80,19 +79,17 @@ def fake_costs(
     input_grads: Sequence[bool] | None = None,
     without: Iterable[str] = (),
     kernels: Literal["cpu", "cuda"] = "cpu",
-    quick: QuickFake | None = None,
 ) -> FakeCosts:
     """Return the costs of every node: micro and shared nodes at ``rows`` batch rows, full nodes at ``batch_rows``.
 
     ``input_grads`` says which inputs require a gradient (None: none of them). The costs are those of training, also
     when gradients are switched off around the call. ``without``: paths of modules that the graph does not use.
-    ``kernels``: whose kernels run: what they save, allocate and compute. ``quick`` knows operations from other runs.
+    ``kernels``: whose kernels run: what they save, allocate and compute.
     """
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
-    mode, quick = fake_mode(), quick or QuickFake()
-    ledger = Ledger(kernels=kernels, quick=quick)
+    mode, ledger = fake_mode(), Ledger(kernels=kernels)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
         with quiet_log(), mode, ledger:
@@ -281,11 +278,20 @@ def on_fakes(what: str) -> Iterator[None]:
         raise ProfileError(f"{what} does not run on fake tensors ({type(error).__name__}: {first})") from error
 
 
+def fake_mode() -> FakeTensorMode:
+    """Return a mode for fake tensors that allows real ones, such as numbers that a forward makes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """Return a fake twin of a tensor, on the CPU."""
     if tensor.device.type == "cpu":
         return mode.from_tensor(tensor, static_shapes=True)
-    return blank(mode, tensor)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    twin = FakeTensor(mode, empty.requires_grad_(tensor.requires_grad), _CPU)
+    if isinstance(tensor, nn.Parameter):
+        twin._is_param = True  # what makes isinstance(twin, Parameter) true, as torch's own conversion does
+    return twin
 
 
 def empty_value(node: fx.Node, rows: int, *, needs_grad: bool) -> Any:

@@ -13,12 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.profile.engine_sums import in_place_on_zeros, summed_in_place
 from autosplit.profile.flops import flop_formulas, moved_bytes
 from autosplit.profile.opaque import true_results, workspace
-from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.workspaces import Workspace
+from autosplit.trace.shape_rules import new_tensor
 
 _ADD = torch.ops.aten.add.Tensor
-_DEVICE = torch.ops.prim.device.default
-"""Asked for most often of all: by autograd's engine, several times per gradient."""
 _FREE = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operations that are no views and yet do no work: they only make a tensor."""
 
@@ -53,18 +51,15 @@ class Ledger(TorchDispatchMode):
         self,
         *,
         kernels: Literal["cpu", "cuda"] | None = None,
-        quick: QuickFake | None = None,
         listing: bool = True,
         observed: Mapping[str, int] | None = None,
     ) -> None:
         """Count; on fake tensors add what the ``kernels`` of a device would hold beside their results.
 
-        ``quick`` runs operations on fake tensors; without ``listing`` no operations are listed. ``observed``: see
-        `opaque.workspace`.
+        Without ``listing`` no operations are listed. ``observed``: see `opaque.workspace`.
         """
         super().__init__()
         self.kernels = kernels
-        self._run: Callable[[Any, Any, Any], Any] = _plain if quick is None else quick.run
         self._listing = listing
         self._observed = observed
         self.guessed: dict[str, int] = {}
@@ -111,6 +106,11 @@ class Ledger(TorchDispatchMode):
                 self._notify((known.id, known.bytes))
         return known
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation; on fake tensors also one whose shapes torch knows of no device, or of another."""
+        new = None if self.kernels is None else new_tensor(func, args, kwargs)
+        return func(*args, **kwargs) if new is None else torch.empty(new.shape, dtype=new.dtype)
+
     def _scratch(self, name: str, found: Workspace | None) -> None:
         """Enter what a kernel held and released before it returned."""
         if found is None:
@@ -133,15 +133,15 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and enter its work and its results."""
-        if func is _DEVICE or func.namespace == "prim":
-            return self._run(func, args, kwargs or {})
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
         if self.kernels is not None and func is _ADD:
-            total = summed_in_place(func, args, kwargs or {}, run=self._run)
+            total = summed_in_place(func, args, kwargs or {})
             if total is not None:
                 self._enter(func, args, [total])
                 return total
         filled = in_place_on_zeros(func) if self.kernels is not None else func
-        out = self._run(filled, args, kwargs or {})
+        out = self.run(filled, args, kwargs or {})
         if func.is_view:
             return out
         if self.kernels is not None:
@@ -165,10 +165,6 @@ class Ledger(TorchDispatchMode):
         if moved and func._opname not in _FREE:
             size = moved_bytes(func, args, results)
             self.operations.append(Operation(func._opname, flops, size, moved[0].dtype))
-
-
-def _plain(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -27,12 +27,11 @@ from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import Picks, alias, tensors_of
 from autosplit.profile.engine_nodes import Guess, Handed
-from autosplit.profile.fake import as_recorded, empty_value, fake, on_fakes
+from autosplit.profile.fake import as_recorded, empty_value, fake, fake_mode, on_fakes
 from autosplit.profile.labels import Labels
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.products import late, products_in
-from autosplit.profile.quick_fake import QuickFake, fake_mode
 from autosplit.profile.shadow import shadow
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_pieces import cut_in_pieces, last_uses
@@ -79,14 +78,11 @@ class How:
     observed: Workspaces | None = None
 
 
-def trace_stage(stage: StageGraph, how: How, *, quick: QuickFake | None = None) -> StageTrace:
-    """Return what a stage allocates and frees in the forward and the backward of one microbatch.
-
-    ``quick`` knows operations from other traces.
-    """
+def trace_stage(stage: StageGraph, how: How) -> StageTrace:
+    """Return what a stage allocates and frees in the forward and the backward of one microbatch."""
     mode = fake_mode()
     observed = None if how.observed is None else how.observed.operations
-    ledger = Ledger(kernels=how.kernels, quick=quick or QuickFake(), listing=False, observed=observed)
+    ledger = Ledger(kernels=how.kernels, listing=False, observed=observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
         with quiet_log(), mode, ledger, _one_autocast():

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.profile.blocks import block_trace
-from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.stage_graph import StageGraph, StageGraphs, StageNodes
 from autosplit.profile.stage_key import Kinds, StageKey
 from autosplit.profile.stage_pieces import block_paths
@@ -68,7 +67,6 @@ class TraceMemo:
 
     def __init__(self) -> None:
         self._kinds = Kinds()
-        self.quick = QuickFake()
         self._whole: dict[Hashable, _Traced] = {}
         self._short: dict[Hashable, _Traced] = {}
         self._known: dict[Hashable, Known] = {}
@@ -123,7 +121,7 @@ class TraceMemo:
         key = self._kinds.key(stage, how)
         known = self._short.get(key.kind)
         if known is None:
-            known = self._short[key.kind] = _Traced(trace_stage(stage, how, quick=self.quick), key.names)
+            known = self._short[key.kind] = _Traced(trace_stage(stage, how), key.names)
         return _in_words(known, key.names)
 
 

@@ -1,9 +1,8 @@
-"""What a kernel holds beside its results, and an account to work it out."""
+"""What a kernel holds beside its results, and the text that tells one kind of operation from others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,46 +15,12 @@ Source = Literal["formula", "measured", "unknown"]
 class Workspace:
     """Scratch of one kernel: bytes that live only while it runs, beside its results.
 
-    ``source``: "formula" follows from what the library does and was exact in every probe; "measured" was fitted or
-    interpolated; "unknown" is a guess for a kernel that surely needs some, and widens what is printed.
+    ``source``: "formula" follows from what the library does; "measured" was observed; "unknown" is a guess for a kernel
+    that surely needs some, and widens what is printed.
     """
 
     bytes: int
     source: Source
-
-
-class Flow:
-    """Bytes alive inside one kernel, step by step."""
-
-    def __init__(self) -> None:
-        self.live = 0
-        self.peak = 0
-        self.estimated = False
-        """Whether the peak rests on an estimate."""
-
-    def take(self, count: int) -> None:
-        """Allocate ``count`` bytes; release when negative."""
-        self.live += count
-        if self.live > self.peak:
-            self.peak, self.estimated = self.live, False
-
-    def spike(self, count: int) -> None:
-        """Allocate and release."""
-        self.take(count)
-        self.live -= count
-
-    def estimate(self, count: int) -> None:
-        """Allocate and release what was fitted to measurements."""
-        before = self.peak
-        self.spike(count)
-        self.estimated |= self.peak > before
-
-    @contextmanager
-    def during(self, *counts: int) -> Iterator[None]:
-        """Hold some bytes while the block runs."""
-        self.take(sum(counts))
-        yield
-        self.live -= sum(counts)
 
 
 def nbytes(tensor: Any) -> int:

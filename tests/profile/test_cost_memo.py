@@ -1,17 +1,13 @@
-"""Costs at several sizes with one memo are those of each size alone, with torch working everything out."""
+"""Costs at several sizes with one memo are those of each size alone."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor, nn
 
 from autosplit.options import Sample
 from autosplit.profile.blocks import CostMemo, block_costs
 from autosplit.profile.fake import fake_costs
-from autosplit.profile.ledger import Ledger
 from autosplit.trace.ladder import trace
 
 
@@ -31,30 +27,22 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class Plain(Ledger):
-    """Has torch work everything out."""
-
-    def __init__(self, **choices: Any) -> None:
-        super().__init__(**(choices | {"quick": None}))
-
-
-def test_costs_of_several_sizes_with_one_memo_are_those_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_several_sizes_with_one_memo_are_those_of_each_alone() -> None:
     graph = trace(Net(), Sample(torch.zeros(4, 3, 8, 8))).graph
     memo = CostMemo()
-    quick = [block_costs(graph, rows=rows, batch_rows=16, kernels="cuda", memo=memo) for rows in (1, 2, 4, 2)]
-    assert quick[1] is quick[3]
-    monkeypatch.setattr("autosplit.profile.fake.Ledger", Plain)
-    for rows, found in zip((1, 2, 4), quick, strict=False):
+    own = [block_costs(graph, rows=rows, batch_rows=16, kernels="cuda", memo=memo) for rows in (1, 2, 4, 2)]
+    assert own[1] is own[3]
+    for rows, found in zip((1, 2, 4), own, strict=False):
         slow = fake_costs(graph, rows=rows, batch_rows=16, kernels="cuda").nodes
         assert found.nodes.keys() == slow.keys()
-        for name, own in found.nodes.items():
-            assert (own.forward_operations, own.backward_operations) == (
+        for name, node in found.nodes.items():
+            assert (node.forward_operations, node.backward_operations) == (
                 slow[name].forward_operations,
                 slow[name].backward_operations,
             )
-            assert (own.output_bytes, own.forward_transient_bytes, own.backward_transient_bytes) == (
+            assert (node.output_bytes, node.forward_transient_bytes, node.backward_transient_bytes) == (
                 slow[name].output_bytes,
                 slow[name].forward_transient_bytes,
                 slow[name].backward_transient_bytes,
             )
-            assert sorted(own.saved.values()) == sorted(slow[name].saved.values())
+            assert sorted(node.saved.values()) == sorted(slow[name].saved.values())

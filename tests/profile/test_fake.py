@@ -13,10 +13,6 @@ from tests.profile.graphs import Leaf, traced
 
 ROWS = 3
 
-blocked = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX2", reason="oneDNN's recurrent scratch was measured on AVX2"
-)
-
 
 class Attention(nn.Module):
     def __init__(self) -> None:
@@ -124,9 +120,7 @@ def test_equal_storages_have_equal_ids():
     assert not set(second.outputs) & set(relu.outputs)
 
 
-@pytest.mark.parametrize(
-    "name", ["perceptron", "attention", pytest.param("recurrent", marks=blocked), "in place", "convolutional"]
-)
+@pytest.mark.parametrize("name", ["perceptron", "attention", "recurrent", "in place", "convolutional"])
 def test_saved_bytes_are_what_autograd_keeps(name):
     model, graph, x = recording(name)
     saved = union([dict(node.saved) for node in costs_of(graph).nodes.values()])

@@ -188,7 +188,6 @@ class Small(nn.Module):
         return self.head(x).float().square().mean()
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="oneDNN's scratch was measured on AVX2")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_whole_step_is_what_the_allocator_says(amp: bool, recompute: bool) -> None:

@@ -18,7 +18,6 @@ from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.profile import trace_memo
 from autosplit.profile.combine import profile
-from autosplit.profile.quick_fake import QuickFake
 from autosplit.profile.stage_graph import StageGraph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.profile.trace_memo import Known, TraceMemo, Wanted
@@ -123,9 +122,9 @@ def by_block(*recompute: Recompute) -> Cut:
 def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[StageGraph] = []
 
-    def run(stage: StageGraph, how: How, *, quick: QuickFake) -> StageTrace:
+    def run(stage: StageGraph, how: How) -> StageTrace:
         runs.append(stage)
-        return trace_stage(stage, how, quick=quick)
+        return trace_stage(stage, how)
 
     monkeypatch.setattr(trace_memo, "trace_stage", run)
     memo = TraceMemo()

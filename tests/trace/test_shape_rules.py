@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from autosplit.profile.quick_fake import QuickFake, fake_mode
+from autosplit.profile.fake import fake_mode
+from autosplit.profile.ledger import Ledger
 from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.shape_rules import new_tensor
 
@@ -22,7 +23,7 @@ def told(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     meta = MetaKernels().call(func, *tree_map_only(torch.Tensor, lambda own: own.to("meta"), (args, kwargs)))
     mode = fake_mode()
     with mode:
-        fake = QuickFake().run(func, *tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs)))
+        fake = Ledger(kernels="cpu").run(func, *tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs)))
     for made in (meta, fake):
         assert (tuple(made.shape), made.dtype) == new
         assert made.is_contiguous()
