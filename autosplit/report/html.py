@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from autosplit.report.document import Section, printable
 from autosplit.report.html_data import as_script, page_data
 from autosplit.report.prediction import memory_words, needs_words, proof
 from autosplit.report.sections import sections
-from autosplit.report.words import format_count, format_rate, plural, repeats, schedule_words
+from autosplit.report.words import device_words, format_count, format_rate, plural, schedule_words
 from autosplit.units import format_bytes, format_seconds
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -31,6 +32,8 @@ _FIRST = ("What would ", "Reasons")
 """Titles of those that come before the charts."""
 _VERDICTS = {"fits": "✓ fits", "borderline": "≈ borderline", "no": "✕ does not fit", "unknown": "not judged"}
 _PARTS = ("parameters", "gradients", "optimizer state", "activations", "transient")
+_MOST_PLACES = 4
+"""How many stages of one device the legend tells apart."""
 _KINDS = (
     ("forward", "forward"),
     ("backward", "backward"),
@@ -83,7 +86,7 @@ def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
         legend=_legend(data),
         parts=_PARTS,
         ranged=any(stage.memory.low_bytes is not None for stage in plan.stages),
-        shared=len(plan.stages) > len(plan.devices),
+        places=min(_MOST_PLACES, max(Counter(stage.lane for stage in plan.stages).values())),
         seconds=format_seconds,
         bytes=format_bytes,
     )
@@ -108,10 +111,10 @@ def _what(plan: Plan) -> str:
     rows = plan.microbatch_rows
     tokens = "" if plan.sequence is None else f" of {plural(plan.sequence, 'token')}"
     batch = f"{sum(rows)} rows{tokens} in {len(rows)} microbatch{'es' * (len(rows) != 1)}"
-    precision = "" if (plan.precision or plan.dtype) is None else f", {plan.precision or plan.dtype}"
-    size = f"{format_count(plan.parameters)} parameters"
+    precision = "" if (plan.precision or plan.dtype) is None else f" in {plan.precision or plan.dtype}"
+    size = f"{format_count(plan.parameters)} parameters{precision}"
     schedule = schedule_words(plan.schedule, plan.virtual_stages)
-    return f"{size} · {repeats(plan.devices)} · {schedule} · {batch} · {plan.optimizer}{precision}"
+    return f"{size} · {device_words(plan.devices)} · {schedule} · {batch} · {plan.optimizer}"
 
 
 def _answer(plan: Plan) -> str:

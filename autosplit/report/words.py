@@ -106,6 +106,14 @@ def repeats(names: Sequence[str]) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
 
 
+def device_words(names: Sequence[str]) -> str:
+    """Return devices as a range where they are numbered one after the other: ``"cuda:0 to cuda:7"``."""
+    prefix = names[0].rstrip("0123456789")
+    first = int(names[0].removeprefix(prefix) or 0)
+    numbered = all(name == f"{prefix}{first + place}" for place, name in enumerate(names))
+    return f"{names[0]} to {names[-1]}" if numbered and len(names) > 2 else repeats(names)
+
+
 def format_count(count: float) -> str:
     """Return a number of elements or operations with three significant digits: ``"1.24 M"``."""
     size = float(count)

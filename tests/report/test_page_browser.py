@@ -102,6 +102,49 @@ def test_hovering_memory_shows_what_is_held(opened):
     assert tip.splitlines()[0].endswith("14.2 GiB")
 
 
+def test_many_microbatches_begin_in_the_steady_state(opened):
+    page = opened(paper_plan(stages=8, microbatches=64))
+    view, step = page.js("page.view"), page.js("page.result.timeline.step")
+    assert 0 < view["from"] < step / 2 < view["to"] < step
+    assert page.find("#steady-note").is_displayed()
+    assert page.js("page.memoryChart.view") == page.js("page.wholeView()")
+    page.find("#zoom-whole").click()
+    assert page.js("page.view") == page.js("page.wholeView()")
+    assert not page.find("#steady-note").is_displayed()
+
+
+def test_devices_that_hold_alike_share_a_row(opened):
+    units = [unit.model_copy(update={"kept_bytes": 2**28, "static_bytes": 2**30}) for unit in make_units(12, stages=4)]
+    page = opened(paper_plan(units, schedule="gpipe"))
+    assert page.js("page.memoryChart.rows") == [[0, 1, 2, 3]]
+    assert page.js("page.timelineChart.rows.length") == 4
+    page.find(".handle").send_keys(Keys.ARROW_LEFT)
+    page.settle()
+    assert page.js("page.memoryChart.rows.length") == 4
+    assert opened(paper_plan()).js("page.memoryChart.rows.length") == 4
+
+
+def test_a_device_s_second_stage_is_told_apart(opened):
+    page = opened(paper_plan(schedule="zb_v", stages=4, virtual_stages=2))
+    assert [item.text for item in page.all(".tools .legend li")][-1] == "second stage of its device"
+    band = page.js(
+        "page.schedule.lanes[0].stages.map((stage) => {"
+        " const box = page.timelineChart.rectangle(0, page.schedule.lanes[0].stage.indexOf(stage));"
+        " const pen = document.querySelector('#timeline').getContext('2d');"
+        " return [...pen.getImageData(Math.round(box.x + 3), Math.round(box.y + box.height - 2), 1, 1).data]; })"
+    )
+    assert band[0] != band[1]
+    assert "#" + bytes(band[1][:3]).hex() == page.js("page.colours.panel")
+
+
+def test_a_bar_under_the_pointer_shows_its_transfers(opened):
+    page = opened(paper_plan())
+    page.pointer("#timeline", page.centre(1, 3))
+    assert page.js("page.pointed") == {"lane": 1, "action": 3}
+    page.pointer("h1", (1, 1))
+    assert page.js("page.pointed") is None
+
+
 def test_arrow_keys_go_from_bar_to_bar(opened):
     page = opened(paper_plan())
 
@@ -210,6 +253,11 @@ def test_nothing_is_wider_than_the_window(opened, width):
     page = opened(searched(paper_plan(stages=8, microbatches=16)), width=width)
     assert page.js("document.documentElement.scrollWidth") <= width
     assert page.js("page.timelineChart.width") <= width
+    if width <= 480:
+        clipped = (
+            "[...document.querySelectorAll('.scroll')].filter((own) => own.scrollWidth > own.clientWidth + 1).length"
+        )
+        assert page.js(clipped) == 0
     page.resize(900, 900)
     page.settle()
     assert page.js("page.timelineChart.width") > 700

@@ -53,17 +53,28 @@ class LaneChart {
     return false;
   }
 
+  /** The devices that share each row of the chart. */
+  get rows() {
+    return this.lanes.map((_, lane) => [lane]);
+  }
+
+  /** The part of the step that is drawn. */
+  get view() {
+    return this.app.view;
+  }
+
   rowTop(lane) {
-    return this.top + lane * (this.row + this.gap);
+    const row = lane < this.lanes.length ? this.rows.findIndex((own) => own.includes(lane)) : this.rows.length;
+    return this.top + row * (this.row + this.gap);
   }
 
   x(time) {
-    const { from, to } = this.app.view;
+    const { from, to } = this.view;
     return this.left + ((time - from) / (to - from)) * this.plot;
   }
 
   time(x) {
-    const { from, to } = this.app.view;
+    const { from, to } = this.view;
     return from + ((x - this.left) / this.plot) * (to - from);
   }
 
@@ -77,7 +88,7 @@ class LaneChart {
     const height = this.rowTop(this.lanes.length) + 4;
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     const wide = width >= 640;
-    Object.assign(this, { width, height, wide, right: wide ? 62 : 4 });
+    Object.assign(this, { width, height, wide, right: wide ? 70 : 4 });
     if (this.canvas.width !== Math.round(width * ratio) || this.canvas.height !== Math.round(height * ratio)) {
       this.canvas.width = Math.round(width * ratio);
       this.canvas.height = Math.round(height * ratio);
@@ -96,7 +107,8 @@ class LaneChart {
   }
 
   drawAxis(context) {
-    const { colours, view } = this.app;
+    const { view } = this;
+    const { colours } = this.app;
     context.fillStyle = colours.muted;
     context.strokeStyle = colours.line;
     context.lineWidth = 1;
@@ -120,13 +132,15 @@ class LaneChart {
     context.stroke();
   }
 
-  drawLabel(context, lane, { under = "", right = [], apart = 15 } = {}) {
+  drawLabel(context, lane, { under = "", right = [], apart = 15, last = lane } = {}) {
     const { colours, data } = this.app;
+    const number = last > lane ? `${lane}–${last}` : String(lane);
     const middle = this.rowTop(lane) + this.row / 2;
     context.textAlign = "left";
     context.fillStyle = colours.ink;
     let name = data.devices[lane];
-    const label = () => (this.wide ? `${lane}  ${name}` : String(lane));
+    if (last > lane) name = "alike";
+    const label = () => (this.wide ? `${number}  ${name}` : number);
     // The end of a long name tells more than its start.
     while (context.measureText(label()).width > this.left - 10 && name.length > 1) name = `…${name.slice(2)}`;
     context.fillText(label(), 2, under && this.wide ? middle - apart / 2 : middle);
@@ -166,8 +180,8 @@ class LaneChart {
   place(event) {
     const box = this.canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const lane = Math.floor((y - this.top) / (this.row + this.gap));
-    const inside = lane >= 0 && lane < this.lanes.length && y - this.rowTop(lane) <= this.row;
+    const lane = this.rows[Math.floor((y - this.top) / (this.row + this.gap))]?.[0] ?? -1;
+    const inside = lane >= 0 && y - this.rowTop(lane) <= this.row;
     if (!inside || x < this.left || x > this.left + this.plot) return { x, lane: null };
     return { x, lane, time: this.time(x), measured: this.isMeasured(y - this.rowTop(lane)) };
   }
@@ -184,11 +198,14 @@ class LaneChart {
     const lines = lane === null ? null : this.figures(lane, time, measured);
     if (lines) this.app.tip.show(event, lines);
     else this.app.tip.hide();
+    const action = lane === null ? null : this.actionAt(lane, time, { measured });
+    this.app.point(action === null ? null : { lane, action });
   }
 
   leave() {
     this.pressed = null;
     this.app.tip.hide();
+    this.app.point(null);
   }
 
   press(event) {

@@ -1,5 +1,7 @@
 // The model as a strip of units, with a handle on every cut: drag it, or move it with the arrow keys.
 
+const HANDLE = 14; // pixels that a handle covers of the units beside it
+
 class CutEditor {
   constructor(app, { strip, canvas, handles, labels }) {
     Object.assign(this, { app, strip, canvas, labels });
@@ -117,6 +119,15 @@ class CutEditor {
     ];
   }
 
+  /** Write a unit's name on it, or as much of its end as there is room for. */
+  drawName(context, name, left, wide) {
+    const parts = name.split(".");
+    const texts = parts.map((_, k) => parts.slice(k).join("."));
+    const text = texts.find((own) => context.measureText(own).width + 6 < wide);
+    context.fillStyle = this.app.colours.onKinds;
+    if (text) context.fillText(text, left + wide / 2, 12);
+  }
+
   measure() {
     const around = getComputedStyle(this.strip.parentElement);
     const padding = parseFloat(around.paddingLeft) + parseFloat(around.paddingRight);
@@ -132,6 +143,9 @@ class CutEditor {
     Object.assign(this.canvas, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.font = `11px ${colours.font}`;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
     const x = (place) => (this.edges[place] / this.edges[this.edges.length - 1]) * width;
     let stage = 0;
     for (let place = 0; place < this.order.length; place++) {
@@ -139,15 +153,22 @@ class CutEditor {
       const here = this.app.data.units.stage[this.order[place]] === stage;
       context.fillStyle = here ? colours.kinds[F] : colours.kinds[B];
       const wide = x(place + 1) - x(place);
-      context.globalAlpha = stage % 2 ? 0.72 : 1;
+      context.globalAlpha = stage % 2 ? 0.86 : 1;
       context.fillRect(x(place), 0, wide > 3 ? wide - 1 : wide, height);
+      context.globalAlpha = 1;
+      const [left, right] = [place, place + 1].map((edge) => (this.cuts.includes(edge) ? HANDLE / 2 : 0));
+      this.drawName(context, this.name(place), x(place) + left, wide - left - right);
     }
-    context.globalAlpha = 1;
     const ends = [0, ...this.cuts, this.order.length];
     this.labels.replaceChildren(
       ...ends.slice(1).map((end, k) => {
         const wide = x(end) - x(ends[k]);
-        const label = element("span", "", wide > 60 ? `stage ${k}` : wide > 14 ? String(k) : "");
+        const [first, last] = [this.name(ends[k]), this.name(end - 1)];
+        const range = first === last ? first : `${first} to ${last}`;
+        const full = `stage ${k}: ${range}`;
+        const fits = context.measureText(full).width + 24 < wide;
+        const label = element("span", "", fits ? full : wide > 60 ? `stage ${k}` : wide > 14 ? String(k) : "");
+        label.title = range;
         label.style.left = `${(50 * (x(end) + x(ends[k]))) / width}%`;
         return label;
       }),
@@ -222,7 +243,9 @@ function drawComparison(app, body) {
   body.replaceChildren(
     ...rows.map(([title, ...cells]) => {
       const row = element("tr");
-      row.append(element("th", "", title), ...cells.map((text) => element("td", "number", text)));
+      const names = ["plan", "moved", "change"];
+      const named = (text, k) => Object.assign(element("td", "number", text), { title: names[k] });
+      row.append(element("th", "", title), ...cells.map(named));
       return row;
     }),
   );

@@ -1,5 +1,6 @@
 // What devices hold: at their fullest moment, and over the step where the plan knows it.
 
+const ALIKE = 0.01;
 const PART_NAMES = ["parameters", "gradients", "optimizer state", "activations", "transient"];
 
 const sum = (sizes) => sizes.reduce((total, size) => total + size, 0);
@@ -9,6 +10,17 @@ class MemoryChart extends LaneChart {
     const many = app.schedule.lanes.length > 16;
     super(app, canvas, { top: 26, row: many ? 24 : 76, gap: many ? 4 : 14 });
     this.many = many;
+  }
+
+  /** Neighbours that hold alike at every moment share a row; where a cut is moved, each has its own. */
+  get rows() {
+    if (this.app.moved || this.app.recorded?.held) return super.rows;
+    this.folded ??= foldedLanes(this.app.data);
+    return this.folded;
+  }
+
+  get view() {
+    return this.app.steady ? this.app.wholeView() : this.app.view;
   }
 
   /** The bytes of each part at a moment: an action, or the optimizer's step behind the last. */
@@ -37,13 +49,14 @@ class MemoryChart extends LaneChart {
     const context = this.prepare();
     this.drawAxis(context);
     const { most } = this.scale();
-    this.lanes.forEach((lane, index) => {
+    this.rows.forEach((lanes) => {
       const { data, colours } = this.app;
-      const peak = this.app.peaks()[index];
+      const [index, last] = [lanes[0], lanes[lanes.length - 1]];
+      const peak = Math.max(...lanes.map((lane) => this.app.peaks()[lane]));
       const capacity = data.memory[index].capacity;
       const share = capacity ? `${Math.round((100 * peak) / capacity)}%` : "";
-      const two = { under: bytes(peak), right: capacity ? [`${share} of`, bytes(capacity)] : [] };
-      this.drawLabel(context, index, this.many ? { right: [share || bytes(peak)] } : two);
+      const two = { last, under: bytes(peak), right: capacity ? [`${share} of`, bytes(capacity)] : [] };
+      this.drawLabel(context, index, this.many ? { last, right: [share || bytes(peak)] } : two);
       const bottom = this.rowTop(index) + this.row;
       context.fillStyle = colours.idle;
       context.fillRect(this.left, this.rowTop(index), this.plot, this.row);
@@ -79,7 +92,8 @@ class MemoryChart extends LaneChart {
   }
 
   drawAreas(context, lane, height) {
-    const { colours, view } = this.app;
+    const { view } = this;
+    const { colours } = this.app;
     const { start, end } = this.timeline.lanes[lane];
     const count = start.length;
     const corners = [];
@@ -162,6 +176,22 @@ class MemoryChart extends LaneChart {
   }
 }
 
+/** Runs of neighbouring devices whose curves differ by at most a hundredth of the peak at every moment. */
+function foldedLanes(data) {
+  const totals = data.curves.map(totalsOf);
+  const alike = (one, other) =>
+    totals[one].length === totals[other].length &&
+    data.memory[one].capacity === data.memory[other].capacity &&
+    totals[one].every((size, k) => Math.abs(size - totals[other][k]) <= ALIKE * data.memory[one].peak);
+  const found = [];
+  data.devices.forEach((_, lane) => {
+    const run = found[found.length - 1];
+    if (run && alike(run[0], lane)) run.push(lane);
+    else found.push([lane]);
+  });
+  return found;
+}
+
 /** Whether a device holds its peak, from the prediction's range; null where no capacity is known. */
 function verdictOf({ peak, low, high, capacity, reserve }) {
   if (capacity === null) return null;
@@ -208,6 +238,7 @@ function drawPeaks(app, body) {
     const seen = app.data.recorded?.peaks[lane] ?? null;
     if (seen !== null) bar.append(marker("seen", seen / most, 0));
     bar.title = own.parts.map((size, part) => `${PART_NAMES[part]} ${bytes(size)}`).join(", ");
+    const named = (name, className, text) => Object.assign(element("td", className, text), { title: name });
     const cell = element("td", "wide");
     cell.append(bar);
     const verdict = verdictOf(own);
@@ -215,10 +246,10 @@ function drawPeaks(app, body) {
     row.append(
       element("td", `verdict ${verdict ?? "unknown"}`, MARKS[verdict] ?? "not judged"),
       cell,
-      element("td", "number", bytes(own.peak)),
-      ...(app.counted ? [element("td", "number", seen === null ? "–" : bytes(seen))] : []),
-      element("td", "number muted", range || "–"),
-      element("td", "number", own.capacity === null ? "–" : bytes(own.capacity)),
+      named("peak", "number", bytes(own.peak)),
+      ...(app.counted ? [named("measured", "number", seen === null ? "–" : bytes(seen))] : []),
+      named("range", "number muted", range || "–"),
+      named("capacity", "number", own.capacity === null ? "–" : bytes(own.capacity)),
     );
     return row;
   });

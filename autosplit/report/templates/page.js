@@ -1,10 +1,14 @@
 // The page: what is chosen, what is in view, and who draws again when that changes.
 
+const TEXTURE_SLOT = 30; // pixels of a microbatch on the slowest device below which bars are a texture
+const STEADY_SLOT = 64; // pixels of a microbatch in the view of the steady state
+
 class App {
   constructor(data) {
     this.data = data;
     this.schedule = readSchedule(data);
     this.selected = null;
+    this.pointed = null;
     this.tip = new Tip(byId("tip"));
     this.colours = palette();
     this.recorded = readRecorded(data);
@@ -13,6 +17,7 @@ class App {
     this.planned = this.asPlanned();
     this.result = this.planned;
     this.view = this.wholeView();
+    this.steady = false;
     this.timelineChart = new TimelineChart(this, byId("timeline"));
     this.memoryChart = data.curves ? new MemoryChart(this, byId("memory")) : null;
     this.frontierChart = data.frontier.length > 1 ? new FrontierChart(this, byId("frontier")) : null;
@@ -60,6 +65,19 @@ class App {
     const recorded = this.shown === "predicted" ? 0 : this.recorded.step;
     const predicted = this.shown === "measured" ? 0 : this.result.timeline.step;
     return { from: 0, to: (Math.max(predicted, recorded) || 1e-9) * (1 + AFTER) };
+  }
+
+  /** Begin with the middle of the step where its bars would be a texture; the memory chart shows all of it. */
+  showSteady() {
+    const { timelineChart: chart, data, result } = this;
+    if (this.recorded || !data.bottleneck) return;
+    const slot = (chart.plot * data.bottleneck) / result.timeline.step;
+    const span = (chart.plot / STEADY_SLOT) * data.bottleneck;
+    if (slot >= TEXTURE_SLOT || span >= result.timeline.step) return;
+    this.look((result.timeline.step - span) / 2, span);
+    this.steady = true;
+    byId("steady-note").hidden = false;
+    this.draw();
   }
 
   choices() {
@@ -110,12 +128,19 @@ class App {
     const width = Math.min(Math.max(span, whole * 1e-5), whole);
     const start = Math.min(Math.max(from, 0), whole - width);
     this.view = { from: start, to: start + width };
+    this.leaveSteady();
     this.draw();
   }
 
   whole() {
     this.view = this.wholeView();
+    this.leaveSteady();
     this.draw();
+  }
+
+  leaveSteady() {
+    this.steady = false;
+    byId("steady-note").hidden = true;
   }
 
   /** Show an action large, with some of what runs beside it. */
@@ -144,11 +169,17 @@ class App {
     this.draw();
   }
 
-  chosenAction() {
-    if (!this.selected) return null;
-    const lane = this.schedule.lanes[this.selected.lane];
-    const k = this.selected.action;
-    return { stage: lane.stage[k], kind: lane.kind[k], mb: lane.mb[k] };
+  /** The action under the pointer shows its transfers. */
+  point(at) {
+    if (at?.lane === this.pointed?.lane && at?.action === this.pointed?.action) return;
+    this.pointed = at;
+    this.drawSoon();
+  }
+
+  actionOf(at) {
+    if (!at) return null;
+    const lane = this.schedule.lanes[at.lane];
+    return { stage: lane.stage[at.action], kind: lane.kind[at.action], mb: lane.mb[at.action] };
   }
 
   say(text) {
@@ -295,6 +326,7 @@ class App {
 const app = new App(JSON.parse(byId("plan").textContent));
 App.recost = recost; // for who wants to cost a cut from the console
 app.draw();
+app.showSteady();
 app.readyMs = performance.now();
 document.documentElement.dataset.ready = String(Math.round(app.readyMs));
 window.autosplitPage = app;

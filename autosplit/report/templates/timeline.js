@@ -1,7 +1,8 @@
 // The step: a row per device, a bar per action, hatched where the device waits, lines for what travels.
 // With a recorded step a row has two strips: the prediction above, what was measured below.
 
-const TRANSFER_ROOM = 24; // pixels per microbatch from which on transfers between neighbours are drawn
+const TRANSFER_ROOM = 40; // pixels per microbatch from which on transfers between neighbours are drawn
+const PLACE_BAND = 3; // pixels of the band that tells a device's second stage from its first
 const STRIPS = 2; // pixels between the two strips of a row
 
 class TimelineChart extends LaneChart {
@@ -28,11 +29,15 @@ class TimelineChart extends LaneChart {
       // One that passes other devices would lie on their bars: it is drawn with its own action only.
       const near = (source, target) => Math.abs(app.laneOf(source) - app.laneOf(target)) === 1;
       if (app.transfersShown) this.drawTransfers(context, near, 1);
-      const chosen = app.chosenAction();
-      if (!chosen) return;
-      const { lane, action } = app.selected;
-      for (const { measured } of this.strips()) this.drawSelection(context, this.rectangle(lane, action, measured));
-      if (app.shown !== "measured") this.drawTransfers(context, (...ends) => concerns(chosen, ...ends), 2);
+      if (app.selected) {
+        const { lane, action } = app.selected;
+        for (const { measured } of this.strips()) this.drawSelection(context, this.rectangle(lane, action, measured));
+      }
+      if (app.shown === "measured") return;
+      for (const one of [app.selected, app.pointed]) {
+        const own = app.actionOf(one);
+        if (own) this.drawTransfers(context, (...ends) => concerns(own, ...ends), 2);
+      }
     });
   }
 
@@ -81,12 +86,11 @@ class TimelineChart extends LaneChart {
       const width = Math.max(stop - x - (stop - x > 4 ? 1 : 0), 0.5);
       context.fillStyle = colours.kinds[lane.kind[k]];
       context.fillRect(x, y, width, this.strip);
-      if (place.get(lane.stage[k])) {
-        // Of several stages on a device the later ones are stronger; the text on them stays readable.
-        context.globalAlpha = (0.35 * place.get(lane.stage[k])) / (lane.stages.length - 1);
-        context.fillStyle = colours.ink;
-        context.fillRect(x, y, width, this.strip);
-        context.globalAlpha = 1;
+      const band = Math.min(PLACE_BAND * place.get(lane.stage[k]), this.strip / 2);
+      if (band) {
+        // A device's later stages stand on a band of the panel's colour, as in the legend.
+        context.fillStyle = colours.panel;
+        context.fillRect(x, y + this.strip - band, width, band);
       }
       if (width < 14 || this.strip < 14) continue;
       context.fillStyle = colours.onKinds;
