@@ -5,6 +5,7 @@ A kind of call that no graph can follow is run by the model's own Python, its mo
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +39,6 @@ from autosplit.trace.findings import Findings
 from autosplit.trace.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
 from autosplit.trace.objects import leaves_of
-from autosplit.trace.other_threads import Recording
 from autosplit.trace.recording import FirstCall
 from autosplit.trace.run import PythonRun
 from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
@@ -48,7 +48,7 @@ _KEPT = 32
 _ATTEMPTS = 3
 _VARIANTS = 8
 """How many recordings of one signature are kept that hold for different values."""
-RECORDING = Recording()
+RECORDING = threading.RLock()
 """Held while a model is recorded: that patches torch for the whole process."""
 
 

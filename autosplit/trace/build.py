@@ -5,26 +5,31 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autosplit.trace.calls import invoke
+from autosplit.trace.effects import Effects, effects
 from autosplit.trace.formula import Formula, Length, Number, Symbol
 from autosplit.trace.graph import INFO, LENGTH, NodeClass, TracedNode
 from autosplit.trace.merge import Affine, MergedCall, MergedRecording
-from autosplit.trace.recording import Attribute, Ref
+from autosplit.trace.recording import Attribute, Ref, mapped, refs_in
 
 
 @dataclass(frozen=True)
 class RawGraph:
-    """An emitted graph, the root that it runs on, its nodes by the index of the recorded call, and its lengths."""
+    """An emitted graph, the root that it runs on, its nodes by the index of the recorded call, and its lengths.
+
+    ``effects`` is what in-place changes demand of its nodes.
+    """
 
     graph: fx.Graph
     root: nn.Module
     nodes: dict[int, fx.Node]
+    effects: Effects
     lengths: tuple[Length, ...] = ()
 
 
@@ -50,7 +55,11 @@ def build(model: nn.Module, merged: MergedRecording, *, keep: Collection[int] | 
     builder.finish(merged.output)
     used = {node.target for node in builder.graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in builder.constants.items() if name in used}
-    return RawGraph(builder.graph, share_root(model, constants), builder.nodes, merged.lengths)
+    found = effects([m.call for m in merged.calls], builder.nodes)
+    for node in found.mutated:
+        if INFO in node.meta:
+            node.meta[INFO] = replace(node.meta[INFO], mutated=True)
+    return RawGraph(builder.graph, share_root(model, constants), builder.nodes, found, merged.lengths)
 
 
 class _Builder:
@@ -99,6 +108,9 @@ class _Builder:
         self.graph.output(tuple(self.decode(value) for value in output))
 
     def decode(self, value: Any) -> Any:
+        return mapped(self._decoded, value)
+
+    def _decoded(self, value: Any) -> Any:
         if isinstance(value, Ref):
             return self.nodes[value.index]
         if isinstance(value, Attribute):
@@ -107,14 +119,6 @@ class _Builder:
             return self._size(value)
         if isinstance(value, (Formula, Symbol)):
             return self._formula(value)
-        if isinstance(value, slice):
-            return slice(self.decode(value.start), self.decode(value.stop), self.decode(value.step))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.decode(v) for v in value))
-        if isinstance(value, (list, tuple)):
-            return (list if isinstance(value, list) else tuple)(self.decode(v) for v in value)
-        if isinstance(value, dict):
-            return {key: self.decode(v) for key, v in value.items()}
         return value
 
     def _size(self, affine: Affine) -> fx.Node:
@@ -188,24 +192,11 @@ def _importable(function: Any) -> bool:
 
 
 def _used_projections(merged: MergedRecording) -> set[int]:
-    used: set[int] = set()
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Ref):
-            used.add(value.index)
-        elif isinstance(value, slice):
-            visit((value.start, value.stop, value.step))
-        elif isinstance(value, (list, tuple)):
-            for part in value:
-                visit(part)
-        elif isinstance(value, dict):
-            visit(list(value.values()))
-
-    visit(merged.output)
+    used = {ref.index for ref in refs_in(merged.output)}
     for index in range(len(merged.calls) - 1, -1, -1):
         call = merged.calls[index]
         if call.call.kind != "project" or index in used:
-            visit((call.args, call.kwargs))
+            used.update(ref.index for ref in refs_in((call.args, call.kwargs)))
     return used
 
 

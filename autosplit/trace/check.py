@@ -32,10 +32,9 @@ from autosplit.trace import state
 from autosplit.trace.borrow import stand_ins
 from autosplit.trace.graph import INFO
 from autosplit.trace.holders import Holders
-from autosplit.trace.meta_kernels import MetaKernels
-from autosplit.trace.other_threads import for_this_thread
 from autosplit.trace.probe import probe_rows, slow_attention
 from autosplit.trace.run import FlatInputs
+from autosplit.trace.shape_rules import ShapeRules
 from autosplit.trace.side_effects import changes, kept
 from autosplit.trace.structure import flatten_output
 
@@ -187,7 +186,7 @@ class _Checker:
         seed_all(seed)
         before = torch.get_rng_state(), _python_state()
         seen: dict[tuple[str, str], Any] = {}
-        kernels = MetaKernels() if self.meta else contextlib.nullcontext()
+        kernels = ShapeRules() if self.meta else contextlib.nullcontext()
         with kernels, stand_ins(self.model, self.recording.root, written=self.written) as leaves:
             for step in _STEPS[:1] if self.meta else _STEPS:
                 found = self._step(run, leaves, step)
@@ -339,5 +338,5 @@ def _python_draws(share: float) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for module, name, own in shares:
-            stack.enter_context(patch.object(module, name, for_this_thread(own, getattr(module, name))))
+            stack.enter_context(patch.object(module, name, state.for_this_thread(own, getattr(module, name))))
         yield

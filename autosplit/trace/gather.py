@@ -7,9 +7,8 @@ record ──► a value read ──► ask the sample's own values, record agai
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -26,10 +25,8 @@ from autosplit.trace.one_row import holds_at
 from autosplit.trace.reads import Scout, Unanswered, Valueless
 from autosplit.trace.recording import Call, Recording, Refusal, Unexpected
 from autosplit.trace.rehearse import observe
-from autosplit.trace.repeats import Repeats, equals
 from autosplit.trace.run import FlatInputs, PythonRun, record, run_python
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
-from autosplit.trace.ties import all_used, tied_layers
 
 _HIDES = 0.4
 """Share of the parameters above which an atom that has parts is not accepted, unless it runs by microbatch."""
@@ -69,17 +66,9 @@ class Gathered:
             )
 
 
-def record_at(
-    model: nn.Module,
-    flat: FlatInputs,
-    rows: int,
-    scope: Scope,
-    *,
-    repeats: Repeats | None = None,
-) -> Recording:
+def record_at(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> Recording:
     """Record a model at a batch size; atoms run for real beforehand, where the model has values."""
-    observed = observe(model, flat, rows, scope)
-    return record(model, flat, rows=rows, scope=scope, observed=observed, repeats=repeats)
+    return record(model, flat, rows=rows, scope=scope, observed=observe(model, flat, rows, scope))
 
 
 @phase("tracing the forward")
@@ -112,34 +101,16 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     first, scope = _first(model, flat, scope)
-    alike = {} if first.changed else _alike(model, first)  # a block's equal says nothing of its attributes
-    try:
-        merged = _with_others(model, flat, scope, first, alike)
-    except (TraceError, Unexpected):
-        if not alike:
-            raise
-        alike = {}  # a block may do more than its calls say: add to a list that others read
-        merged = _with_others(model, flat, scope, first, alike)
-    bare = replace(merged, recording=replace(first, segments={}))
-    gathered = Gathered(bare, 2, scope)
+    others = [record_at(model, flat, rows, scope) for rows in BATCH_SIZES[1:]]
+    for other in others:
+        first.changed |= other.changed
+    gathered = Gathered(merge([first, *others]), 2, scope)
     gathered.check_rows(model, flat, batch_rows(flat))
-    return replace(gathered, min_rows=1 if _holds_for_one(model, flat, scope, merged, first, alike) else 2)
-
-
-def _alike(model: nn.Module, first: Recording) -> dict[str, str]:
-    kinds = {path: type(module) for path, module in model.named_modules()}
-    return equals(first.calls, first.segments, kinds)
+    return replace(gathered, min_rows=1 if _holds_for_one(model, flat, gathered) else 2)
 
 
 def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope]:
     """Record at the first size, with those leaves entered whose parameters are used more than once."""
-    ties = tied_layers(model, scope)
-    if ties:  # most often a language model's embedding and head: recorded once with them entered, not twice
-        entered = replace(scope, entered=scope.entered | ties.keys())
-        with contextlib.suppress(Refusal, Unexpected):
-            first = record_at(model, flat, BATCH_SIZES[0], entered)
-            if all_used(ties, first.calls) and not _to_enter(model, first.calls) - entered.entered:
-                return first, entered
     while True:
         first = record_at(model, flat, BATCH_SIZES[0], scope)
         more = _to_enter(model, first.calls) - scope.entered
@@ -148,22 +119,17 @@ def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording,
         scope = replace(scope, entered=scope.entered | more)
 
 
-def _holds_for_one(
-    model: nn.Module,
-    flat: FlatInputs,
-    scope: Scope,
-    merged: MergedRecording,
-    first: Recording,
-    alike: Mapping[str, str],
-) -> bool:
-    try:
-        if any(_one_row_misleads(model, call) for call in first.calls):
-            return False
-        single = record_at(model, flat, 1, scope, repeats=Repeats(alike))
-        first.changed |= single.changed
-        return holds_at(merged, single, rows=1)
-    except Exception:  # whatever one row does to the model, microbatches of one row are then not made
+def _holds_for_one(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> bool:
+    """Tell whether microbatches of one row can be made; what one row makes the model raise is no error."""
+    first = gathered.recording.recording
+    if any(_one_row_misleads(model, call) for call in first.calls):
         return False
+    try:
+        single = record_at(model, flat, 1, gathered.scope)
+    except (TraceError, Unexpected, Unanswered):
+        return False
+    first.changed |= single.changed
+    return holds_at(gathered.recording, single, rows=1)
 
 
 def _one_row_misleads(model: nn.Module, call: Call) -> bool:
@@ -177,15 +143,6 @@ def _one_row_misleads(model: nn.Module, call: Call) -> bool:
     if call.leaf is None:
         return call.target is F.batch_norm
     return any(isinstance(module, _BatchNorm) for module in model.get_submodule(call.leaf).modules())
-
-
-def _with_others(
-    model: nn.Module, flat: FlatInputs, scope: Scope, first: Recording, alike: Mapping[str, str]
-) -> MergedRecording:
-    others = [record_at(model, flat, rows, scope, repeats=Repeats(alike)) for rows in BATCH_SIZES[1:]]
-    for other in others:
-        first.changed |= other.changed
-    return merge([first, *others])
 
 
 def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:

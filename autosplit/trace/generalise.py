@@ -25,7 +25,7 @@ from autosplit.trace.graph import Size, TensorInfo
 from autosplit.trace.lengths import Shape, sizes_at
 from autosplit.trace.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
 from autosplit.trace.random_watch import Draw
-from autosplit.trace.recording import Attribute, Recording, Ref
+from autosplit.trace.recording import Attribute, Recording, Ref, mapped
 from autosplit.trace.run import FlatInputs, record
 from autosplit.trace.scope import Scope
 
@@ -130,30 +130,16 @@ def _symbolic(
     model: nn.Module, scope: Scope, inputs: FlatInputs, rows: int, lengths: Sequence[Length], now: Mapping[str, int]
 ) -> tuple[Recording, Any, tuple[Number, ...]] | None:
     """Record with symbols; return the recording, its numbers as formulas call by call, and the conditions."""
-    for repeats in (True, False):
-        try:
-            from autosplit.trace.symbols import SymbolicSizes  # takes seconds to import, and few models need it
+    from autosplit.trace.symbols import SymbolicSizes  # takes seconds to import, and few models need it
 
-            sizes = SymbolicSizes(rows, lengths, now, repeats=repeats)
-            recording = record(model, inputs, rows=rows, scope=scope, sizes=sizes)
-            converted = [_mapped(sizes.number, (c.args, c.kwargs, list(c.shapes), c.draws)) for c in recording.calls]
-            converted.append(_mapped(sizes.number, recording.output))
-            return recording, converted, sizes.conditions()
-        except Exception:  # whatever a symbol does to the model, its lengths are then recorded one by one
-            continue
-    return None
-
-
-def _mapped(convert: Any, value: Any) -> Any:
-    if isinstance(value, slice):
-        return slice(*(_mapped(convert, part) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(convert, part) for part in value))
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(_mapped(convert, part) for part in value)
-    if isinstance(value, dict):
-        return {key: _mapped(convert, part) for key, part in value.items()}
-    return convert(value)
+    try:
+        sizes = SymbolicSizes(rows, lengths, now)
+        recording = record(model, inputs, rows=rows, scope=scope, sizes=sizes)
+        converted = [mapped(sizes.number, (c.args, c.kwargs, list(c.shapes), c.draws)) for c in recording.calls]
+        converted.append(mapped(sizes.number, recording.output))
+        return recording, converted, sizes.conditions()
+    except Exception:  # whatever a symbol does to the model, its lengths are then recorded one by one
+        return None
 
 
 Points = Sequence[tuple[Mapping[str, int], Mapping[str, int]]]

@@ -15,12 +15,10 @@ from torch import fx, nn
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample
 from autosplit.trace import state
-from autosplit.trace.assertions import check_value
 from autosplit.trace.build import RawGraph, build
 from autosplit.trace.check import Runnable, check_recording
 from autosplit.trace.classes import batched_nodes, classify, with_classes
 from autosplit.trace.decompose import decompose, is_decomposed
-from autosplit.trace.effects import Effects, effects
 from autosplit.trace.findings import Findings, Proof, key_of_opaque
 from autosplit.trace.formula import LEAST, Length
 from autosplit.trace.gather import Gathered, gather, refuse_hiding
@@ -143,9 +141,11 @@ def widen(
         gathered.check_rows(model, flat, rows)
     except (Refusal, Unexpected):
         return None
-    if not _suspects(model, flat, gathered) <= base.findings.suspects | base.findings.mixing:
+    raw = _decomposed(model, gathered)
+    seen = _probe(model, flat, gathered, raw)
+    if not seen.suspects | seen.mixing <= base.findings.suspects | base.findings.mixing:
         return None
-    graph = _accept(model, flat, gathered, base.findings)
+    graph = _accept(model, flat, gathered, raw, base.findings)
     wide = Trace(graph, flat, base.findings, guard_of(model, merged, scope.answers), gathered, domain=domain)
     return wide if rows >= LEAST else widen_to_one_row(model, wide, sample)
 
@@ -195,14 +195,14 @@ def _classified(
     gathered = gather(model, flat, scope=scope)
     names = frozenset(name for merged in gathered.recording.calls for name in _probed_as(merged.call, model))
     before = findings if findings is not None and findings.batch_dims == flat.batch_dims else Findings()
-    own = identity(model, flat, gathered)
+    own, raw = identity(model, flat, gathered), _decomposed(model, gathered)
     opaque = {name for name in names if " in " in name}
     proof = next((proof for proof in proofs if proof.recording == own and opaque <= {*proof.alone}), None)
     if proof is not None:
         before = before.joined(proof.findings(names, flat))
     elif not names <= before.probed:
         try:
-            seen = _probe(model, flat, gathered)
+            seen = _probe(model, flat, gathered, raw)
         except (Unexpected, TraceError, InputError):
             raise
         except Exception as error:
@@ -212,7 +212,7 @@ def _classified(
                 "",
             ) from error
         before = before.joined(replace(seen, probed=seen.probed | names, batch_dims=flat.batch_dims))
-    graph = _accept(model, flat, gathered, before)
+    graph = _accept(model, flat, gathered, raw, before)
     refuse_hiding(model, gathered.scope, _opaque_once(graph))
     return _Classified(gathered, before, graph, own, proof)
 
@@ -248,58 +248,35 @@ def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
     ) from error
 
 
-def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> Findings:
-    """Ask the value probe; a model on meta has no values, there the structure alone decides."""
+def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph) -> Findings:
+    """Ask the value probe, the layers quiet; a model on meta has no values, there the structure alone decides."""
     if any(p.is_meta for p in model.parameters()):
         return Findings()
-    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model) as loud:
-        found = gather(model, flat, scope=gathered.scope) if loud else gathered
-        raw = _decomposed(model, found)
-        seen = run_probe(raw, flat, kept=found.min_rows)
+    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model):
+        seen = run_probe(raw, flat, kept=gathered.min_rows)
     probed = frozenset(n.meta[INFO].name for n in raw.graph.nodes if INFO in n.meta)
     return Findings(probed, seen.values, seen.mixing, seen.alone)
-
-
-def _suspects(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> frozenset[str]:
-    """Ask the value probe about a recording that exists, its layers quiet."""
-    if any(p.is_meta for p in model.parameters()):
-        return frozenset()
-    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model):
-        seen = run_probe(_decomposed(model, gathered), flat, kept=gathered.min_rows)
-    return seen.values | seen.mixing
-
-
-def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
-    """Build the graph that the probe asks: it has rows that are made up, of which the model's checks may not hold."""
-    calls = gathered.recording.calls
-    checks = {index for index, merged in enumerate(calls) if merged.call.target is check_value}
-    raw = build(model, gathered.recording, keep=without_reads(gathered.recording) - checks)
-    _mark(raw, gathered.recording)
-    decompose(raw)
-    return raw
 
 
 def _built(model: nn.Module, gathered: Gathered) -> RawGraph:
     return build(model, gathered.recording, keep=without_reads(gathered.recording))
 
 
-def _mark(raw: RawGraph, merged: MergedRecording) -> Effects:
-    found = effects([m.call for m in merged.calls], raw.nodes)
-    for node in found.mutated:
-        if INFO in node.meta:
-            node.meta[INFO] = replace(node.meta[INFO], mutated=True)
-    return found
-
-
-def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, findings: Findings) -> TracedGraph:
-    raw = _built(model, merged)
-    found = _mark(raw, merged.recording)
+def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
+    """Build the graph of a recording, with its reductions taken apart."""
+    raw = _built(model, gathered)
     decompose(raw)
+    return raw
+
+
+def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, raw: RawGraph, findings: Findings) -> TracedGraph:
+    """Classify a graph's nodes by what the probe found."""
+    found = raw.effects
     inputs = tuple(InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors())
     batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
     classes = classify(raw.graph, raw.root, found, batched, findings, whole_norms=merged.scope.whole_norms)
     with_classes(raw.graph, classes)
-    _colour(raw, found, merged.recording)
+    _colour(raw, merged.recording)
     note_rewritten(raw.graph, raw.root)
     dims = tuple(
         v.meta[INFO].tensors[0].batch_dim
@@ -335,7 +312,7 @@ def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
     return tuple(name for name, count in users.items() if count > 1)
 
 
-def _colour(raw: RawGraph, found: Effects, merged: MergedRecording) -> None:
+def _colour(raw: RawGraph, merged: MergedRecording) -> None:
     """Colour nodes that must share a stage alike: parts of one result, users of changed state, shared leaves."""
     leader: dict[fx.Node, fx.Node] = {}
 
@@ -344,7 +321,7 @@ def _colour(raw: RawGraph, found: Effects, merged: MergedRecording) -> None:
             node = leader[node]
         return node
 
-    groups = [*found.storages, *found.buffers]
+    groups = [*raw.effects.storages, *raw.effects.buffers]
     groups += [
         (node, raw.nodes[merged.calls[index].args[0].index])
         for index, node in raw.nodes.items()

@@ -199,19 +199,6 @@ def number_at(number: Any, sizes: Mapping[str, int]) -> Any:
     return evaluate(number, sizes) if isinstance(number, (Formula, Symbol)) else number
 
 
-def evaluated(value: Any, sizes: Mapping[str, int]) -> Any:
-    """Return nested arguments of a merged recording with the numbers that they have at given sizes."""
-    if isinstance(value, slice):
-        return slice(*(evaluated(part, sizes) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(evaluated(part, sizes) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(evaluated(part, sizes) for part in value)
-    if isinstance(value, dict):
-        return {key: evaluated(part, sizes) for key, part in value.items()}
-    return number_at(value, sizes)
-
-
 def equal(expected: Any, value: Any, sizes: Mapping[str, int] = MappingProxyType({})) -> bool:
     """Tell whether nested arguments are those of a merged recording at given sizes."""
     if isinstance(expected, (Affine, Formula, Symbol)):

@@ -83,8 +83,7 @@ class OpaqueProbe:
 
     def treats_rows_alone(self) -> bool:
         """Tell whether rows are independent in all runs, and whether these show all that reads may bring about."""
-        info = self.node.meta[INFO]
-        if info.random or info.writes or any(tensor.batch_dim is None for tensor in info.tensors):
+        if any(tensor.batch_dim is None for tensor in self.node.meta[INFO].tensors):
             return False
         try:
             alone = [self._results([row]) for row in range(self.rows)]
@@ -114,9 +113,13 @@ class OpaqueProbe:
     ) -> list[torch.Tensor]:
         given = {n: self._operand(n, rows) for n in self.node.all_input_nodes}
         args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
-        log = ReadLog(self.steady, forced, emptied=emptied)
-        with random_state(), log:
-            made = self.root.get_submodule(str(self.node.target))(*args, **kwargs)
+        log, module = ReadLog(self.steady, forced, emptied=emptied), self.root.get_submodule(str(self.node.target))
+        with random_state():
+            before = torch.get_rng_state(), [buffer._version for buffer in module.buffers()]
+            with log:
+                made = module(*args, **kwargs)
+            if not torch.equal(before[0], torch.get_rng_state()) or before[1] != [b._version for b in module.buffers()]:
+                raise RuntimeError("it draws random numbers, or writes to buffers")
         if forced is None:
             for site, outcomes in log.outcomes.items():
                 self.outcomes[site] += outcomes

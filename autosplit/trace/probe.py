@@ -22,6 +22,7 @@ from torch import fx
 
 from autosplit.compare.tensors import same_bits, same_reordered, same_rounded
 from autosplit.progress import phase
+from autosplit.trace.assertions import check_value
 from autosplit.trace.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.build import RawGraph
 from autosplit.trace.findings import key_of_opaque
@@ -146,7 +147,9 @@ class _Lockstep:
         self.orders: dict[tuple[str, fx.Node], torch.Tensor] = {}
         self.last: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
-        for node in reversed(list(raw.graph.nodes)):
+        # rows that are made up need not pass the model's own checks
+        self.order = [node for node in raw.graph.nodes if node.target is not check_value]
+        for node in reversed(self.order):
             fresh = [n for n in (*node.all_input_nodes, node) if n not in seen]
             seen.update(fresh)
             self.last[node] = fresh
@@ -167,9 +170,8 @@ class _Lockstep:
         self.contents = {run: {name: b.clone() for name, b in self.buffers.items()} for run in rows}
 
     def run(self) -> Influence:
-        order = list(self.raw.graph.nodes)
         position = 0
-        for node in order[:-1]:
+        for node in self.order[:-1]:
             if INFO in node.meta and node.op != "placeholder":
                 self._ask_operator(node)
             for name, interpreter in self.runs.items():

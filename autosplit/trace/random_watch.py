@@ -9,13 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.trace.meta_kernels import MetaKernels
-from autosplit.trace.shape_rules import new_tensor
-
-_GROUPED_MM = torch.ops.aten._grouped_mm.default
+from autosplit.trace.shape_rules import ruled
 
 
 class Like(NamedTuple):
@@ -42,12 +38,10 @@ class RandomWatch(TorchDispatchMode):
         drawn: them, since :meth:`begin`.
         own_generator: whether others drew from another generator than torch's default one.
         runs_twice: whether one of them runs again in the backward, inside what was watched.
-        kernels: runs what draws nothing, where all is on the meta device; None: torch does.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels: MetaKernels | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -72,12 +66,10 @@ class RandomWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _GROUPED_MM and isinstance(args[0], FakeTensor):
-            new = new_tensor(func, args, kwargs)
-            if new is not None:
-                return args[0].new_empty(new.shape)
+        if (made := ruled(func, args, kwargs)) is not None:
+            return made
         if not draws_numbers(func, args, kwargs):
-            return func(*args, **kwargs) if self.kernels is None else self.kernels.call(func, args, kwargs)
+            return func(*args, **kwargs)
         if is_composite(func):
             with self:
                 return run_composite(func, args, kwargs)

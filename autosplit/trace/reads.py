@@ -15,6 +15,7 @@ tensor mode is on (tried on torch 2.11, 2.13 and 2.15).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from autosplit.trace.build import build
 from autosplit.trace.formula import Length, lengths_in
 from autosplit.trace.merge import MergedRecording
 from autosplit.trace.record import Recorder
-from autosplit.trace.recording import Attribute, Call, Ref, Refusal, refs_in, where
+from autosplit.trace.recording import Attribute, Call, Ref, Refusal, leaves_in, mapped, refs_in, where
 from autosplit.trace.scope import Answer
 
 _ELEMENTS = 1 << 20
@@ -103,7 +104,7 @@ class Scout:
         changed = {s for c in recorder.calls for s in c.mutates}
         reads = {name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))}
         written = {name for c in recorder.calls for name in c.writes}
-        elements = sum(_count(shape) for c in calls for shape in c.shapes if c.kind != "input")
+        elements = sum(math.prod(shape) for c in calls for shape in c.shapes if c.kind != "input")
         given = sum(tensor.numel() for tensor in self.inputs.values())
         large = [n for n in reads if n in self.parameters and self.parameters[n].numel() > _PARAMETER_ELEMENTS]
         problem = next(
@@ -132,21 +133,14 @@ class Scout:
         return call.target(*args, **kwargs)
 
     def _real(self, value: Any, recorder: Recorder) -> Any:
-        if isinstance(value, Ref):
-            return self._values[value.index]
-        if isinstance(value, Attribute):
-            return self.state[value.name] if value.name in self.state else recorder.constants[value.name]
-        if isinstance(value, torch.device) and value.type == "meta":
-            return torch.device("cpu")
-        if isinstance(value, slice):
-            return slice(*(self._real(part, recorder) for part in (value.start, value.stop, value.step)))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._real(part, recorder) for part in value))
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._real(part, recorder) for part in value)
-        if isinstance(value, dict):
-            return {key: self._real(part, recorder) for key, part in value.items()}
-        return value
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return self._values[leaf.index]
+            if isinstance(leaf, Attribute):
+                return self.state[leaf.name] if leaf.name in self.state else recorder.constants[leaf.name]
+            return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+        return mapped(real, value)
 
 
 class Valueless(Scout):
@@ -238,20 +232,7 @@ def _behind(calls: Sequence[Call], ends: Iterable[Call]) -> list[int]:
 
 
 def _attributes(value: Any) -> list[str]:
-    if isinstance(value, Attribute):
-        return [value.name]
-    if isinstance(value, (list, tuple)):
-        return [name for part in value for name in _attributes(part)]
-    if isinstance(value, dict):
-        return _attributes(list(value.values()))
-    return []
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return [leaf.name for leaf in leaves_in(value) if isinstance(leaf, Attribute)]
 
 
 def _place(call: Call) -> str:

@@ -10,10 +10,9 @@ Values are known by identity: every tensor that a call returned is kept alive un
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -26,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.assertions import assertion_here, record_check
 from autosplit.trace.calls import Ambient, apply_function, under
-from autosplit.trace.gradient_hooks import record_hook
 from autosplit.trace.holders import Holders
 from autosplit.trace.kept import check_own
 from autosplit.trace.logged import LoggedNumber, log_item
@@ -43,10 +41,10 @@ from autosplit.trace.recording import (
     Recording,
     Ref,
     Refusal,
+    mapped,
     source_line,
     where,
 )
-from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
 from autosplit.trace.side_effects import by_hooks
 from autosplit.trace.stacks import is_stack, run_stack
@@ -64,7 +62,6 @@ class Recorder(TorchFunctionMode):
         *,
         reader: Reader,
         observed: Observed | None,
-        repeats: Repeats | None = None,
         holders: Holders | None = None,
     ) -> None:
         super().__init__()
@@ -74,7 +71,6 @@ class Recorder(TorchFunctionMode):
         self.scope = scope
         self.reader = reader
         self.observed = observed
-        self.repeats = repeats or Repeats({})
         self.failed_in: str | None = None  # the innermost module out of which an exception came
         self.modules_made: list[type] = []
         self.calls: list[Call] = []
@@ -107,14 +103,10 @@ class Recorder(TorchFunctionMode):
         """Qualified name of the module whose forward is running."""
         return self._stack[-1][0]
 
-    def refusal(self, what: str) -> Refusal:
-        """Return a refusal of what the module whose forward is running does."""
+    def refusal(self, what: str, *, whole: str = "") -> Refusal:
+        """Return a refusal of what the module whose forward is running does; ``whole``: see `Refusal`."""
         source = source_line()
-        return Refusal(f"{where(self.path)} {what}" + (f" ({source})" if source else ""), self.path)
-
-    def enter(self, path: str, number: int) -> None:
-        """Take what follows as operations of a module's ``number``-th call."""
-        self._stack[1:] = [(path, number)] if path else []
+        return Refusal(f"{where(self.path)} {what}" + (f" ({source})" if source else ""), self.path, whole=whole)
 
     # -- values ------------------------------------------------------------------------------------------------
     def add_input(self, name: str, tensor: torch.Tensor) -> None:
@@ -156,18 +148,13 @@ class Recorder(TorchFunctionMode):
 
     def encode(self, value: Any) -> Any:
         """Replace tensors in nested arguments by what they are in the recording."""
+        return mapped(self._encoded, value)
+
+    def _encoded(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.reference(value)
         if isinstance(value, nn.Module) and id(value) in self._paths:
             return Attribute(self._paths[id(value)])
-        if isinstance(value, slice):
-            return slice(self.encode(value.start), self.encode(value.stop), self.encode(value.step))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.encode(v) for v in value))
-        if isinstance(value, (list, tuple)):
-            return (list if isinstance(value, list) else tuple)(self.encode(v) for v in value)
-        if isinstance(value, dict):
-            return {key: self.encode(v) for key, v in value.items()}
         if isinstance(value, np.generic):  # an operand of generated code must be a number that Python can print
             return value.item()
         if isinstance(value, _PLAIN):
@@ -179,34 +166,6 @@ class Recorder(TorchFunctionMode):
     def storage_of(self, value: Any) -> int:
         """Return the number of a tensor's storage, -1 for the model's own and for what is no tensor."""
         return self._storages.get(storage_key(value), -1) if isinstance(value, torch.Tensor) else -1
-
-    def fresh_storage(self) -> int:
-        """Return the number of a storage that no tensor at hand has."""
-        return self._storages[-len(self._storages) - 2]  # no address is negative
-
-    def adopt(self, tensor: torch.Tensor, index: int) -> None:
-        """Let a tensor be the result of the recorded call with this index."""
-        self._keep.append(tensor)
-        self.stand_for(tensor, index)
-        made = self.calls[index].storages
-        self._storages[storage_key(tensor)] = made[0] if made else self.fresh_storage()
-
-    def stand_for(self, tensor: torch.Tensor, index: int) -> None:
-        """Let the recorded call with this index stand for a tensor from now on."""
-        self._refs[id(tensor)] = index
-
-    def calls_of(self, path: str) -> int:
-        """Return how often a module has been called so far, the call under way included."""
-        return self._module_calls[path]
-
-    @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
-        """Record nothing inside."""
-        self._muted += 1
-        try:
-            yield
-        finally:
-            self._muted -= 1
 
     def _note(self, call: Call, tensor: torch.Tensor) -> None:
         if tensor.is_nested:
@@ -290,11 +249,10 @@ class Recorder(TorchFunctionMode):
         label = getattr(func, "__name__", type(func).__name__)
         if label in VALUE_READS and any(self.knows(t) or type(t) is not FakeTensor for t in tensors_in((args, kwargs))):
             return self._read(func, label, args, kwargs)
-        if label == "register_hook" and id(args[0]) in self._refs:
-            return record_hook(self, *args, **kwargs)
         if label in GRADIENT_CALLS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
             raise self.refusal(
-                f"calls {label} on a recorded tensor; a graph carries no hooks and computes no gradients inside forward"
+                f"calls {label} on a recorded tensor; a graph carries no hooks and computes no gradients in forward",
+                whole="it registers a hook" if "hook" in label else "",
             )
         if label == "__get__":
             label = func.__self__.__name__
@@ -339,7 +297,7 @@ class Recorder(TorchFunctionMode):
                 if is_stack(module, args) and path not in self.scope.atoms and not has_hooks(module):
                     return run_stack(module, *args, **kwargs)
                 return self._leaf(original, module, path, args, kwargs)
-            return self.repeats.enter(self, original, module, path, args, kwargs)
+            return original(module, *args, **kwargs)
         except Exception as error:
             self.failed_in = path if self.failed_in is None else self.failed_in
             if not isinstance(error, Refusal) and not getattr(error, "__notes__", None):
@@ -390,7 +348,7 @@ class Recorder(TorchFunctionMode):
         flat, unflatten = flatten_output(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
         encoded += [self.reference(tensor) for tensor in kept]
-        return Recording(self.calls, self.constants, encoded, unflatten, self.repeats.segments, kept=len(kept))
+        return Recording(self.calls, self.constants, encoded, unflatten, kept=len(kept))
 
 
 _OWN_GENERATOR = "draws from a generator of its own; a pipeline cannot keep the order of its draws: use torch's default"

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,8 +123,6 @@ class Recording:
     constants: dict[str, Any]
     output: list[Any]
     unflatten: Structure
-    segments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The runs of entered modules; see :mod:`autosplit.trace.repeats`."""
     changed: frozenset[tuple[str, str]] = frozenset()
     """Where the run changed Python state; see :mod:`autosplit.trace.side_effects`."""
     kept: int = 0
@@ -149,26 +147,29 @@ class Observed(Protocol):
         """Return tensors like those that the atom gave, and write into ``call`` what it did besides."""
 
 
-def refs_in(value: Any) -> Iterator[Ref]:
-    """Yield the references inside nested arguments."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, slice):
-        yield from refs_in((value.start, value.stop, value.step))
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from refs_in(part)
-    elif isinstance(value, dict):
-        yield from refs_in(list(value.values()))
-
-
-def attributes_in(value: Any) -> bool:
-    """Tell whether there are parameters, buffers, modules or constants inside nested arguments."""
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested arguments with ``function`` of each leaf in its place; slices are nested too."""
     if isinstance(value, slice):
-        return attributes_in((value.start, value.stop, value.step))
+        return slice(*(mapped(function, part) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(function, part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(mapped(function, part) for part in value)
     if isinstance(value, dict):
-        return attributes_in(list(value.values()))
-    return isinstance(value, Attribute) or (isinstance(value, (list, tuple)) and any(map(attributes_in, value)))
+        return {key: mapped(function, part) for key, part in value.items()}
+    return function(value)
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """Return the leaves of nested arguments."""
+    found: list[Any] = []
+    mapped(found.append, value)
+    return found
+
+
+def refs_in(value: Any) -> list[Ref]:
+    """Return the references inside nested arguments."""
+    return [leaf for leaf in leaves_in(value) if isinstance(leaf, Ref)]
 
 
 def is_foreign(file: str) -> bool:

@@ -35,9 +35,7 @@ from autosplit.trace.holders import HOOK_TABLES, Holder, Holders
 from autosplit.trace.kept import check_given
 from autosplit.trace.layouts import empty_in_layout, layout_of, one_tensor
 from autosplit.trace.logged import Decides
-from autosplit.trace.meta_kernels import MetaKernels
 from autosplit.trace.plain_answers import as_in_a_plain_call
-from autosplit.trace.random_watch import RandomWatch
 from autosplit.trace.reads import Recall, Unanswered
 from autosplit.trace.record import Recorder
 from autosplit.trace.recording import (
@@ -51,7 +49,6 @@ from autosplit.trace.recording import (
     raised_line,
     where,
 )
-from autosplit.trace.repeats import Repeats
 from autosplit.trace.scope import Scope
 from autosplit.trace.silence import COLLECTS
 from autosplit.trace.watch import Watcher
@@ -85,9 +82,6 @@ class Sizes(contextlib.AbstractContextManager[Any], Protocol):
     def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
         """Return the shape of the tensor at a position among the input tensors."""
 
-    def watch(self, random: RandomWatch) -> None:
-        """Take notice of what draws random numbers."""
-
 
 class _Numbers(contextlib.nullcontext[None]):
     """The sample's own sizes, at another number of rows."""
@@ -102,9 +96,6 @@ class _Numbers(contextlib.nullcontext[None]):
     def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
         return [self.rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
 
-    def watch(self, random: RandomWatch) -> None:
-        pass
-
 
 def record(
     model: nn.Module,
@@ -114,14 +105,12 @@ def record(
     scope: Scope,
     reader: Reader | None = None,
     observed: Observed | None = None,
-    repeats: Repeats | None = None,
     sizes: Sizes | None = None,
 ) -> Recording:
     """Record the model's forward at ``rows`` batch rows; the model is as before at the end.
 
     ``reader`` answers value reads; None: as the scope says. ``observed`` tells what atoms give; None: their own run on
-    fake tensors does. ``repeats`` runs entered modules, or takes over what their equals did; see
-    :mod:`autosplit.trace.repeats`. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
+    fake tensors does. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
 
     Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
     exception of the model's own, Unanswered for a value read that has no answer.
@@ -133,7 +122,6 @@ def record(
         scope=scope,
         reader=reader,
         observed=observed,
-        repeats=repeats,
         sizes=sizes,
     ).recording
 
@@ -162,7 +150,6 @@ def run_python(
     scope: Scope,
     reader: Reader | None = None,
     observed: Observed | None = None,
-    repeats: Repeats | None = None,
     sizes: Sizes | None = None,
 ) -> PythonRun:
     """Run the model's own Python as :func:`record` does, and tell what it changed; all is as before at the end."""
@@ -181,7 +168,6 @@ def run_python(
             scope,
             reader=reader or Recall(scope.answers),
             observed=observed,
-            repeats=repeats,
             holders=holders,
         )
         return _run(model, inputs, sizes, mode, rows=rows, recorder=recorder, holders=holders, real=real)
@@ -207,8 +193,6 @@ def _run(
         shape = sizes.shape(position, leaves[index], inputs.batch_dims[index])
         real_leaf, leaves[index] = leaves[index], _fake(leaves[index], shape, mode)
         real[id(leaves[index])] = real_leaf
-    sizes.watch(recorder.random)
-    recorder.random.kernels = MetaKernels() if isinstance(mode, _AsItIs) else None
     for index in inputs.tensors():
         recorder.add_input(inputs.names[index], leaves[index])
     args, kwargs = inputs.rebuild(leaves)

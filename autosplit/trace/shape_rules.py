@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _GROUPED_MM, _HISTC = torch.ops.aten._grouped_mm.default, torch.ops.aten.histc.default
 _GROUPED = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -28,6 +30,24 @@ def new_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> New
     if func is _GROUPED_MM:
         return _grouped_mm(args, kwargs)
     return _histogram(args, kwargs) if func is _HISTC else None
+
+
+def ruled(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Return the result of an operation on tensors without values by a rule; None where torch works it out."""
+    if func is not _GROUPED_MM and func is not _HISTC:
+        return None
+    if not (isinstance(args[0], FakeTensor) or args[0].is_meta):
+        return None
+    new = new_tensor(func, args, kwargs)
+    return None if new is None else args[0].new_empty(new.shape)
+
+
+class ShapeRules(TorchDispatchMode):
+    """Applies the rules to all operations that run inside."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = ruled(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if made is None else made
 
 
 def _grouped_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> New | None:

@@ -27,9 +27,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.formula import LEAST, ROWS, Formula, Length, Number, Symbol
-from autosplit.trace.symbolic_shapes import ShapeMemory
 
 _FOLDED: dict[str, Callable[..., Any]] = {
     "Add": operator.add,
@@ -64,24 +64,24 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
+_RECURRENT = {torch.lstm: 2, torch.gru: 1, torch.rnn_tanh: 1, torch.rnn_relu: 1}
+
+
 class NoFormula(Exception):
     """A number cannot be written as an expression of sizes."""
 
 
-class SymbolicSizes(ShapeMemory):
+class SymbolicSizes(TorchFunctionMode):
     """The sizes of one symbolic recording; inside it, the shapes of operations are symbolic too.
 
     Args:
         rows: the number of rows at hand; a symbol where it is 2 or more.
         lengths: the dimensions that are symbols.
         sizes: the size of each at hand, 2 or more.
-        repeats: whether shapes that were seen before are taken from memory.
     """
 
-    def __init__(
-        self, rows: int, lengths: Sequence[Length], sizes: Mapping[str, int], *, repeats: bool = False
-    ) -> None:
-        super().__init__(repeats=repeats)
+    def __init__(self, rows: int, lengths: Sequence[Length], sizes: Mapping[str, int]) -> None:
+        super().__init__()
         self._env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
         self._names: dict[str, str] = {}
         self._numbers: dict[Any, Number] = {}
@@ -110,6 +110,10 @@ class SymbolicSizes(ShapeMemory):
         if batch_dim is not None:
             sizes[batch_dim] = self._rows
         return sizes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return _recurrent(_RECURRENT[func], *args, **kwargs) if func in _RECURRENT else func(*args, **kwargs)
 
     def __enter__(self) -> SymbolicSizes:
         super().__enter__()
@@ -184,3 +188,17 @@ class SymbolicSizes(ShapeMemory):
 
 def _is_natural(number: Number) -> bool:
     return isinstance(number, int) and number > 0
+
+
+def _recurrent(states: int, input: torch.Tensor, hx: Any, weights: Sequence[torch.Tensor], *options: Any) -> Any:
+    """Return tensors like those of ``torch.lstm`` and its like on a padded batch, which fake tensors cannot tell."""
+    if len(options) != 6:
+        raise NotImplementedError("a packed sequence has no symbolic length")
+    bidirectional = options[4]
+    given = hx if states > 1 else (hx,)
+    width = given[0].shape[-1] * (2 if bidirectional else 1)
+    output = input.new_empty((*input.shape[:-1], width))
+    found = [output, *(torch.empty_like(state) for state in given)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *given, *weights)):
+        found = [tensor.requires_grad_().clone() for tensor in found]
+    return tuple(found)

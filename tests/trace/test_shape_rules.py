@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from autosplit.profile.fake import fake_mode
 from autosplit.profile.ledger import Ledger
-from autosplit.trace.meta_kernels import MetaKernels
-from autosplit.trace.shape_rules import new_tensor
+from autosplit.trace.shape_rules import ShapeRules, new_tensor
 
 GROUPED_MM, HISTC = torch.ops.aten._grouped_mm.default, torch.ops.aten.histc.default
 
@@ -20,7 +19,9 @@ def told(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return what an operation gives by the rule, and check that meta and fake tensors follow it."""
     new = new_tensor(func, args, kwargs)
     assert new is not None
-    meta = MetaKernels().call(func, *tree_map_only(torch.Tensor, lambda own: own.to("meta"), (args, kwargs)))
+    with ShapeRules():
+        args_on_meta, kwargs_on_meta = tree_map_only(torch.Tensor, lambda own: own.to("meta"), (args, kwargs))
+        meta = func(*args_on_meta, **kwargs_on_meta)
     mode = fake_mode()
     with mode:
         fake = Ledger(kernels="cpu").run(func, *tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs)))
