@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.compare.tensors import same_reordered
+from autosplit.errors import is_internal
 from autosplit.trace.calls import apply_function
 from autosplit.trace.graph import INFO
 from autosplit.trace.kinds import function_of
@@ -63,7 +64,9 @@ class BackwardProbe:
         try:
             with torch.enable_grad():
                 return any(not self._adds_up(scale) for scale in _SCALES)
-        except Exception:  # a backward that fails on some rows alone is no backward by rows
+        except Exception as error:  # a backward that fails on some rows alone is no backward by rows
+            if is_internal(error):
+                raise
             return True
 
     def _adds_up(self, scale: float) -> bool:

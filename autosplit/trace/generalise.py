@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.errors import is_internal
 from autosplit.trace.calls import Ambient
 from autosplit.trace.formula import LEAST, ROWS, Formula, Length, Number, Symbol, evaluate, symbols_in
 from autosplit.trace.graph import Size, TensorInfo
 from autosplit.trace.lengths import Shape, sizes_at
 from autosplit.trace.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
 from autosplit.trace.random_watch import Draw
-from autosplit.trace.recording import Attribute, Recording, Ref, mapped
+from autosplit.trace.reads import Unanswered
+from autosplit.trace.recording import Attribute, Recording, Ref, Refusal, Unexpected, mapped
 from autosplit.trace.run import FlatInputs, record
 from autosplit.trace.scope import Scope
 
@@ -130,7 +132,7 @@ def _symbolic(
     model: nn.Module, scope: Scope, inputs: FlatInputs, rows: int, lengths: Sequence[Length], now: Mapping[str, int]
 ) -> tuple[Recording, Any, tuple[Number, ...]] | None:
     """Record with symbols; return the recording, its numbers as formulas call by call, and the conditions."""
-    from autosplit.trace.symbols import SymbolicSizes  # takes seconds to import, and few models need it
+    from autosplit.trace.symbols import NoFormula, SymbolicSizes  # takes seconds to import, and few models need it
 
     try:
         sizes = SymbolicSizes(rows, lengths, now)
@@ -138,7 +140,11 @@ def _symbolic(
         converted = [mapped(sizes.number, (c.args, c.kwargs, list(c.shapes), c.draws)) for c in recording.calls]
         converted.append(mapped(sizes.number, recording.output))
         return recording, converted, sizes.conditions()
-    except Exception:  # whatever a symbol does to the model, its lengths are then recorded one by one
+    except (NoFormula, Refusal, Unanswered, Unexpected):
+        return None
+    except Exception as error:  # whatever a symbol does to the model, its lengths are then recorded one by one
+        if is_internal(error):
+            raise
         return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from autosplit.errors import InputError, TraceError
+from autosplit.errors import AutosplitError, TraceError, is_internal
 from autosplit.options import Sample
 from autosplit.trace import state
 from autosplit.trace.build import RawGraph, build
@@ -203,9 +203,11 @@ def _classified(
     elif not names <= before.probed:
         try:
             seen = _probe(model, flat, gathered, raw)
-        except (Unexpected, TraceError, InputError):
+        except (Unexpected, AutosplitError):
             raise
         except Exception as error:
+            if is_internal(error):
+                raise
             raise Refusal(
                 f"other rows of the sample could not be tried ({type(error).__name__}: {error}): an input may hold "
                 "numbers of rows, or batch_dims= must say where the batch is",

@@ -23,6 +23,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.compare.tensors import same_rounded
+from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO, TensorInfo
 from autosplit.trace.recording import VALUE_READS
 from autosplit.trace.state import random_state
@@ -90,7 +91,9 @@ class OpaqueProbe:
             return all(self._as_alone(rows, alone) for rows in self._batches()) and all(
                 self._is_shown(site, alone) for site in list(self.outcomes)
             )
-        except Exception:  # what does not run on some rows alone is no module by rows
+        except Exception as error:  # what does not run on some rows alone is no module by rows
+            if is_internal(error):
+                raise
             return False
 
     def _batches(self) -> list[list[int]]:
@@ -136,7 +139,7 @@ class OpaqueProbe:
         if isinstance(values[0], int) and not isinstance(values[0], bool) and values[0] % self.run_rows == 0:
             return values[0] // self.run_rows * len(rows) if INFO not in node.meta else values[0]
         if isinstance(values[0], (tuple, list, dict)):
-            raise TypeError("an operand of several tensors is not cut by rows here")
+            raise RuntimeError("an operand of several tensors is not cut by rows here")
         return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
 
     def _is_shown(self, site: Site, alone: Sequence[list[torch.Tensor]]) -> bool:
@@ -161,7 +164,9 @@ class OpaqueProbe:
         try:
             skipped = self._results(every, (site, lambda _: False), emptied=True)
             gone_on = self._results(every, (site, lambda _: True), emptied=True)
-        except Exception:
+        except Exception as error:  # the module's own, for an answer that it does not expect
+            if is_internal(error):
+                raise
             return False
         return all(map(same_rounded, skipped, gone_on))
 
@@ -171,7 +176,9 @@ class OpaqueProbe:
         """Tell whether another answer to a read changes nothing."""
         try:
             return self._as_alone(list(range(self.rows)), alone, forced=(site, change))
-        except Exception:
+        except Exception as error:  # the module's own, for an answer that it does not expect
+            if is_internal(error):
+                raise
             return or_raises
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.compare.tensors import same_bits, same_rounded
+from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO, TracedNode
 from autosplit.trace.kinds import (
     function_of,
@@ -132,7 +133,9 @@ class OperatorProbe:
     def _is_influenced(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
         try:
             plain = result_of(node, self.run, {})
-        except Exception:  # runs of the model say all that can be said
+        except Exception as error:  # runs of the model say all that can be said
+            if is_internal(error):
+                raise
             return False
         generator = torch.Generator().manual_seed(0)
         for draw, kind in enumerate(KINDS if self._is_light(node) else FEW_KINDS):
@@ -147,7 +150,9 @@ class OperatorProbe:
             try:
                 made = result_of(node, self.run, values)
                 before = result_of(node, self.run, base) if base else plain
-            except Exception:  # the operation takes no such values
+            except Exception as error:  # the operation takes no such values
+                if is_internal(error):
+                    raise
                 continue
             same = same_rounded if is_opaque(node, self.root) else same_bits
             if not _is_kept(kept, before, made, self._result_layouts(node, plain), same):

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autosplit.compare.tensors import same_reordered
+from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO
 from autosplit.trace.neighbours import call_with, copied, from_sources, result_of, size_at, tensors_of
 from autosplit.trace.row_layout import Layouts
@@ -80,7 +81,9 @@ class PlaceProbe:
             given = {n: self._operand(n) for n in node.all_input_nodes}
             made = call_with(node, self.run, given)
             plain = result_of(node, self.run, {})
-        except Exception:  # a table may be too short for so many rows
+        except Exception as error:  # a table may be too short for so many rows
+            if is_internal(error):
+                raise
             return False
         infos = node.meta[INFO].tensors
         changed = [n for n in given if not infos and INFO in n.meta and n.meta[INFO].mutated]

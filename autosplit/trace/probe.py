@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autosplit.compare.tensors import same_bits, same_reordered, same_rounded
+from autosplit.errors import is_internal
 from autosplit.progress import phase
 from autosplit.trace.assertions import check_value
 from autosplit.trace.backward_probe import BackwardProbe, has_own_backward
@@ -107,8 +108,8 @@ def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Influence:
     with torch.no_grad(), slow_attention():
         try:
             return _Lockstep(raw, _leaves(inputs, runs, vary), runs, count).run()
-        except Exception:
-            if not vary:
+        except Exception as error:  # the model's, for tokens or flags that are made up
+            if not vary or is_internal(error):
                 raise
             return _Lockstep(raw, _leaves(inputs, runs, False), runs, count).run()
 
@@ -209,8 +210,8 @@ class _Lockstep:
     def _step(self, name: str, interpreter: fx.Interpreter, node: fx.Node) -> None:
         try:
             interpreter.env[node] = self._run_node(interpreter, node, self.contents[name])
-        except Exception:
-            if name != "alone" or INFO not in node.meta:
+        except Exception as error:
+            if name != "alone" or INFO not in node.meta or is_internal(error):
                 raise
             self.failed.append(node)  # a row alone does not get this far: what it would give is taken from among
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autosplit.errors import is_internal
 from autosplit.trace.build import build
 from autosplit.trace.formula import Length, lengths_in
 from autosplit.trace.merge import MergedRecording
@@ -186,7 +187,9 @@ class Guard:
             with torch.no_grad():
                 lengths = lengths_in(self.lengths, inputs).values()
                 values = fx.Interpreter(self.root, graph=self.graph).run(rows, *lengths, *inputs)
-        except Exception:  # reads that fail on this batch do not give what they gave
+        except Exception as error:  # reads that fail on this batch do not give what they gave
+            if is_internal(error):
+                raise
             return False
         return all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
 

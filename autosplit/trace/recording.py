@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autosplit.errors import TraceError
+from autosplit.errors import TraceError, is_internal
 from autosplit.trace.layouts import Layout, layout_of
 from autosplit.trace.objects import Structure
 from autosplit.trace.random_watch import Draw
@@ -175,6 +175,14 @@ def refs_in(value: Any) -> list[Ref]:
 def is_foreign(file: str) -> bool:
     """Tell whether code is torch's, the recorder's or made at run time: neither the model's nor that of its package."""
     return file.startswith((_OWN, _TORCH, _DECORATORS, "<"))
+
+
+def is_fault(error: Exception) -> bool:
+    """Tell whether an exception out of a run of the model is a fault of the recorder's own.
+
+    Operations of the model run in frames of the recorder; what torch's C++ raises there is an error of other kinds.
+    """
+    return isinstance(error, (AssertionError, AttributeError, KeyError, NameError)) and is_internal(error)
 
 
 def source_line() -> str:

@@ -12,7 +12,7 @@ from autosplit.errors import TraceError
 from autosplit.trace import state
 from autosplit.trace.parameter_writes import written_back
 from autosplit.trace.probe import probe_rows
-from autosplit.trace.recording import Unexpected
+from autosplit.trace.recording import Unexpected, is_fault
 from autosplit.trace.run import FlatInputs, patched
 from autosplit.trace.scope import Scope
 from autosplit.trace.watch import Observations, Watcher
@@ -43,6 +43,8 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Ob
         except TraceError:
             raise
         except Exception as error:
+            if is_fault(error):
+                raise
             raise Unexpected(error, "") from error
     return Observations(model, scope, watcher.seen)
 

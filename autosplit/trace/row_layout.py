@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO, TensorInfo
 from autosplit.trace.kinds import adds, gives_positions, keeps_numbers, moved_and_index, rearranges
 from autosplit.trace.neighbours import Values, result_of, shuffled, tensors_of
@@ -135,7 +136,9 @@ class Layouts:
                 return False
             if index:
                 return self._picks_own(node, numbers, index, suspects)
-        except Exception:
+        except Exception as error:  # it takes no row numbers
+            if is_internal(error):
+                raise
             return None
         if not picking:
             self.known[kind] = found

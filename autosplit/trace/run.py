@@ -46,6 +46,7 @@ from autosplit.trace.recording import (
     Recording,
     Refusal,
     Unexpected,
+    is_fault,
     raised_line,
     where,
 )
@@ -271,6 +272,8 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
     except (Refusal, Unanswered):
         raise
     except Exception as error:
+        if is_fault(error):
+            raise
         if recorder.modules_made:
             raise FirstCall([f"a {kind.__name__}" for kind in recorder.modules_made]) from error
         place = where(recorder.failed_in or "")
