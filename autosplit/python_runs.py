@@ -13,10 +13,9 @@ from autosplit.options import Sample
 from autosplit.recorded import Recorded
 from autosplit.runtime.ambient import without_callers_modes
 from autosplit.trace.objects import leaves_of, take_apart
-from autosplit.trace.outside import OutsideValues
 from autosplit.trace.python_state import Place
 from autosplit.trace.run import PythonRun
-from autosplit.trace.signature import Key, key_of, rows_of
+from autosplit.trace.signature import Key, OutsideValues, key_of, rows_of
 
 
 class PythonRuns:

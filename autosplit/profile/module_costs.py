@@ -25,8 +25,8 @@ from autosplit.profile.times import NodeTimes
 from autosplit.profile.work import work_of
 from autosplit.trace import state
 from autosplit.trace.module_tree import Doors, ModuleCost
-from autosplit.trace.parameter_writes import written_back
 from autosplit.trace.run_once import gradients_aside
+from autosplit.trace.state import written_back
 from autosplit.trace.structure import flatten_output, tensors_in
 
 _BACKWARD = 2.0

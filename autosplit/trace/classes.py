@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from autosplit.trace.effects import Effects
+from autosplit.trace.build import Effects
 from autosplit.trace.findings import Findings, key_of_opaque
 from autosplit.trace.graph import INFO, LENGTH, NodeClass, TracedNode
 from autosplit.trace.grouped import Grouped, grouped

@@ -7,26 +7,30 @@ record ──► a value read ──► ask the sample's own values, record agai
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autosplit.errors import TraceError
 from autosplit.progress import phase
+from autosplit.trace import state
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.logged import Decides
-from autosplit.trace.merge import BATCH_SIZES, MergedRecording, merge
-from autosplit.trace.one_row import holds_at
+from autosplit.trace.merge import BATCH_SIZES, MergedRecording, holds_at, merge
+from autosplit.trace.probe import probe_rows
 from autosplit.trace.reads import Scout, Unanswered, Valueless
-from autosplit.trace.recording import Call, Recording, Refusal, Unexpected
-from autosplit.trace.rehearse import observe
-from autosplit.trace.run import FlatInputs, PythonRun, record, run_python
+from autosplit.trace.recording import Call, Recording, Refusal, Unexpected, is_fault
+from autosplit.trace.run import FlatInputs, PythonRun, patched, record, run_python
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
+from autosplit.trace.state import written_back
+from autosplit.trace.watch import Observations, Watcher
 
 _HIDES = 0.4
 """Share of the parameters above which an atom that has parts is not accepted, unless it runs by microbatch."""
@@ -195,3 +199,43 @@ def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
 
 def _enterable(module: nn.Module) -> bool:
     return not has_hooks(module) and not isinstance(module, (nn.RNNBase, *STATEFUL_LEAVES))
+
+
+# -- real runs ---------------------------------------------------------------------------------------------------------
+def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Observations | None:
+    """Run the model on ``rows`` real rows and note what its atoms give; None when it has none, or no values.
+
+    The model and the random states are as before at the end. Raises Unexpected for an exception of the model's own.
+    """
+    if not scope.atoms or any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    pairs = zip(inputs.leaves, inputs.batch_dims, strict=True)
+    leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
+    args, kwargs = inputs.rebuild(leaves)
+    with (
+        state.random_state(),
+        state.attributes(model) as holders,
+        state.buffer_contents(model),
+        written_back(model),
+        torch.no_grad(),
+        torch.inference_mode(False),
+    ):
+        watcher = Watcher(model, scope, holders)
+        try:
+            with patched(watcher), watcher:
+                model(*args, **kwargs)
+        except TraceError:
+            raise
+        except Exception as error:
+            if is_fault(error):
+                raise
+            raise Unexpected(error, "") from error
+    return Observations(model, scope, watcher.seen)
+
+
+@contextlib.contextmanager
+def answering(model: nn.Module, scope: Scope) -> Iterator[None]:
+    """Give a model's own Python, in real runs inside, the answers to value reads that a recording took."""
+    watcher = Watcher(model, scope)
+    with patched(watcher), watcher:
+        yield

@@ -23,13 +23,13 @@ from autosplit.errors import is_internal
 from autosplit.trace.calls import Ambient
 from autosplit.trace.formula import LEAST, ROWS, Formula, Length, Number, Symbol, evaluate, symbols_in
 from autosplit.trace.graph import Size, TensorInfo
-from autosplit.trace.lengths import Shape, sizes_at
 from autosplit.trace.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
 from autosplit.trace.random_watch import Draw
 from autosplit.trace.reads import Unanswered
 from autosplit.trace.recording import Attribute, Recording, Ref, Refusal, Unexpected, mapped
 from autosplit.trace.run import FlatInputs, record
 from autosplit.trace.scope import Scope
+from autosplit.trace.signature import Shape, sizes_at
 
 
 @dataclass(frozen=True)

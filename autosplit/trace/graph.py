@@ -28,8 +28,8 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.formula import ROWS, Length, Number, evaluate
-from autosplit.trace.layouts import Layout
 from autosplit.trace.random_watch import Draw
+from autosplit.trace.structure import Layout
 
 INFO = "autosplit"
 LENGTH = "autosplit_length"
@@ -72,7 +72,7 @@ class TensorInfo:
     shape: tuple[Size, ...]
     dtype: torch.dtype
     layout: Layout = None
-    """The order of its dimensions in memory; see :func:`autosplit.trace.layouts.layout_of`."""
+    """The order of its dimensions in memory; see :func:`autosplit.trace.structure.layout_of`."""
 
     @property
     def differentiable(self) -> bool:

@@ -21,7 +21,7 @@ from autosplit.trace.classes import batched_nodes, classify, with_classes
 from autosplit.trace.decompose import decompose, is_decomposed
 from autosplit.trace.findings import Findings, Proof, key_of_opaque
 from autosplit.trace.formula import LEAST, Length
-from autosplit.trace.gather import Gathered, gather, refuse_hiding
+from autosplit.trace.gather import Gathered, answering, gather, refuse_hiding
 from autosplit.trace.generalise import Domain, for_one_row, generalise
 from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
@@ -29,14 +29,13 @@ from autosplit.trace.kinds import function_of
 from autosplit.trace.merge import MergedRecording
 from autosplit.trace.norms import note_rewritten
 from autosplit.trace.objects import leaves_of
-from autosplit.trace.parameter_writes import written_back
 from autosplit.trace.probe import run_probe
 from autosplit.trace.proof import identity
 from autosplit.trace.reads import Guard, guard_of, without_reads
 from autosplit.trace.recording import Call, Refusal, Unexpected
-from autosplit.trace.rehearse import answering
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.scope import Scope
+from autosplit.trace.state import written_back
 from autosplit.trace.watch import READS
 
 

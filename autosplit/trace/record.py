@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from autosplit.trace.assertions import assertion_here, record_check
 from autosplit.trace.calls import Ambient, apply_function, under
 from autosplit.trace.holders import Holders
-from autosplit.trace.kept import check_own
 from autosplit.trace.logged import LoggedNumber, log_item
 from autosplit.trace.objects import is_object
 from autosplit.trace.random_watch import RandomWatch
@@ -46,7 +45,7 @@ from autosplit.trace.recording import (
     where,
 )
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
-from autosplit.trace.side_effects import by_hooks
+from autosplit.trace.side_effects import by_hooks, check_own
 from autosplit.trace.stacks import is_stack, run_stack
 from autosplit.trace.state_calls import assign_buffers, give_back, track_mutation, track_state
 from autosplit.trace.structure import Field, flatten_output, projections, storage_key, tensors_in

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from autosplit.errors import TraceError, is_internal
-from autosplit.trace.layouts import Layout, layout_of
 from autosplit.trace.objects import Structure
 from autosplit.trace.random_watch import Draw
+from autosplit.trace.structure import Layout, layout_of
 
 VALUE_READS = frozenset(
     "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "

@@ -30,12 +30,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autosplit.trace import side_effects, state
-from autosplit.trace.grad_mode import GradModeWatch
 from autosplit.trace.holders import HOOK_TABLES, Holder, Holders
-from autosplit.trace.kept import check_given
-from autosplit.trace.layouts import empty_in_layout, layout_of, one_tensor
 from autosplit.trace.logged import Decides
-from autosplit.trace.plain_answers import as_in_a_plain_call
 from autosplit.trace.reads import Recall, Unanswered
 from autosplit.trace.record import Recorder
 from autosplit.trace.recording import (
@@ -51,7 +47,10 @@ from autosplit.trace.recording import (
     where,
 )
 from autosplit.trace.scope import Scope
+from autosplit.trace.side_effects import check_given
 from autosplit.trace.silence import COLLECTS
+from autosplit.trace.structure import empty_in_layout, layout_of, one_tensor
+from autosplit.trace.surroundings import GradModeWatch, as_in_a_plain_call
 from autosplit.trace.watch import Watcher
 
 

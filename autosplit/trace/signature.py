@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +15,11 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.trace.calls import Ambient
-from autosplit.trace.formula import Length
-from autosplit.trace.identity import Identity
-from autosplit.trace.layouts import layout_of, one_tensor
-from autosplit.trace.lengths import consistent, sizes_at, varying, without_lengths
-from autosplit.trace.outside import OutsideValues
+from autosplit.trace.formula import LEAST, Length
+from autosplit.trace.holders import Holder, Holders, difference
 from autosplit.trace.python_state import Passing, Place, signature
 from autosplit.trace.scope import CONTAINERS
+from autosplit.trace.structure import layout_of, one_tensor
 
 _SHORT = 32
 _OWN = frozenset(nn.Module().__dict__)
@@ -177,3 +177,119 @@ def without_rows(shapes: Shapes, dims: Sequence[int | None]) -> Shapes:
         shape if shape is None or d is None or d >= len(shape) else (*shape[:d], -1, *shape[d + 1 :])
         for shape, d in zip(shapes, dims, strict=True)
     )
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+class Identity:
+    """An object as part of a key: equal to the same object only, never to a later one at the same address.
+
+    It is held by a weak reference, so that a key keeps no tensor alive; one that is gone equals nothing.
+    """
+
+    __slots__ = ("_hash", "_of")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._of: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # it takes no weak reference
+            self._of = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Identity) and (value := self._of()) is not None and value is other._of()
+
+
+# -- values outside of the modules -------------------------------------------------------------------------------------
+_LONGEST = 1024
+"""Containers with more entries than this are known by their identity only."""
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+
+
+class OutsideValues:
+    """Reads the values that the functions of some classes name; walks them anew only where one is another."""
+
+    def __init__(self) -> None:
+        self._kinds: frozenset[type] = frozenset()
+        self._holders: list[tuple[Holder, Any]] = []
+        self._parts: dict[Place, list[Any]] = {}
+
+    def signature(self, kinds: frozenset[type], without: Collection[Place]) -> tuple[Any, ...]:
+        """Return what tells the values from others, but for those at the places ``without``."""
+        if kinds != self._kinds or any(difference(content, holder.read()) for holder, content in self._holders):
+            self._walk(kinds)
+        return tuple(part for place, parts in self._parts.items() if place not in without for part in parts)
+
+    def changed(self) -> frozenset[Place]:
+        """Return the places where values are others than when the signature was read."""
+        return frozenset(h.place for h, content in self._holders if difference(content, h.read()))
+
+    def _walk(self, kinds: frozenset[type]) -> None:
+        found = Holders((), sorted(kinds, key=lambda kind: kind.__qualname__)).found
+        pairs = [(holder, holder.read()) for holder in found if not holder.of_hook]
+        self._kinds = kinds
+        self._holders = [(h, content) for h, content in pairs if isinstance(content, (dict, list)) and _short(content)]
+        self._parts = {}
+        for holder, content in self._holders:
+            self._parts.setdefault(holder.place, []).append(_frozen(content))
+
+
+def _short(content: Any) -> bool:
+    return len(content) <= _LONGEST
+
+
+def _frozen(content: Mapping[Any, Any] | list[Any]) -> tuple[Any, ...]:
+    pairs = content.items() if isinstance(content, Mapping) else enumerate(content)
+    return tuple((_outside_part(key), _outside_part(value)) for key, value in pairs if not str(key).startswith("__"))
+
+
+def _outside_part(value: Any) -> Any:
+    if isinstance(value, float):
+        return float, repr(value)  # a NaN is equal to itself here
+    return (type(value), value) if isinstance(value, _VALUES) else Identity(value)
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+Shape = tuple[int, ...]
+
+
+def varying(before: Sequence[Shape], now: Sequence[Shape], known: Sequence[Length]) -> tuple[Length, ...] | None:
+    """Return as symbols the dimensions of the input tensors that differ between two calls, and those ``known``.
+
+    Both shapes have -1 where the rows are. Dimensions that change together, from one size to one other, are one symbol.
+    None when nothing differs, or more than sizes do.
+    """
+    if [len(shape) for shape in before] != [len(shape) for shape in now] or list(before) == list(now):
+        return None
+    places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    told = {place for length in known for place in length.places}
+    for position, (old, new) in enumerate(zip(before, now, strict=True)):
+        for dim, pair in enumerate(zip(old, new, strict=True)):
+            if pair[0] != pair[1] or (position, dim) in told:
+                places[pair].append((position, dim))
+    if any(size < LEAST for pair in places for size in pair):
+        return None
+    return tuple(Length(f"dim{number}", tuple(own)) for number, own in enumerate(places.values()))
+
+
+def sizes_at(lengths: Sequence[Length], shapes: Sequence[Shape]) -> dict[str, int]:
+    """Return the lengths in a call from the shapes of its input tensors."""
+    return {length.name: shapes[length.places[0][0]][length.places[0][1]] for length in lengths}
+
+
+def consistent(lengths: Sequence[Length], shapes: Sequence[Shape]) -> bool:
+    """Tell whether dimensions that are one symbol have one size."""
+    return all(len({shapes[position][dim] for position, dim in length.places}) == 1 for length in lengths)
+
+
+def without_lengths(shapes: Sequence[Shape], lengths: Sequence[Length]) -> list[Shape]:
+    """Return the shapes with -2 where symbols stand."""
+    places = {place for length in lengths for place in length.places}
+    return [
+        tuple(-2 if (position, dim) in places else size for dim, size in enumerate(shape))
+        for position, shape in enumerate(shapes)
+    ]

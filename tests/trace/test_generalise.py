@@ -16,7 +16,7 @@ from autosplit.options import Sample
 from autosplit.trace.formula import Formula, Length, Symbol, evaluate, symbols_in
 from autosplit.trace.generalise import Domain
 from autosplit.trace.ladder import Trace, trace, widen
-from autosplit.trace.lengths import consistent, varying, without_lengths
+from autosplit.trace.signature import consistent, varying, without_lengths
 
 Forward = Callable[[Any, Tensor], Tensor]
 
