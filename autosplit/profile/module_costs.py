@@ -24,7 +24,7 @@ from autosplit.profile.ledger import Ledger
 from autosplit.profile.times import NodeTimes
 from autosplit.profile.work import work_of
 from autosplit.trace import state
-from autosplit.trace.module_tree import Doors, ModuleCost
+from autosplit.trace.module_tree import ForwardInterceptors, ModuleCost
 from autosplit.trace.run_once import gradients_aside
 from autosplit.trace.state import written_back
 from autosplit.trace.structure import flatten_output, tensors_in
@@ -158,7 +158,7 @@ class _FirstRun:
         """Run the model; tell whether it writes to parameters. With ``saved`` count what is kept for the backward."""
         for tensor in tensors_in((sample.args, sample.kwargs)):
             self._is_new(tensor)
-        doors = Doors(self.model, [path for path, _ in self.model.named_modules()])
+        doors = ForwardInterceptors(self.model, [path for path, _ in self.model.named_modules()])
         with _borrowed(self.model), written_back(self.model) as wrote:
             args, kwargs = own_inputs(sample)
             hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor) if saved else contextlib.nullcontext()
@@ -205,7 +205,7 @@ class _TimedRun:
 
     def __init__(self, model: nn.Module, paths: list[str]) -> None:
         self.model = model
-        self.doors = Doors(model, paths)
+        self.doors = ForwardInterceptors(model, paths)
         self.forward_s = dict.fromkeys(paths, 0.0)
         self.backward_s = dict.fromkeys(paths, 0.0)
         self.marked: set[int] = set()

@@ -20,7 +20,7 @@ from torch import overrides
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch as dispatch
 
-from autosplit.trace.calls import Ambient
+from autosplit.trace.calls import GradAutocastState
 
 _SMALLEST_NORMAL = sys.float_info.min
 
@@ -35,7 +35,7 @@ class ThreadState:
 
     grad: bool
     inference: bool
-    ambient: Ambient
+    ambient: GradAutocastState
     autocast_cache: bool
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
@@ -49,7 +49,7 @@ class ThreadState:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            ambient=Ambient.current(),
+            ambient=GradAutocastState.current(),
             autocast_cache=torch.is_autocast_cache_enabled(),
             function_modes=tuple(overrides._get_current_function_mode_stack()),
             dispatch_modes=tuple(dispatch._get_current_dispatch_mode_stack()),
@@ -87,7 +87,7 @@ class ThreadState:
 
         The cast of a weight is then shared by all microbatches, and the caller's own context clears it.
         """
-        before = Ambient.current().autocast, torch.is_autocast_cache_enabled()
+        before = GradAutocastState.current().autocast, torch.is_autocast_cache_enabled()
         torch.autocast_increment_nesting()
         try:
             _set_autocast(self.ambient.autocast, self.autocast_cache)
@@ -99,7 +99,7 @@ class ThreadState:
 
 def any_autocast() -> bool:
     """Tell whether autocast is on in this thread, for any kind of device."""
-    return any(state.enabled for state in Ambient.current().autocast)
+    return any(state.enabled for state in GradAutocastState.current().autocast)
 
 
 def _set_autocast(states: tuple[Any, ...], cache: bool) -> None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.trace.draw_rules import Rule, Sizes, batch_dim, is_drawn_beforehand, rule_of, with_plain_numbers
 from autosplit.trace.formula import ROWS
 from autosplit.trace.graph import NodeClass, TracedNode
-from autosplit.trace.random_watch import Draw, Like, draws_numbers, has_own_generator, is_composite, run_composite
+from autosplit.trace.random_watch import Draw, TensorSpec, draws_numbers, has_own_generator, is_composite, run_composite
 from autosplit.trace.scope import has_hooks, has_module_hooks
 
 DRAWING = threading.RLock()
@@ -224,7 +224,7 @@ def _rule(draw: Draw) -> Rule:
     return rule
 
 
-def _rows(tensor: torch.Tensor, out: Like, rows: int, before: int, count: int) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, out: TensorSpec, rows: int, before: int, count: int) -> torch.Tensor:
     """Return a microbatch's part of a tensor along its batch dimension; all of it where there is none."""
     dim = batch_dim(out)
     if dim is None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.tree_devices import Devices, Moves
-from autosplit.trace.module_tree import Doors
+from autosplit.trace.module_tree import ForwardInterceptors
 
 
 class TreeRun:
@@ -31,7 +31,7 @@ class TreeRun:
         self._model = model
         self._stages = {name.partition("#")[0]: stage for name, stage in stage_of.items()}
         self.units = tuple(self._stages)
-        self._doors = Doors(model, self.units)
+        self._doors = ForwardInterceptors(model, self.units)
         self._devices = Devices(model, self._stages, lanes)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

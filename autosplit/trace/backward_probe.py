@@ -29,7 +29,7 @@ Gradients = dict[Operand, torch.Tensor | None]
 
 
 def has_own_backward(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether a node's backward may be the model's own: a custom autograd function, a module that is an atom."""
+    """Tell whether a node's backward may be the model's own: a custom autograd function, an opaque module."""
     if node.op == "call_module":
         return not is_layer(root.get_submodule(str(node.target)))
     return node.op == "call_function" and function_of(node, root) is apply_function

@@ -23,25 +23,25 @@ class AutocastState:
 
 
 @dataclass(frozen=True)
-class Ambient:
+class GradAutocastState:
     """The thread-local state under which an operation ran: grad mode and autocast."""
 
     grad: bool
     autocast: tuple[AutocastState, ...]
 
     @classmethod
-    def current(cls) -> Ambient:
+    def current(cls) -> GradAutocastState:
         """Return the state of this thread."""
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         states = (AutocastState(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         return cls(torch.is_grad_enabled(), tuple(states))
 
-    def differing(self, root: Ambient) -> Ambient:
+    def differing(self, root: GradAutocastState) -> GradAutocastState:
         """Keep only the autocast states that are not the root's; the grad mode stays."""
-        return Ambient(self.grad, tuple(s for s in self.autocast if s not in root.autocast))
+        return GradAutocastState(self.grad, tuple(s for s in self.autocast if s not in root.autocast))
 
 
-def under(ambient: Ambient, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def under(ambient: GradAutocastState, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` in the grad mode and autocast state in which it was recorded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(ambient.grad))

@@ -16,7 +16,7 @@ import torch
 from autosplit.trace.formula import ROWS, Formula, Symbol, symbols_in
 from autosplit.trace.graph import NodeClass, TracedNode
 from autosplit.trace.merge import Affine, number_at
-from autosplit.trace.random_watch import Draw, Like
+from autosplit.trace.random_watch import Draw, TensorSpec
 
 Sizes = Mapping[str, int]
 
@@ -77,12 +77,12 @@ def drawn_bytes(info: TracedNode, *, rows: int) -> int:
     return count
 
 
-def batch_dim(out: Like) -> int | None:
+def batch_dim(out: TensorSpec) -> int | None:
     """Return the dimension of a result that hangs on the number of rows; None where there is none."""
     return next((dim for dim, size in enumerate(out.shape) if _depends(size)), None)
 
 
-def _uneven(out: Like) -> bool:
+def _uneven(out: TensorSpec) -> bool:
     """Tell whether a result is no stack of rows: more than one dimension hangs on their number, or not evenly."""
     dims = [size for size in out.shape if _depends(size)]
     return len(dims) > 1 or any(number_at(size, _Some(0)) for size in dims)
@@ -106,14 +106,14 @@ def _name(draw: Draw) -> str:
     return str(draw.op.name()).removeprefix("aten::")
 
 
-def made(like: Like, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def made(like: TensorSpec, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a tensor of a recorded shape and strides, with any contents."""
     shape, strides = ([number_at(size, sizes) for size in own] for own in (like.shape, like.strides))
     return torch.empty_strided(shape, strides, dtype=dtype or like.dtype)
 
 
 def _value(value: Any, sizes: Sizes) -> Any:
-    if isinstance(value, Like):
+    if isinstance(value, TensorSpec):
         return made(value, sizes)
     return [_value(part, sizes) for part in value] if isinstance(value, tuple) else number_at(value, sizes)
 
@@ -175,7 +175,7 @@ def _fill_below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
 def _deviations(draw: Draw, sizes: Sizes) -> torch.Tensor:
     """Draw normal numbers around nothing; a deviation that is a number is part of the kernel's own arithmetic."""
     std = _named(draw.op, draw.args, dict(draw.kwargs))["std"]
-    return made(draw.out, sizes).normal_(0.0, 1.0 if isinstance(std, Like) else std)
+    return made(draw.out, sizes).normal_(0.0, 1.0 if isinstance(std, TensorSpec) else std)
 
 
 def _normal(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Record a model at several batch sizes until the recordings agree, with as few atoms as that takes.
+"""Record a model at several batch sizes until the recordings agree, with as few opaque modules as that takes.
 
 record ──► a value read ──► ask the sample's own values, record again with the answers (a guard)
-       ──► a refusal    ──► the module in whose Python it stands becomes an atom, record again
+       ──► a refusal    ──► the module in whose Python it stands becomes an opaque module, record again
        ──► merged at 3, 4 and 6 rows, tried at 1
 """
 
@@ -25,15 +25,15 @@ from autosplit.trace.inputs import batch_rows
 from autosplit.trace.logged import Decides
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, holds_at, merge
 from autosplit.trace.probe import probe_rows
-from autosplit.trace.reads import Scout, Unanswered, Valueless
+from autosplit.trace.reads import MetaValueReader, Unanswered, ValueReader
 from autosplit.trace.recording import Call, Recording, Refusal, Unexpected, is_fault
 from autosplit.trace.run import FlatInputs, PythonRun, patched, record, run_python
-from autosplit.trace.scope import STATEFUL_LEAVES, Answer, Atom, Scope, has_hooks
+from autosplit.trace.scope import STATEFUL_LEAVES, Answer, OpaqueModule, Scope, has_hooks
 from autosplit.trace.state import written_back
 from autosplit.trace.watch import Observations, Watcher
 
 _HIDES = 0.4
-"""Share of the parameters above which an atom that has parts is not accepted, unless it runs by microbatch."""
+"""Share of the parameters above which an opaque module that has parts is not accepted, unless it runs by microbatch."""
 _ROUNDS = 64
 
 
@@ -71,13 +71,13 @@ class Gathered:
 
 
 def record_at(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> Recording:
-    """Record a model at a batch size; atoms run for real beforehand, where the model has values."""
+    """Record a model at a batch size; opaque modules run for real beforehand, where the model has values."""
     return record(model, flat, rows=rows, scope=scope, observed=observe(model, flat, rows, scope))
 
 
 @phase("tracing the forward")
 def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) -> Gathered:
-    """Record a model and merge; modules that cannot be recorded become atoms.
+    """Record a model and merge; modules that cannot be recorded become opaque modules.
 
     Raises Refusal for what no graph can follow, Unexpected for an exception of the model's own: that of the first
     attempt, which knows the module that it came out of.
@@ -95,9 +95,9 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
             continue
         except (Refusal, Unexpected) as error:
             first = first or error
-            if not (atoms := _atoms(model, scope, error)):
+            if not (opaque := _opaque_modules(model, scope, error)):
                 raise (error if isinstance(error, Refusal) and isinstance(first, Refusal) else first) from None
-            scope = scope.with_atoms(atoms)
+            scope = scope.with_opaque(opaque)
             continue
         return gathered
     raise Refusal(f"forward could not be recorded in {_ROUNDS} attempts", "")
@@ -152,34 +152,35 @@ def _one_row_misleads(model: nn.Module, call: Call) -> bool:
 def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:
     """Record at the sample's own batch size, and compute what value reads give there."""
     blank = any(parameter.is_meta for parameter in model.parameters())
-    scout = Valueless(model) if blank else Scout(model, {flat.names[i]: flat.leaves[i] for i in flat.tensors()})
+    inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
+    reader = MetaValueReader(model) if blank else ValueReader(model, inputs)
     rows = batch_rows(flat)
-    record(model, flat, rows=rows, scope=scope, reader=scout, observed=observe(model, flat, rows, scope))
-    return tuple(scout.answers)
+    record(model, flat, rows=rows, scope=scope, reader=reader, observed=observe(model, flat, rows, scope))
+    return tuple(reader.answers)
 
 
-def _atoms(model: nn.Module, scope: Scope, error: Refusal | Unexpected) -> dict[str, Atom]:
-    """Return the module that has to be an atom, and its like: equal Python fails in an equal way; none for the root."""
+def _opaque_modules(model: nn.Module, scope: Scope, error: Refusal | Unexpected) -> dict[str, OpaqueModule]:
+    """Return the module that has to be opaque, and its like: equal Python fails in an equal way; none for the root."""
     path = error.module
-    while path in scope.atoms:
+    while path in scope.opaque:
         path = path.rpartition(".")[0]
     if not path:
         return {}
     kind = type(model.get_submodule(path))
     whole = error.whole if isinstance(error, Refusal) else ""
-    alike = [p for p, module in model.named_modules() if p and type(module) is kind and p not in scope.atoms]
-    return {p: Atom(str(error), whole) for p in alike}
+    alike = [p for p, module in model.named_modules() if p and type(module) is kind and p not in scope.opaque]
+    return {p: OpaqueModule(str(error), whole) for p in alike}
 
 
 def refuse_hiding(model: nn.Module, scope: Scope, once: Collection[str]) -> None:
-    """Raise Refusal when an atom among ``once``, which run once per step, holds too much for a cut around it."""
+    """Raise Refusal when an opaque module among ``once``, which run once per step, holds too much to be whole."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    for path in scope.atoms.keys() & set(once):
+    for path in scope.opaque.keys() & set(once):
         module = model.get_submodule(path)
         share = sum(parameter.numel() for parameter in module.parameters()) / max(total, 1)
         parts = [m for m in module.modules() if sum(any(True for _ in c.parameters()) for c in m.children()) > 1]
         if share > _HIDES and parts:
-            reason = scope.atoms[path].reason
+            reason = scope.opaque[path].reason
             raise Refusal(f"module {path!r} would stay whole and holds {share:.0%} of the parameters: {reason}", "")
 
 
@@ -203,11 +204,11 @@ def _enterable(module: nn.Module) -> bool:
 
 # -- real runs ---------------------------------------------------------------------------------------------------------
 def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Observations | None:
-    """Run the model on ``rows`` real rows and note what its atoms give; None when it has none, or no values.
+    """Run the model on ``rows`` real rows and note what its opaque modules give; None when it has none, or no values.
 
     The model and the random states are as before at the end. Raises Unexpected for an exception of the model's own.
     """
-    if not scope.atoms or any(parameter.is_meta for parameter in model.parameters()):
+    if not scope.opaque or any(parameter.is_meta for parameter in model.parameters()):
         return None
     pairs = zip(inputs.leaves, inputs.batch_dims, strict=True)
     leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]

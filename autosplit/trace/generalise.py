@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import is_internal
-from autosplit.trace.calls import Ambient
+from autosplit.trace.calls import GradAutocastState
 from autosplit.trace.formula import LEAST, ROWS, Formula, Length, Number, Symbol, evaluate, symbols_in
 from autosplit.trace.graph import Size, TensorInfo
 from autosplit.trace.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
@@ -69,13 +69,13 @@ def generalise(
     Args:
         model: the model; it is as before at the end.
         merged: a recording of the model at other lengths.
-        scope: what it entered; with atoms there is no general recording, as their shapes are only known by running.
+        scope: what it entered; with opaque modules there is no general recording: their shapes are known by running.
         inputs: the new call's.
         rows: its number of rows.
         lengths: the dimensions to make symbols.
         before: the shapes of the input tensors for which ``merged`` was made.
     """
-    if scope.atoms or not all(_is_open(value) for value in merged.recording.constants.values()):
+    if scope.opaque or not all(_is_open(value) for value in merged.recording.constants.values()):
         return None
     now = sizes_at(lengths, [tuple(inputs.leaves[index].shape) for index in inputs.tensors()])
     first = sizes_at(lengths, before)
@@ -118,7 +118,7 @@ def _is_open(value: Any) -> bool:
     """Tell whether a constant of a recording can hide no size: closures and objects of the model's own might."""
     if isinstance(value, types.FunctionType):
         return value.__closure__ is None and not value.__defaults__ and not value.__kwdefaults__
-    return isinstance(value, (torch.Tensor, Ambient, dict, type, *_BUILTIN))
+    return isinstance(value, (torch.Tensor, GradAutocastState, dict, type, *_BUILTIN))
 
 
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)

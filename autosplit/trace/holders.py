@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autosplit.trace.python_state import Passing, Place, is_object
+from autosplit.trace.python_state import Place, TransientAttribute, is_object
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_TABLES = tuple(f"_global{table}" for table in HOOK_TABLES)
@@ -295,11 +295,11 @@ def _refill_module(module: nn.Module, content: dict[str, Any]) -> None:
         module.__class__ = kind
     if _same_entries(own, content):
         return
-    for key in [key for key in own if key not in content and not isinstance(own[key], Passing)]:
+    for key in [key for key in own if key not in content and not isinstance(own[key], TransientAttribute)]:
         del own[key]
     for key, value in content.items():
         now = own.get(key, GONE)
-        if now is not value and not isinstance(now, Passing) and not isinstance(value, Passing):
+        if now is not value and not isinstance(now, TransientAttribute) and not isinstance(value, TransientAttribute):
             own[key] = value
 
 

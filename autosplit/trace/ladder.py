@@ -64,7 +64,7 @@ class Trace:
     @property
     def whole(self) -> dict[str, str]:
         """The modules of the model's own that stayed whole, with the reason."""
-        return {path: atom.reason for path, atom in self.gathered.scope.atoms.items()}
+        return {path: one.reason for path, one in self.gathered.scope.opaque.items()}
 
     def check_rows(self, model: nn.Module, sample: Sample, rows: int) -> None:
         """Record once more at a batch size of the caller's; raise TraceError when the graph does not hold there."""
@@ -253,7 +253,7 @@ def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph
     """Ask the value probe, the layers quiet; a model on meta has no values, there the structure alone decides."""
     if any(p.is_meta for p in model.parameters()):
         return Findings()
-    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.quiet_layers(model):
+    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.norm_dropout_eval(model):
         seen = run_probe(raw, flat, kept=gathered.min_rows)
     probed = frozenset(n.meta[INFO].name for n in raw.graph.nodes if INFO in n.meta)
     return Findings(probed, seen.values, seen.mixing, seen.alone)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from autosplit.trace.python_state import Passing
+from autosplit.trace.python_state import TransientAttribute
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PART = 0.1
@@ -167,14 +167,14 @@ def homes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
 
 
 # -- doors -----------------------------------------------------------------------------------------------------------
-class Guest(Protocol):
+class ForwardCallback(Protocol):
     """Who stands at the doors in one thread: it is asked whenever a module with a door is called there."""
 
     def __call__(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's own forward, ``plain``, and return its result."""
 
 
-class _Door(Passing):
+class _Interceptor(TransientAttribute):
     """Stands for a module's ``forward`` in its own attributes while calls are under way.
 
     In threads without a guest it is that forward.
@@ -189,7 +189,7 @@ class _Door(Passing):
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        here: tuple[Guest, Mapping[int, str]] | None = getattr(_HERE, "visit", None)
+        here: tuple[ForwardCallback, Mapping[int, str]] | None = getattr(_HERE, "visit", None)
         path = None if here is None else here[1].get(id(self.module))
         if here is None or path is None:
             return self.plain(*args, **kwargs)
@@ -208,7 +208,7 @@ class _Door(Passing):
                 self.module.__dict__[self.attribute] = self.before
 
 
-class Doors:
+class ForwardInterceptors:
     """Doors in front of some modules of a model, up for as long as a call needs them.
 
     A door is an instance attribute ``forward``. Hooks, ``state_dict``, classes and methods of the modules stay as they
@@ -222,7 +222,7 @@ class Doors:
     @contextlib.contextmanager
     def up(self) -> Iterator[None]:
         """Put the doors up, and take them down when nobody needs them any more."""
-        doors: list[_Door] = []
+        doors: list[_Interceptor] = []
         try:
             with _DOORS:
                 for module in self._modules.values():
@@ -237,7 +237,7 @@ class Doors:
                         door.take_down()
 
     @contextlib.contextmanager
-    def visited(self, guest: Guest) -> Iterator[None]:
+    def visited(self, guest: ForwardCallback) -> Iterator[None]:
         """Let ``guest`` stand at these doors in this thread."""
         before = getattr(_HERE, "visit", None)
         _HERE.visit = guest, self._paths
@@ -247,10 +247,10 @@ class Doors:
             _HERE.visit = before
 
 
-def _door(module: nn.Module) -> _Door:
+def _door(module: nn.Module) -> _Interceptor:
     """Return the door of a module; a module that was compiled in place has it before its compiled call."""
     attribute = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
     door = module.__dict__.get(attribute)
-    if not isinstance(door, _Door):
-        door = module.__dict__[attribute] = _Door(module, attribute)
+    if not isinstance(door, _Interceptor):
+        door = module.__dict__[attribute] = _Interceptor(module, attribute)
     return door

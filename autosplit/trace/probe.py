@@ -96,8 +96,8 @@ class Influence:
 def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Influence:
     """Return the nodes in which rows influence each other.
 
-    The graph runs on rows of the sample; call it under ``quiet_layers``, with state preserved. ``kept`` is how many
-    rows are compared: the smallest microbatch for which the graph holds.
+    The graph runs on rows of the sample; call it under ``norm_dropout_eval``, with state preserved. ``kept`` rows are
+    compared: the smallest microbatch for which the graph holds.
     """
     rows = tuple(range(1, kept + 1))
     among = (0, *rows, kept + 1, kept + 2)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autosplit.trace.calls import Ambient
+from autosplit.trace.calls import GradAutocastState
 from autosplit.trace.formula import Formula
 from autosplit.trace.gather import Gathered
 from autosplit.trace.recording import Call
@@ -54,7 +54,7 @@ def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> str | No
     devices, and for arguments or attributes of kinds that have no text of their own.
     """
     scope, tensors = gathered.scope, [*model.parameters(), *model.buffers()]
-    if scope.atoms or scope.answers or has_module_hooks():
+    if scope.opaque or scope.answers or has_module_hooks():
         return None
     if any(has_hooks(module) for module in model.modules()) or any(tensor.is_meta for tensor in tensors):
         return None
@@ -71,7 +71,8 @@ def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> str | No
 
 def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, files: _Files) -> Iterator[str]:
     texts, merged, scope = _Texts(files), gathered.recording, gathered.scope
-    yield f"torch {torch.__version__} {Ambient.current()} {torch.get_default_dtype()} {gathered.min_rows} {_PROBE}"
+    state = GradAutocastState.current(), torch.get_default_dtype()
+    yield f"torch {torch.__version__} {state} {gathered.min_rows} {_PROBE}"
     yield f"{flat.batch_dims} {flat.names} {flat.spec} {sorted(scope.entered)}"
     for leaf in flat.leaves:
         wanted = isinstance(leaf, torch.Tensor) and leaf.requires_grad

@@ -25,7 +25,7 @@ _OPAQUE = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, 
 _OTHER = object()
 
 
-class Passing:
+class TransientAttribute:
     """What a call under way in another thread may have put among a module's attributes: no state of the model's."""
 
     __slots__ = ()

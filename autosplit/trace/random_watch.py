@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.trace.shape_rules import ruled
 
 
-class Like(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor that an operation takes or gives; sizes are numbers, or in a merged recording expressions."""
 
     shape: tuple[Any, ...]
@@ -23,12 +23,12 @@ class Like(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One call of an aten operation that draws; ``Like`` stands for the tensors among its arguments."""
+    """One call of an aten operation that draws; ``TensorSpec`` stands for the tensors among its arguments."""
 
     op: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    out: Like
+    out: TensorSpec
 
 
 class RandomWatch(TorchDispatchMode):
@@ -78,8 +78,8 @@ class RandomWatch(TorchDispatchMode):
             self.own_generator = True
             return out
         self.runs_twice |= _hooks() != self._hooks
-        result = _likes(out[0] if isinstance(out, tuple) else out)
-        self.drawn.append(Draw(func, _likes(args), tuple((k, _likes(v)) for k, v in kwargs.items()), result))
+        result = _specs(out[0] if isinstance(out, tuple) else out)
+        self.drawn.append(Draw(func, _specs(args), tuple((k, _specs(v)) for k, v in kwargs.items()), result))
         return out
 
 
@@ -111,10 +111,10 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return False
 
 
-def _likes(value: Any) -> Any:
+def _specs(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Like(tuple(value.shape), tuple(value.stride()), value.dtype)
-    return tuple(map(_likes, value)) if isinstance(value, (list, tuple)) else value
+        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
+    return tuple(map(_specs, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _hooks() -> Any:

@@ -2,7 +2,7 @@
 
 A read whose value follows from the inputs and the buffers by a few cheap operations is a *guard*: it is answered from
 the sample's own values while the model is recorded, and computed again from every later batch before the recording is
-used for it. Any other read is refused: the module in whose forward it stands becomes an atom.
+used for it. Any other read is refused: the module in whose forward it stands becomes an opaque module.
 
     recording at the sample's own rows   Scout     computes the answers from real values
     the same on the meta device          Valueless computes what sizes decide, and takes values to be ordinary
@@ -74,7 +74,7 @@ def _asked(call: Call, calls: Sequence[Call]) -> tuple[str, str, str]:
     return first, second, third
 
 
-class Scout:
+class ValueReader:
     """Answers value reads from the real values of a sample."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -144,7 +144,7 @@ class Scout:
         return mapped(real, value)
 
 
-class Valueless(Scout):
+class MetaValueReader(ValueReader):
     """Answers value reads of a model on the meta device.
 
     What sizes decide is computed. Values are taken to be finite, and any other yes or no about the inputs is a no: a

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.assertions import assertion_here, record_check
-from autosplit.trace.calls import Ambient, apply_function, under
+from autosplit.trace.calls import GradAutocastState, apply_function, under
 from autosplit.trace.holders import Holders
 from autosplit.trace.logged import LoggedNumber, log_item
 from autosplit.trace.objects import is_object
@@ -89,7 +89,7 @@ class Recorder(TorchFunctionMode):
         self._storages: defaultdict[int, int] = defaultdict(count().__next__)
         self.owners: dict[int, str] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._root_ambient = Ambient.current()
+        self._root_ambient = GradAutocastState.current()
         self._transforms = torch._C._functorch.maybe_current_level()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.attributes.setdefault(id(tensor), name)
@@ -185,7 +185,7 @@ class Recorder(TorchFunctionMode):
             call.leaf = target if kind == "module" else None
             call.source = source_line()
             self.random.begin()
-            if call.leaf in self.scope.atoms and self.observed is not None:
+            if call.leaf in self.scope.opaque and self.observed is not None:
                 out = self.observed.replay(call, self._stack[-1][1], args, kwargs)
             else:
                 out = run()
@@ -195,7 +195,7 @@ class Recorder(TorchFunctionMode):
                 call.random, call.draws = True, self.random.draws
             track_mutation(self, call, touched, versions)
             track_state(self, call, inputs)
-            ambient = Ambient.current()
+            ambient = GradAutocastState.current()
             if ambient != self._root_ambient:
                 self._wrap(call, ambient.differing(self._root_ambient))
             tensors = [t for t in flatten_output(out)[0] if isinstance(t, torch.Tensor)]
@@ -216,7 +216,7 @@ class Recorder(TorchFunctionMode):
         self._op_counts[path, number, label] += 1
         return f"{path}#{number}/{label}_{count}"
 
-    def _wrap(self, call: Call, ambient: Ambient) -> None:
+    def _wrap(self, call: Call, ambient: GradAutocastState) -> None:
         function = Attribute(call.target) if call.kind == "module" else self.constant(call.target)
         call.kind, call.target = "function", under
         call.args = (self.constant(ambient), function, *call.args)
@@ -293,7 +293,7 @@ class Recorder(TorchFunctionMode):
         self._module_calls[path] += 1
         try:
             if self.scope.is_leaf(module, path) or pads_in_its_own_way(module, args, kwargs):
-                if is_stack(module, args) and path not in self.scope.atoms and not has_hooks(module):
+                if is_stack(module, args) and path not in self.scope.opaque and not has_hooks(module):
                     return run_stack(module, *args, **kwargs)
                 return self._leaf(original, module, path, args, kwargs)
             return original(module, *args, **kwargs)
@@ -315,7 +315,7 @@ class Recorder(TorchFunctionMode):
         if cumulative:  # torch reads 1 / float(num_batches_tracked) then, which a fake tensor cannot tell
             module.__dict__["momentum"] = 0.1
         try:
-            with by_hooks(module, path, None if path in self.scope.atoms else self.holders, self.by_layers):
+            with by_hooks(module, path, None if path in self.scope.opaque else self.holders, self.by_layers):
                 return self.perform("module", path, "", lambda: original(module, *args, **kwargs), args, kwargs)
         finally:
             if cumulative:

@@ -105,7 +105,7 @@ class Call:
     source: str = ""
     """Where the model's code made the call: ``file:line``."""
     whole: str = ""
-    """Why the call must see the whole batch at once, or "": an atom that reads single values, counts its calls, ..."""
+    """Why the call must see the whole batch at once, or "": it reads single values, counts its calls, ..."""
 
     def note(self, tensor: torch.Tensor, storage: int) -> None:
         """Add a tensor that the call gives, and the number of its storage."""
@@ -141,10 +141,10 @@ class Reader(Protocol):
 
 
 class Observed(Protocol):
-    """Tells a recorder what an atom gives."""
+    """Tells a recorder what an opaque module gives."""
 
     def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
-        """Return tensors like those that the atom gave, and write into ``call`` what it did besides."""
+        """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

@@ -109,8 +109,8 @@ def record(
 ) -> Recording:
     """Record the model's forward at ``rows`` batch rows; the model is as before at the end.
 
-    ``reader`` answers value reads; None: as the scope says. ``observed`` tells what atoms give; None: their own run on
-    fake tensors does. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
+    ``reader`` answers value reads; None: as the scope says. ``observed`` tells what opaque modules give; None: a run
+    on fake tensors does. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
 
     Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
     exception of the model's own, Unanswered for a value read that has no answer.

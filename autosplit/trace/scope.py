@@ -2,7 +2,7 @@
 
 leaf      a layer of torch.nn, or a module with hooks: one call, run by its own code
 entered   everything else: its Python runs, its operations are recorded one by one
-atom      a module in whose own Python something cannot be recorded: one call, whatever its size
+opaque    a module in whose own Python something cannot be recorded: one call, whatever its size
 
 ``_has_any_global_hook`` is private; torch has no public way to ask. Tried on torch 2.11, 2.13 and 2.15.
 """
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Atom:
+class OpaqueModule:
     """A module that is one call: why, and why the call must see the whole batch (or "")."""
 
     reason: str
@@ -57,25 +57,25 @@ class Atom:
 
 @dataclass(frozen=True)
 class Scope:
-    """What is entered, what is an atom, and what value reads are told.
+    """What is entered, what is an opaque module, and what value reads are told.
 
     Attributes:
         entered: leaves that are entered all the same, because their parameters are used elsewhere too.
-        atoms: modules that are one call.
+        opaque modules: modules that are one call.
         answers: the values of the reads that are recorded, in order; None until a read was met.
         deciding: lines of code in which a number that is read does more than to be kept.
         whole_norms: whether batch norms that keep running statistics see the whole batch at once.
     """
 
     entered: frozenset[str] = frozenset()
-    atoms: Mapping[str, Atom] = field(default_factory=dict)
+    opaque: Mapping[str, OpaqueModule] = field(default_factory=dict)
     answers: tuple[Answer, ...] | None = None
     deciding: frozenset[str] = frozenset()
     whole_norms: bool = False
 
-    def with_atoms(self, atoms: Mapping[str, Atom]) -> Scope:
-        """Return a scope with more atoms; its value reads have to be answered anew."""
-        return replace(self, atoms={**self.atoms, **atoms}, answers=None)
+    def with_opaque(self, opaque: Mapping[str, OpaqueModule]) -> Scope:
+        """Return a scope with more opaque modules; its value reads have to be answered anew."""
+        return replace(self, opaque={**self.opaque, **opaque}, answers=None)
 
     def only_keeps(self, read: str, line: str) -> bool:
         """Tell whether a read of a value in a line of code is taken to keep the number and no more."""
@@ -83,7 +83,7 @@ class Scope:
 
     def is_leaf(self, module: nn.Module, path: str) -> bool:
         """Tell whether a module is recorded as one call."""
-        if path in self.atoms or has_hooks(module):
+        if path in self.opaque or has_hooks(module):
             return True
         if path in self.entered or not is_layer(module):
             return False

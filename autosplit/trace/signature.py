@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.trace.calls import Ambient
+from autosplit.trace.calls import GradAutocastState
 from autosplit.trace.formula import LEAST, Length
 from autosplit.trace.holders import Holder, Holders, difference
-from autosplit.trace.python_state import Passing, Place, signature
+from autosplit.trace.python_state import Place, TransientAttribute, signature
 from autosplit.trace.scope import CONTAINERS
 from autosplit.trace.structure import layout_of, one_tensor
 
@@ -70,7 +70,7 @@ def key_of(
     the values ``outside`` of the modules that their functions name; the inputs' structure, shapes, dtypes, devices,
     layouts and constants, and which of them are one tensor. Places ``without`` are left out.
     """
-    modes: list[Any] = [Ambient.current()]
+    modes: list[Any] = [GradAutocastState.current()]
     structure: list[Any] = []
     ties: dict[int, int] = {}
     seen: set[int] = set()
@@ -88,7 +88,7 @@ def key_of(
         structure += [(name, buffer is None) for name, buffer in module._buffers.items()]
         declared = _declared(kind)  # type: ignore[arg-type]
         for key, value in module.__dict__.items():
-            if key in _OWN or key in declared or isinstance(value, Passing):
+            if key in _OWN or key in declared or isinstance(value, TransientAttribute):
                 continue
             if (path, key) in without:
                 signature(value, seen)  # nor is it part of it where another module has the same object

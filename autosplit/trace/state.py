@@ -136,7 +136,7 @@ def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def quiet_layers(model: nn.Module) -> Iterator[bool]:
+def norm_dropout_eval(model: nn.Module) -> Iterator[bool]:
     """Put torch.nn's layers in eval mode, and every module back in its own at the end; yield whether any was not.
 
     Norm layers then use their running statistics and dropout draws nothing, while the model's own modules keep the mode

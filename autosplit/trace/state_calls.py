@@ -83,7 +83,7 @@ def give_back(recorder: Recorder) -> None:
     """
     refs, calls = recorder.recorded(), recorder.calls
     changed = {storage for call in calls for storage in call.mutates}
-    changed |= {storage for call in calls if call.leaf in recorder.scope.atoms for storage in call.storages}
+    changed |= {storage for call in calls if call.leaf in recorder.scope.opaque for storage in call.storages}
     for index, (tensor, requires_grad) in enumerate(recorder.inputs):
         if recorder.storage_of(tensor) not in changed and tensor.requires_grad == requires_grad:
             refs[id(tensor)] = index

@@ -1,7 +1,7 @@
-"""Run a model for real, as a recording runs it: value reads get the recorded answers, atoms are watched.
+"""Run a model for real, as a recording runs it: value reads get the recorded answers, opaque modules are watched.
 
-What an atom gives (shapes, dtypes, which inputs it changes or returns) is written down in a real run on few rows and
-played back to a recorder, whose fake tensors have no values to compute it from.
+What an opaque module gives (shapes, dtypes, which inputs it changes or returns) is written down in a real run on few
+rows and played back to a recorder, whose fake tensors have no values to compute it from.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BY_VALUES = frozenset("nonzero argwhere where unique unique_consecutive masked_
 
 @dataclass(frozen=True)
 class _Like:
-    """A tensor that an atom gave: a new one, or input number ``source`` (with ``view``: a view of it)."""
+    """A tensor that an opaque module gave: a new one, or input number ``source`` (with ``view``: a view of it)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class _Like:
 
 @dataclass
 class Seen:
-    """What one call of an atom did."""
+    """What one call of an opaque module did."""
 
     leaves: list[Any] = field(default_factory=list)
     rebuild: Callable[[list[Any]], Any] = lambda leaves: leaves
@@ -62,7 +62,7 @@ class Seen:
 
 
 class Watcher(TorchFunctionMode):
-    """Answers value reads outside of leaves, and watches the calls of atoms."""
+    """Answers value reads outside of leaves, and watches the calls of opaque modules."""
 
     def __init__(self, model: nn.Module, scope: Scope, holders: Holders | None = None) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Watcher(TorchFunctionMode):
             return original(module, *args, **kwargs)
         self._muted += 1
         try:
-            if path in self.scope.atoms:
+            if path in self.scope.opaque:
                 return self._watch(partial(original, module), path, number, args, kwargs)
             return original(module, *args, **kwargs)
         finally:
@@ -131,7 +131,7 @@ class Watcher(TorchFunctionMode):
         self._position += 1
         return answers[self._position - 1].value
 
-    # -- atoms -----------------------------------------------------------------------------------------------------
+    # -- opaque modules --------------------------------------------------------------------------------------------
     def _watch(self, run: Callable[..., Any], path: str, number: int, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
         seen = self.seen[path, number] = Seen()
@@ -162,7 +162,7 @@ class Watcher(TorchFunctionMode):
 
 
 class Observations:
-    """Plays the calls of atoms back to a recorder; see :class:`autosplit.trace.record.Observed`."""
+    """Plays the calls of opaque modules back to a recorder; see :class:`autosplit.trace.record.Observed`."""
 
     def __init__(self, model: nn.Module, scope: Scope, seen: dict[tuple[str, int], Seen]) -> None:
         self.model = model
@@ -170,7 +170,7 @@ class Observations:
         self.seen = seen
 
     def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
-        """Return tensors like those that the atom gave, and write into ``call`` what it did besides."""
+        """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
         assert call.leaf is not None
         seen = self.seen.get((call.leaf, number))
         if seen is None:
@@ -179,7 +179,7 @@ class Observations:
         tensors = (*inputs, *self.model.get_submodule(call.leaf).parameters())
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         call.random, call.draws = seen.random, seen.draws
-        call.whole = self.scope.atoms[call.leaf].whole or seen.whole
+        call.whole = self.scope.opaque[call.leaf].whole or seen.whole
         call.writes += seen.writes
         with torch.no_grad():
             for position in seen.changed:
@@ -188,7 +188,7 @@ class Observations:
 
 
 class Taint:
-    """Tells harmless value reads in an atom from those on which other rows' results may hang.
+    """Tells harmless value reads in an opaque module from those on which other rows' results may hang.
 
     Harmless are reads of the model's own state, and of the indices that ``nonzero`` and its like return: loops over
     the experts that were hit. Whether rows mix there all the same is for the value probe to say. Sizes that depend on

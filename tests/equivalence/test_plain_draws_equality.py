@@ -60,7 +60,7 @@ class Around(nn.Module):
 
 
 class Reading(nn.Module):
-    """An atom, since its Python reads a value of its own state; ``region``: under a checkpoint."""
+    """An opaque module, since its Python reads a value of its own state; ``region``: under a checkpoint."""
 
     def __init__(self, *, region: bool = False) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ FUNCTIONS: dict[str, Middle] = {
     "rows mixed": lambda x, on: F.dropout(x, SHARE, on) + F.dropout(x.mean(0, keepdim=True).expand_as(x), SHARE, on),
 }  # fmt: skip
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "dropout, then an atom": lambda: nn.Sequential(nn.Dropout(SHARE), Reading(), nn.Dropout(SHARE)),
+    "dropout, then an opaque module": lambda: nn.Sequential(nn.Dropout(SHARE), Reading(), nn.Dropout(SHARE)),
     "a checkpoint": lambda: nn.Sequential(nn.Dropout(SHARE), Reading(region=True)),
     "a generator of its own": lambda: nn.Sequential(nn.Dropout(SHARE), OwnGenerator(), nn.Dropout(SHARE)),
     "attention layer": lambda: nn.MultiheadAttention(WIDTH, 2, dropout=SHARE, batch_first=True),

@@ -176,6 +176,7 @@ OWN_PYTHON = {
     "more than 8": "12 rows than at 3, 4, 6",
     "one row": "1 rows than at 3, 4, 6",
     "forces": "calls grad",
+    "a tensor hook": "calls register_hook",
     "independent of the batch": "nothing to pipeline",
 }
 """What no graph can follow, at the last batch at least, and why."""

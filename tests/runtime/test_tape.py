@@ -14,11 +14,11 @@ from autosplit.runtime.tape import Tape, TapeNode
 from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
 from autosplit.trace.graph import NodeClass, TracedNode
 from autosplit.trace.merge import Affine
-from autosplit.trace.random_watch import Draw, Like
+from autosplit.trace.random_watch import Draw, TensorSpec
 
 aten = torch.ops.aten
 ROWS = Affine(1, 0)
-NOISE = Like((ROWS, 4), (4, 1), torch.float32)
+NOISE = TensorSpec((ROWS, 4), (4, 1), torch.float32)
 
 
 def node(name: str, *, again: bool = False, micro: bool = True) -> TapeNode:
@@ -99,8 +99,8 @@ def test_bytes_that_wait() -> None:
 
 
 def test_no_stack_of_rows_is_not_drawn_beforehand() -> None:
-    square = Like((ROWS, ROWS), (1, 1), torch.float32)
-    odd = Like((Affine(2, 1), 4), (4, 1), torch.float32)
+    square = TensorSpec((ROWS, ROWS), (1, 1), torch.float32)
+    odd = TensorSpec((Affine(2, 1), 4), (4, 1), torch.float32)
     for out in (square, odd):
         draws = (Draw(aten.bernoulli_.float, (out, 0.5), (), out),)
         assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=draws))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from autosplit.runtime import tree_devices
 from autosplit.runtime.lanes import CpuLane
 from autosplit.runtime.tree_devices import Devices
-from autosplit.trace.module_tree import Doors
+from autosplit.trace.module_tree import ForwardInterceptors
 from tests.equivalence.equality import Run, assert_equal_runs
 from tests.models.own_python import CASES, caller, left, rows, seed, split
 
@@ -64,7 +64,7 @@ def run(body: Callable[[Model, Tensor], Any], x: Tensor | None = None) -> tuple[
     stages = {"first": 0, "second": 1, "third": 1}
     devices = Devices(model, stages, [CpuLane(), MetaLane()])
     own = devices.call()
-    doors = Doors(model, stages)
+    doors = ForwardInterceptors(model, stages)
 
     def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return own.run(stages[path], plain, args, kwargs)

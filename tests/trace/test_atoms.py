@@ -1,4 +1,4 @@
-"""Atoms: a module in whose own Python something cannot be recorded is one node, the rest of the model stays fine."""
+"""Opaque modules: one in whose own Python something cannot be recorded is one node, the rest stays fine."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_an_atom_that_would_hide_the_model_is_refused_and_runs_by_its_own_python
 
 @dataclass(frozen=True)
 class Case:
-    """The body of an atom, and what is asked of its node."""
+    """The body of an opaque module, and what is asked of its node."""
 
     body: Body
     around: Body | None = None

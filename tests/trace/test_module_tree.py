@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.trace import state
-from autosplit.trace.module_tree import Doors, ModuleCost, choose_units, coarsened, homes, stages_of_modules
+from autosplit.trace.module_tree import (
+    ForwardInterceptors,
+    ModuleCost,
+    choose_units,
+    coarsened,
+    homes,
+    stages_of_modules,
+)
 
 
 class Block(nn.Module):
@@ -145,7 +152,7 @@ def recorder(seen: list[Any]) -> Callable[..., Any]:
 def test_a_guest_sees_calls_and_is_gone_afterwards() -> None:
     model, seen = Model(), []
     before = {path: dict(module.__dict__) for path, module in model.named_modules()}
-    doors = Doors(model, ["embed", "blocks.1"])
+    doors = ForwardInterceptors(model, ["embed", "blocks.1"])
     x = torch.randn(2, 4)
     expected = model(x)
     with doors.up(), doors.visited(recorder(seen)):
@@ -159,7 +166,7 @@ def test_a_guest_sees_calls_and_is_gone_afterwards() -> None:
 
 def test_doors_are_shared_by_calls_and_by_other_doors() -> None:
     model, one, two = Model(), [], []
-    first, second = Doors(model, ["embed", "head"]), Doors(model, ["embed", "blocks.0"])
+    first, second = ForwardInterceptors(model, ["embed", "head"]), ForwardInterceptors(model, ["embed", "blocks.0"])
     x = torch.randn(2, 4)
     with first.up():
         with second.up(), first.up(), second.visited(recorder(two)):
@@ -178,7 +185,7 @@ def test_doors_are_shared_by_calls_and_by_other_doors() -> None:
 def test_other_threads_have_no_guest() -> None:
     model, seen, results = Model(), [], []
     x = torch.randn(2, 4)
-    doors = Doors(model, ["embed"])
+    doors = ForwardInterceptors(model, ["embed"])
     with doors.up(), doors.visited(recorder(seen)):
         thread = threading.Thread(target=lambda: results.append(model(x)))
         thread.start()
@@ -190,7 +197,7 @@ def test_other_threads_have_no_guest() -> None:
 def test_a_forward_of_the_modules_own_stays() -> None:
     model, seen = Model(), []
     own = model.embed.forward = lambda x: x * 2
-    doors = Doors(model, ["embed"])
+    doors = ForwardInterceptors(model, ["embed"])
     x = torch.randn(2, 4)
     with doors.up(), doors.visited(recorder(seen)):
         assert torch.equal(model.embed(x), x * 2)
@@ -202,7 +209,7 @@ def test_a_forward_of_the_modules_own_stays() -> None:
 
 def test_a_copy_made_inside_has_its_own_forward() -> None:
     model = Model()
-    doors = Doors(model, ["embed", "blocks.0"])
+    doors = ForwardInterceptors(model, ["embed", "blocks.0"])
     with doors.up():
         twin = copy.deepcopy(model)
         alone = copy.deepcopy(model.embed)
@@ -218,7 +225,7 @@ def test_hooks_of_the_module_stand_in_front_of_the_door() -> None:
     model, order = Model(), []
     model.embed.register_forward_pre_hook(lambda module, args: order.append("before"))
     model.embed.register_forward_hook(lambda module, args, output: order.append("after"))
-    doors = Doors(model, ["embed"])
+    doors = ForwardInterceptors(model, ["embed"])
 
     def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         order.append("door")
@@ -235,7 +242,7 @@ def test_doors_come_down_after_an_exception() -> None:
     def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise ArithmeticError(path)
 
-    doors = Doors(model, ["embed"])
+    doors = ForwardInterceptors(model, ["embed"])
     with pytest.raises(ArithmeticError, match="embed"), doors.up(), doors.visited(guest):
         model(torch.ones(1, 4))
     assert "forward" not in model.embed.__dict__
@@ -247,7 +254,7 @@ def test_a_module_that_was_compiled_in_place_has_its_door_before_that() -> None:
     plain = model.embed._call_impl
     model.embed._compiled_call_impl = lambda *args: compiled.append(True) or plain(*args)
     before = model.embed._compiled_call_impl
-    doors = Doors(model, ["embed"])
+    doors = ForwardInterceptors(model, ["embed"])
     with doors.up(), doors.visited(recorder(seen)):
         model.embed(torch.ones(1, 4))
     assert (len(seen), len(compiled)) == (1, 1)
@@ -256,7 +263,7 @@ def test_a_module_that_was_compiled_in_place_has_its_door_before_that() -> None:
 
 def test_a_model_that_is_examined_while_others_call_it_keeps_no_door() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    doors = Doors(model, ["0", "1"])
+    doors = ForwardInterceptors(model, ["0", "1"])
     with doors.up():
         borrowed = state.attributes(model)
         borrowed.__enter__()
