@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from autosplit.memory.pieces import MemoryKind
 from autosplit.planning.memory import Fullest
+from autosplit.planning.plan import Plan
 from autosplit.planning.records import LaneCurve
 from autosplit.schedule.action import Schedule
 
@@ -41,3 +42,20 @@ def _curve(device: Fullest, *, actions: int) -> LaneCurve:
         activation_bytes=of("activations", "whole_batch", "casts"),
         transient_bytes=tuple(transient),
     )
+
+
+def parts(curve: LaneCurve) -> tuple[tuple[int, ...], ...]:
+    """Return a device's bytes over the step by kind, from what stays to what passes."""
+    return (
+        curve.parameter_bytes,
+        curve.gradient_bytes,
+        curve.optimizer_bytes,
+        curve.activation_bytes,
+        curve.transient_bytes,
+    )
+
+
+def curves_match(plan: Plan, schedule: Schedule) -> bool:
+    """Tell whether the plan has its devices' bytes over a step of this schedule, an entry per action and one more."""
+    lengths = [{len(values) for values in parts(curve)} for curve in plan.curves]
+    return lengths == [{len(lane) + 1} for lane in schedule.lanes]

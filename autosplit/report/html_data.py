@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from autosplit.planning.curves import curves_match, parts
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, LaneCurve
-from autosplit.planning.recost import curves_match, parts
 from autosplit.planning.timeline import Bar, StepTimeline
 from autosplit.report.beside import Beside
 from autosplit.report.document import printable

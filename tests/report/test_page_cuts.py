@@ -7,9 +7,9 @@ import random
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from autosplit.planning.recost import recost
 from autosplit.report.html_data import page_data
 from autosplit.units import format_seconds
+from tests.planning.page_recost import recost
 from tests.report.paper_plans import make_units, paper_plan
 
 SHAPES = [("1f1b", 4, 1), ("gpipe", 2, 1), ("interleaved", 4, 2), ("zb_h1", 3, 1), ("zb_v", 4, 2), ("forward", 2, 1)]

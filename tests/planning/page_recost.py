@@ -1,9 +1,9 @@
-"""What a plan costs when its cuts are moved by hand: from the plan alone, by the change that its units make.
+"""What the page of a plan says of moved cuts, in Python: the oracle of its sums, which are done in the browser.
 
 A stage's time changes as the sum of its units' times does, a transfer's as the bytes behind the cut, a device's bytes
 by what moves on or off it: state, what each microbatch in flight keeps, the worst transient. So an unmoved cut costs
 exactly what the plan says, and a moved one as much as its prediction can tell without the model: a new plan of that
-cut counts it from the nodes. The page of a plan does the same sums in the browser.
+cut counts it from the nodes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autosplit.errors import PlanError
+from autosplit.planning.curves import curves_match, parts
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import LaneCurve, StagePlan, Unit
 from autosplit.schedule.action import Schedule
@@ -232,22 +233,5 @@ def _held_bytes(
     yield static
 
 
-def parts(curve: LaneCurve) -> tuple[tuple[int, ...], ...]:
-    """Return a device's bytes over the step by kind, from what stays to what passes."""
-    return (
-        curve.parameter_bytes,
-        curve.gradient_bytes,
-        curve.optimizer_bytes,
-        curve.activation_bytes,
-        curve.transient_bytes,
-    )
-
-
 def _totals(curve: LaneCurve) -> list[int]:
     return [sum(moment) for moment in zip(*parts(curve), strict=True)]
-
-
-def curves_match(plan: Plan, schedule: Schedule) -> bool:
-    """Tell whether the plan has its devices' bytes over a step of this schedule, an entry per action and one more."""
-    lengths = [{len(values) for values in parts(curve)} for curve in plan.curves]
-    return lengths == [{len(lane) + 1} for lane in schedule.lanes]
