@@ -28,7 +28,7 @@ from autosplit.planning.crossing import cut_sent_s
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative
-from autosplit.planning.sweep import Entry, Space, Sweep
+from autosplit.planning.sweep import Entry, Shared, Space, Sweep
 from autosplit.planning.units import units_of
 from autosplit.planning.verdicts import Verdict
 from autosplit.planning.weighing import Weighed, Weighing, within
@@ -55,6 +55,7 @@ def choose_plan(
     space: Space,
     *,
     rows: int | None = None,
+    shared: Shared | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Return the best plan of a space, with the others that are worth a look as its ``frontier``.
@@ -63,42 +64,40 @@ def choose_plan(
     ``progress`` is told how much of how much is done. Where nothing fits, the plan that comes closest comes back, its
     verdict "no". Raises InputError where no entry of the space can be built for the devices.
     """
-    return Choice(Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs)), progress or update).plan
+    sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs), shared=shared)
+    return Choice(sweep, progress or update).plan
 
 
 class Choice:
-    """The best plan of a sweep's space, as far as it is asked for."""
+    """The best plan of a sweep's space, as far as it is asked for; ``best`` is its cut before it is refined."""
 
     def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = update) -> None:
         self.sweep, self._search = sweep, _Search(sweep, progress)
         with phase("searching"):
-            self._found = self._with_room(self._search.run())
+            self.best = self._with_room(self._search.run())
 
     def _with_room(self, found: Finished) -> Finished:
         """Return a cut inside modules where that fits and none between them does, else the cut that was found."""
         if found.sure or self.sweep.pieces is None:
             return found
-        leaner = _Search(self.sweep.anywhere(), None).leanest()
+        leaner = min_memory_cut(self.sweep.anywhere())
         return leaner if leaner is not None and leaner.rank[0] < found.rank[0] else found
 
     @cached_property
     def finished(self) -> Finished:
         """The best cut, its boundaries moved node by node."""
         with phase("searching"):
-            return refined(self.sweep, self._found)
+            return refined(self.sweep, self.best)
 
     @property
     def sure(self) -> bool:
         """Whether it surely fits."""
-        return self._found.sure or self.finished.sure
+        return self.best.sure or self.finished.sure
 
     @cached_property
     def plan(self) -> Plan:
         """The plan, with the others that are worth a look; warns of what its schedule is not made for."""
-        return self.plan_of(self.finished)
-
-    def plan_of(self, finished: Finished) -> Plan:
-        """Return the plan of a cut of one of the configurations, with the others that are worth a look."""
+        finished = self.finished
         case = finished.writer.case
         if case.warning is not None:
             warnings.warn(case.warning, UserWarning, stacklevel=2)
@@ -115,10 +114,9 @@ class Choice:
         return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
 
 
-def leanest(sweep: Sweep) -> Finished | None:
-    """Return a cut of a sweep's configurations that needs about the least of its devices; None without any."""
-    with phase("searching"):
-        return _Search(sweep, update).leanest()
+def min_memory_cut(sweep: Sweep) -> Finished | None:
+    """Return the best of the few cuts of a sweep's configurations that need the least; None without any."""
+    return _Search(sweep, None).leanest()
 
 
 def weigh(
@@ -182,10 +180,10 @@ class _Search:
         return min(self.finished, key=lambda each: each.rank)
 
     def leanest(self) -> Finished | None:
-        """Return of a few of the leanest cuts that which needs the least when it is replayed; None without any."""
+        """Return the best of a few of the leanest cuts when they are replayed; None without any."""
         self.weighed, self.entries = [], [entry for entry in self.sweep.entries() if entry.has_schedule]
         self._leanest()
-        return min(self.finished, key=lambda each: each.fullest, default=None)
+        return min(self.finished, key=lambda each: each.rank, default=None)
 
     def _finish(self, entry: Entry, cut: LineCut) -> Finished:
         """Replay a cut, and keep by how much at least cuts of its kind come out above the formula."""

@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autosplit.checks import resolve_machine
-from autosplit.planning.changes import Arguments, changes, tried
-from autosplit.planning.choose import Space, choose_plan
+from autosplit.planning.changes import Request, changes, tried
 from autosplit.planning.extremes import largest_batch, smallest
-from autosplit.planning.paper import OnPaper, stand_ins
+from autosplit.planning.paper import OnPaper
 from autosplit.planning.paper_loss import note_on_no_loss
 from autosplit.planning.plan import Plan
 from autosplit.planning.reasons import reasons
-from autosplit.planning.single import one_is_enough
+from autosplit.planning.sweep import Space
+from autosplit.planning.verdicts import device_verdicts
 from autosplit.progress import phase
+from autosplit.trace.inputs import batch_rows
+from autosplit.units import format_bytes, format_seconds
 
-_PLANNED_NODES = 1000
-"""Of models with more nodes changes are estimated; of smaller ones the first are planned."""
+_ROOM = 0.8
+"""A device holds a model with room that fills at most this share of what it surely has."""
 
 
 def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str) -> Plan:
     """Return the best plan, or the one for the fewest devices or for the largest batch, with its explanation."""
     if find == "best":
-        space = space_of(paper)
-        found = explained(choose_plan(paper.model, paper.found, paper.options, space), paper, space)
-        return found.model_copy(update={"notes": (*found.notes, *_fewer_microbatches(found, paper, space))})
+        request = Request(paper, space_of(paper), batch_rows(paper.found.inputs))
+        found = explained(request.plan(), request)
+        return found.model_copy(update={"notes": (*found.notes, *_fewer_microbatches(found, paper, request.space))})
     edge = smallest(paper, space_of) if find == "smallest" else largest_batch(paper, space_of(paper))
-    plan = explained(edge.plan, edge.paper, space_of(edge.paper))
+    request = Request(edge.paper, space_of(edge.paper), sum(edge.plan.microbatch_rows))
+    plan = explained(edge.plan, request)
     return plan.model_copy(update={"reasons": (edge.words, *plan.reasons)})
 
 
@@ -61,43 +63,40 @@ def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[st
         )
 
 
-def explained(plan: Plan, paper: OnPaper, space: Space) -> Plan:
+def explained(plan: Plan, request: Request) -> Plan:
     """Return the plan with its reasons, and with changes where it does not surely fit."""
-    options = paper.options
-
-    def replan(arguments: Arguments) -> Plan | None:
-        return replanned(plan, paper, space, arguments)
-
-    small = sum(len(stage.nodes) for stage in plan.stages) <= _PLANNED_NODES
     with phase("pricing changes"):
-        found = changes(plan, options, space, replan=replan if small else None)
-    hopeless = tried(plan, options, space) if plan.verdict == "no" and not found else None
-    single = one_is_enough(plan, options.links)
-    return plan.model_copy(update={"reasons": (*reasons(plan), *filter(None, (hopeless, single))), "changes": found})
+        found = changes(plan, request)
+        hopeless = tried(plan, request) if plan.verdict == "no" and not found else None
+    others = filter(None, (hopeless, one_is_enough(plan, request)))
+    return plan.model_copy(update={"reasons": (*reasons(plan), *others), "changes": found})
 
 
-def replanned(plan: Plan, paper: OnPaper, space: Space, arguments: Arguments) -> Plan | None:
-    """Plan again with other arguments; None where that takes a new recording.
+def one_is_enough(plan: Plan, request: Request) -> str | None:
+    """Return that one device of the plan's would hold the model with room, and what data parallel over all would take.
 
-    ``batch`` are the rows of another batch, in as many microbatches.
+    None where it would not, where devices differ, and for an evaluation. Every replica takes its share of the
+    microbatches; gradients are summed once, in a ring over the slowest link.
     """
-    options, rows, own = paper.options, sum(plan.microbatch_rows), space
-    for name, value in arguments.items():
-        if name == "devices":
-            if space.recompute is not None and len(space.recompute) > 1:
-                return None
-            machine = resolve_machine(value)
-            options = replace(options, machine=machine, devices=stand_ins(machine))
-        elif name == "optimizer":
-            options = replace(options, optimizer=value)
-        elif name == "recompute":
-            own = replace(own, recompute=(str(value),))
-        elif name == "chunks":
-            own = replace(own, chunks=(int(value),))
-        elif name == "schedule":
-            own = replace(own, schedules=((str(value), 1),))
-        elif name == "batch":
-            rows, own = int(value), replace(own, chunks=(plan.chunks,))
-        else:
-            return None
-    return choose_plan(paper.model, paper.found, options, own, rows=rows)
+    count, rows, links = len(plan.devices), request.rows, request.paper.options.links
+    devices = device_verdicts(plan)
+    room, states = devices[0].room_bytes, sum(device.states_bytes for device in devices)
+    alike = len(set(plan.devices)) == 1 and plan.schedule != "forward"
+    if count < 2 or rows < count or room is None or not alike or not links or states > _ROOM * room:
+        return None
+    share = -(-rows // count)
+    each = min(max(plan.microbatch_rows), share)
+    space = Space((-(-share // each),), recompute=("never",))
+    own = replace(request, space=space, rows=share).changed({"devices": f"1x{plan.devices[0]}"}, chunks=plan.chunks)
+    alone = own.quick()
+    if alone.peaks[0] > _ROOM * room:
+        return None
+    gradients = sum(stage.memory.parameter_bytes for stage in plan.stages)
+    ring_s = max(2 * (count - 1) * link.transfer_s(-(-gradients // count)) for link in links)
+    held, step_s = format_bytes(alone.peaks[0]), format_seconds(alone.step_s)
+    return (
+        f"one {plan.devices[0]} holds the model with room (about {held} of {format_bytes(room)}, {each} "
+        f"row{'s' * (each > 1)} at a time): data parallel (DDP) over the {count} has no bubble and would take about "
+        f"{step_s} a step, and up to {format_seconds(ring_s)} more to sum gradients; this plan takes "
+        f"{format_seconds(plan.step_s)}"
+    )

@@ -1,30 +1,26 @@
 """The fewest devices that hold a model, and the largest batch that some hold: searches over whole plans.
 
-What fits with some devices fits with more, what fits of a batch fits of a smaller one. So a plan's own units say where
-to look, and a few whole plans around there find the edge.
+What fits with some devices fits with more, what fits of a batch fits of a smaller one. Quick searches say where to
+look, and a few whole plans around there find the edge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
 
 from autosplit.checks import resolve_machine
 from autosplit.errors import DeviceError, InputError
-from autosplit.memory.pieces import Recompute
-from autosplit.planning.batches import Batches
-from autosplit.planning.choose import Choice, Space
+from autosplit.planning.changes import MOST_DEVICES, Request, least
+from autosplit.planning.choose import Space
 from autosplit.planning.hardware import device_counts
 from autosplit.planning.paper import OnPaper, stand_ins
 from autosplit.planning.plan import Plan
-from autosplit.planning.sketch import Setting, Sketch
-from autosplit.planning.sweep import Shared, Sweep
 from autosplit.planning.verdicts import binding
 from autosplit.trace.inputs import batch_rows
 from autosplit.units import format_bytes
 
-MOST_DEVICES = 256
 MOST_ROWS = 2**20
 """Of one microbatch."""
 
@@ -40,6 +36,29 @@ class Extreme:
     words: str
 
 
+class _Edge:
+    """Requests by a number, from some number on none of which fits, or all do; each is planned once."""
+
+    def __init__(self, request: Callable[[int], Request]) -> None:
+        self.request = request
+        self._plans: dict[int, Plan] = {}
+
+    def plan(self, number: int) -> Plan:
+        """Return the plan of a number."""
+        if number not in self._plans:
+            self._plans[number] = self.request(number).plan()
+        return self._plans[number]
+
+    def fits(self, number: int) -> bool:
+        """Tell whether the plan of a number surely fits."""
+        return self.plan(number).verdict == "fits"
+
+    def ratio(self, number: int, *, like: Plan) -> float:
+        """Return how full the fullest device is at least, relative to its limit, with the chunks of another plan."""
+        leanest = self.request(number).narrowed(like).min_memory()
+        return math.inf if leanest is None else leanest.fullest
+
+
 def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
     """Return the plan for the fewest devices of the machine's kind that surely hold the model.
 
@@ -47,33 +66,27 @@ def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
     machine. Where no number will do, it is the plan for the most. Raises DeviceError where the machine has devices of
     several kinds, and InputError where something was asked for that is made for one number of them.
     """
-    counts, shared = _counts(paper), Shared(paper.found)
-    made: dict[int, Plan] = {}
+    counts, rows = _counts(paper), batch_rows(paper.found.inputs)
 
-    def there(index: int) -> OnPaper:
+    def request(index: int) -> Request:
         machine = resolve_machine(counts[index].text)
-        return replace(paper, options=replace(paper.options, machine=machine, devices=stand_ins(machine)))
+        own = replace(paper, options=replace(paper.options, machine=machine, devices=stand_ins(machine)))
+        return Request(own, space_of(own), rows)
 
-    def plan(index: int) -> Plan:
-        if index not in made:
-            own = there(index)
-            rows = batch_rows(own.found.inputs)
-            made[index] = Choice(Sweep(own.model, own.found, own.options, space_of(own), rows=rows, shared=shared)).plan
-        return made[index]
-
+    edge = _Edge(request)
     given = next((place for place, own in enumerate(counts) if own.devices >= len(paper.options.devices)), 0)
-    first = plan(given)
+    first = edge.plan(given)
     parts = len(first.units) or sum(len(stage.nodes) for stage in first.stages)
     top = max(place for place, own in enumerate(counts) if own.devices <= max(parts, 1))
-    guess = min(_guessed_count(first, counts[: top + 1], given), top)
-    index = least(lambda place: plan(place).verdict == "fits", guess=guess, low=0, high=top)
+    near = least(lambda place: edge.ratio(place, like=first) <= 1.0, guess=given, low=0, high=top)
+    index = least(edge.fits, guess=top if near is None else near, low=0, high=top)
     if index is None:
-        words = f"no number of {_name(paper)} holds the model: with {counts[top].text}, {_binds(plan(top))}"
-        return Extreme(plan(top), there(top), words)
+        words = f"no number of {counts[0].name} holds the model: with {counts[top].text}, {_binds(edge.plan(top))}"
+        return Extreme(edge.plan(top), request(top).paper, words)
     words = f"{counts[index].text} is the least that holds the model"
     if index:
-        words += f": with {counts[index - 1].text}, {_binds(plan(index - 1))}"
-    return Extreme(plan(index), there(index), words)
+        words += f": with {counts[index - 1].text}, {_binds(edge.plan(index - 1))}"
+    return Extreme(edge.plan(index), request(index).paper, words)
 
 
 def largest_batch(paper: OnPaper, space: Space) -> Extreme:
@@ -82,50 +95,65 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
     The number is the one that was asked for, else the one that is best for the sample's batch. Where not even the
     smallest batch fits, it is the plan for that. Raises InputError for a sample without a batch.
     """
-    rows, shared = batch_rows(paper.found.inputs), Shared(paper.found)
-    first = Choice(Sweep(paper.model, paper.found, paper.options, space, rows=rows, shared=shared)).plan
+    first = Request(paper, space, batch_rows(paper.found.inputs)).plan()
     chunks = space.chunks[0] if len(space.chunks) == 1 else len(first.microbatch_rows)
-    fewest = paper.found.graph.min_rows
     if all(stage.memory.capacity_bytes is None for stage in first.stages):
         raise InputError("no capacity is known, so any batch fits; give memory_limit=, or devices with a known memory")
-    batches = Batches(paper, space, chunks, fewest, MOST_ROWS, shared)
-    most = batches.largest(guess=min(_guessed_rows(first, fewest), MOST_ROWS))
-    if most == MOST_ROWS:
-        return Extreme(batches.plan(most), paper, f"{MOST_ROWS * chunks} rows still fit")
+    edge = _Edge(lambda each: Request(paper, replace(space, chunks=(chunks,)), each * chunks))
+    fewest, present = paper.found.graph.min_rows, max(first.microbatch_rows)
+    near = last(lambda each: edge.ratio(each, like=first), at=present, low=fewest, high=MOST_ROWS)
+    beyond = least(lambda each: not edge.fits(each), guess=near + 1, low=fewest, high=MOST_ROWS)
+    if beyond is None:
+        return Extreme(edge.plan(MOST_ROWS), paper, f"{MOST_ROWS * chunks} rows still fit")
+    binds, most = _binds(edge.plan(beyond)), beyond - 1
     if most < fewest:
-        plan = batches.plan(fewest)
-        return Extreme(plan, paper, f"not even {fewest * chunks} rows in {_microbatches(chunks)} fit: {_binds(plan)}")
+        words = f"not even {fewest * chunks} rows in {_microbatches(chunks)} fit: {binds}"
+        return Extreme(edge.plan(fewest), paper, words)
     words = (
         f"the largest batch that fits in {_microbatches(chunks)} is {most * chunks} rows, {most} in each: with "
-        f"{most + 1}, {_binds(batches.plan(most + 1))}; more microbatches of as many rows need hardly more memory"
+        f"{beyond}, {binds}; more microbatches of as many rows need hardly more memory"
     )
-    return Extreme(batches.plan(most), paper, words)
+    return Extreme(edge.plan(most), paper, words)
 
 
-def least(holds: Callable[[int], bool], *, guess: int, low: int, high: int) -> int | None:
-    """Return the least number from ``low`` to ``high`` that holds, None where none does.
+def last(ratio: Callable[[int], float], *, at: int, low: int, high: int) -> int:
+    """Return the last number from ``low`` to ``high`` whose ratio is 1 at most; ``low - 1`` where none is.
 
-    From one that holds on all do. The steps grow from ``guess``, so that few calls are needed where it is near.
+    The ratio never falls, and grows about as a line does: where that would be 1 is looked at next, each third time the
+    middle.
     """
-    below, above, step = low - 1, high + 1, 1
-    at = min(max(guess, low), high)
+    known: dict[int, float] = {}
+    below, above = low - 1, high + 1
     while below + 1 < above:
-        if holds(at):
-            above = at
-        else:
-            below = at
-        if below >= low and above <= high:
-            at = (below + above) // 2
-        else:
-            at = max(low, above - step) if above <= high else min(high, below + step)
-            step *= 2
-    return above if above <= high else None
+        known[at] = ratio(at)
+        below, above = (at, above) if known[at] <= 1.0 else (below, at)
+        middle = len(known) % 3 == 0 and below >= low and above <= high
+        at = min(max((below + above) // 2 if middle else _crossing(known), below + 1), above - 1)
+    return below
+
+
+def _crossing(known: dict[int, float]) -> int:
+    """Return where a line through the two nearest to a ratio of 1, one on each side if there are such, would be 1.
+
+    One alone is taken for proportional.
+    """
+    under = sorted(at for at, ratio in known.items() if ratio <= 1.0)[-2:]
+    over = sorted(at for at, ratio in known.items() if ratio > 1.0)[:2]
+    points = [*under[-1:], *over[:1]] if under and over else under or over
+    start, end = points[0], points[-1]
+    rise = known[end] - known[start]
+    if start == end:
+        return int(start / max(known[start], 0.01))
+    if rise <= 0.0:
+        return 2 * end if under else start // 2
+    return int(start + (1.0 - known[start]) * (end - start) / rise)
 
 
 @dataclass(frozen=True)
 class _Count:
     devices: int
     text: str
+    name: str
 
 
 def _counts(paper: OnPaper) -> list[_Count]:
@@ -140,44 +168,7 @@ def _counts(paper: OnPaper) -> list[_Count]:
         raise InputError(f"{what} is made for one number of devices; leave it out to search for the fewest")
     hosts = machine.host_devices
     found = device_counts(names[0], more_than=0, per_host=hosts[0] if len(hosts) > 1 else None)
-    return [_Count(count, text) for count, text in found if count <= MOST_DEVICES]
-
-
-def _guessed_count(plan: Plan, counts: Iterable[_Count], otherwise: int) -> int:
-    """Return the place of the first count that is estimated to hold the plan's model."""
-    if not plan.units:
-        return otherwise
-    sketch = Sketch(plan)
-    for place, own in enumerate(counts):
-        best = sketch.best(list(_settings(sketch, devices=own.devices)))
-        if best is not None and best.verdict in ("fits", None):
-            return place
-    return otherwise
-
-
-def _guessed_rows(plan: Plan, fewest: int) -> int:
-    """Return the rows of a microbatch from which on it is estimated not to fit."""
-    present = max(plan.microbatch_rows)
-    if not plan.units:
-        return present + 1
-    sketch = Sketch(plan)
-
-    def over(rows: int) -> bool:
-        best = sketch.best(list(_settings(sketch, rows=rows)))
-        return best is None or best.verdict not in ("fits", None)
-
-    return least(over, guess=present + 1, low=fewest, high=MOST_ROWS) or MOST_ROWS
-
-
-def _settings(sketch: Sketch, **fields: int) -> Iterator[Setting]:
-    """Yield the plan's setting with other numbers, under every recompute."""
-    own = replace(sketch.setting(), **cast(Any, fields))
-    yield from (replace(own, recompute=kind) for kind in get_args(Recompute))
-
-
-def _name(paper: OnPaper) -> str:
-    assert paper.options.machine is not None
-    return paper.options.machine.devices[0].name
+    return [_Count(count, text, names[0]) for count, text in found if count <= MOST_DEVICES]
 
 
 def _microbatches(count: int) -> str:

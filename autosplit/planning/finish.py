@@ -40,6 +40,11 @@ class Finished:
     """How much longer the step would be with cuts between modules, where it has others for that; else None."""
 
     @property
+    def step_s(self) -> float:
+        """The step, with what runs once in it beside the stages."""
+        return self.writer.partition.value_s + self.entry.sized.once_s
+
+    @property
     def peaks(self) -> list[int]:
         """The replayed peak of each device."""
         return self.writer.peaks()
@@ -94,12 +99,6 @@ def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:
     """Return a cut of the units as one of the nodes, replayed."""
     case = entry.case(sweep.model, sweep.found, sweep.memo)
     return _replayed(sweep, entry, cut, case, entry.sized.coarse.assignment(cut.bounds))
-
-
-def elsewhere(sweep: Sweep, entry: Entry, finished: Finished) -> Finished:
-    """Return a cut that was replayed, replayed for another batch: ``entry`` is its configuration there."""
-    assignment = finished.writer.partition.assignment
-    return _replayed(sweep, entry, finished.cut, entry.case(sweep.model, sweep.found, sweep.memo), assignment)
 
 
 def refined(sweep: Sweep, finished: Finished) -> Finished:

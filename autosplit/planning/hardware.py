@@ -32,10 +32,3 @@ def larger(present: DeviceSpec) -> Sequence[DeviceSpec]:
         and cuda is not (spec.compute_capability or "").startswith("gfx")
     ]
     return sorted(fitting, key=lambda spec: (cast(int, spec.usable_bytes), spec.name))
-
-
-def slowdown(present: DeviceSpec, other: DeviceSpec) -> float:
-    """Return how long work takes on another device beside this one: by arithmetic or memory, whichever is longer."""
-    dtype = next((kind for kind in ("bf16", "fp16", "fp32") if kind in present.dtypes and kind in other.dtypes), "fp32")
-    arithmetic = present.peak(dtype) / other.peak(dtype)  # type: ignore[arg-type]
-    return max(arithmetic, present.memory_bandwidth_bytes_per_s / other.memory_bandwidth_bytes_per_s)

@@ -17,8 +17,8 @@ from torch import nn
 
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
-from autosplit.planning.choose import Space
 from autosplit.planning.paper_loss import paper_loss
+from autosplit.planning.sweep import Shared, Space, Sweep
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.shadow import shadow
 from autosplit.trace.ladder import Trace, trace
@@ -43,7 +43,15 @@ class OnPaper:
     model: nn.Module
     found: Trace
     options: Options
-    by_values: bool = False
+    sample: Sample
+    loss_fn: Any
+    by_values: bool
+    shared: Shared
+    """What searches over the recording share."""
+
+    def sweep(self, space: Space, *, rows: int) -> Sweep:
+        """Return the configurations of a space for so many rows."""
+        return Sweep(self.model, self.found, self.options, space, rows=rows, shared=self.shared)
 
 
 def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
@@ -87,7 +95,8 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
             set_dtypes(found.graph, kernels=options.kernels)
         if loss_fn is not None:
             options = replace(options, loss=paper_loss(loss_fn, found.graph))
-    return OnPaper(twin, found, options, by_values=twin is model and not _has_meta(model))
+    by_values = twin is model and not _has_meta(model)
+    return OnPaper(twin, found, options, sample if by_values else blank, loss_fn, by_values, Shared(found))
 
 
 def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:

@@ -12,10 +12,8 @@ from torch import nn
 
 import autosplit
 from autosplit.errors import DeviceError, InputError
-from autosplit.planning import choose
-from autosplit.planning.batches import last
-from autosplit.planning.extremes import least
-from autosplit.planning.finish import Finished
+from autosplit.planning.changes import least
+from autosplit.planning.extremes import last
 from autosplit.planning.timeline import predicted
 from examples.models import ResNet
 
@@ -116,32 +114,6 @@ def test_the_largest_batch_is_that_of_all_batches_tried(devices: str, limit: str
     assert each == max(rows for rows, plan in every.items() if plan.verdict == "fits")
     said = {"reasons": (), "changes": ()}
     assert found.model_copy(update=said) == every[each].model_copy(update=said)
-
-
-def test_a_batch_fits_where_a_cut_of_another_does_that_its_own_search_does_not_find() -> None:
-    choices = {"memory_limit": "70KiB", "recompute": "auto", "schedule": "auto"}
-    found = planned("2xH100-SXM5-80GB", find="largest_batch", **choices)
-    assert found.verdict == "fits"
-    assert found.microbatch_rows == (12, 12)
-    assert found.lower_bound_s > 0
-    assert found.step_s == pytest.approx(predicted(found).step_s)
-    assert planned("2xH100-SXM5-80GB", rows=24, **choices).verdict != "fits"
-    assert found.units
-    assert found.frontier
-
-
-def test_the_largest_batch_takes_few_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[int] = []
-    run = choose._Search.run
-
-    def counted(search: choose._Search) -> Finished:
-        searched.append(search.sweep.rows)
-        return run(search)
-
-    monkeypatch.setattr(choose._Search, "run", counted)
-    found = planned("2xH100-SXM5-80GB", rows=4, memory_limit="80KiB", find="largest_batch")
-    rows = sum(found.microbatch_rows)
-    assert searched[:3] == [4, rows + 2, rows], "of the sample, then of what does not fit and of what does"
 
 
 def test_a_cut_that_surely_fits_is_looked_for_where_the_fastest_may_not() -> None:
