@@ -49,9 +49,8 @@ def host_step(plan: Plan) -> HostStep | None:
         "W": [part * whole for part, whole in zip(split, back, strict=True)],
     }
     waiting = simulated(plan, partial(simulate, issue_s=issue))
-    assert waiting.host is not None
     beside_s = plan.step_s - predicted_step_s(plan)
-    return HostStep(waiting.host.busy_s, plan.step_s, waiting.step_s + beside_s)
+    return HostStep(waiting.host_s, plan.step_s, waiting.step_s + beside_s)
 
 
 def with_measured_issue(plan: Plan, measured: StepTimeline) -> Plan | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
 
 from autosplit.schedule.action import KINDS, Action, Kind, Rows, Schedule
 
@@ -37,28 +35,6 @@ class LaneTime:
     end_s: float
     busy_s: float
 
-    @property
-    def stall_s(self) -> float:
-        """How long it waits after its first action: what zero bubble's papers count, whose steps run into each other.
-
-        Qi et al. (arXiv 2401.10241), "Bypassing optimizer synchronizations".
-        """
-        return self.end_s - self.start_s - self.busy_s
-
-
-@dataclass(frozen=True)
-class HostTime:
-    """The one thread that issues every lane's actions.
-
-    Attributes:
-        busy_s: how long it issues; it waits for nothing.
-        critical_s: how much of the step's length is its: along the actions that lead to the step's end, each waiting
-            for the one before it, until one waits for nothing but its own issue, which came after so long.
-    """
-
-    busy_s: float
-    critical_s: float
-
 
 @dataclass(frozen=True)
 class Timeline:
@@ -69,29 +45,14 @@ class Timeline:
         bubble: the idle fraction over all its devices.
         spans: every action's span, in issue order.
         lanes: what each device does.
-        host: what the issuing thread does; None where issuing takes no time.
+        host_s: how long the thread that issues every lane's actions issues; it waits for nothing.
     """
 
     step_s: float
     bubble: float
     spans: tuple[Span, ...]
     lanes: tuple[LaneTime, ...]
-    host: HostTime | None = None
-
-    @property
-    def host_share(self) -> float:
-        """The share of the step in which the issuing thread issues."""
-        return self.host.busy_s / self.step_s if self.host is not None and self.step_s else 0.0
-
-    @property
-    def binds(self) -> Literal["host", "lanes"]:
-        """Whose time the larger part of the step's length is: the issuing thread's or the lanes'."""
-        return "host" if self.host is not None and 2 * self.host.critical_s > self.step_s else "lanes"
-
-    @property
-    def lane_bubbles(self) -> tuple[float, ...]:
-        """The idle fraction of each device over the whole step."""
-        return tuple(1.0 - lane.busy_s / self.step_s if self.step_s else 0.0 for lane in self.lanes)
+    host_s: float = 0.0
 
 
 def simulate(
@@ -130,7 +91,7 @@ def simulate(
         bubble=bubble,
         spans=spans,
         lanes=lanes,
-        host=_host(schedule, spans, dict(zip(order, issued, strict=True)), delays) if issued else None,
+        host_s=max(issued, default=0.0),
     )
 
 
@@ -187,21 +148,6 @@ def _sources(rows: Rows, delays: _Delays, kind: Kind, stages: int) -> list[list[
     return [[(of[delay.stage], delay.seconds) for delay in delays.get((way, stage), ())] for stage in range(stages)]
 
 
-def _host(schedule: Schedule, spans: Sequence[Span], issued: Mapping[Action, float], delays: _Delays) -> HostTime:
-    """Go back from the step's end, each time to what an action waited for, until that is its issue."""
-    of = {span.action: span for span in spans}
-    before: dict[Action, Action] = {}
-    for lane in schedule.lanes:
-        before.update({later: earlier for earlier, later in pairwise(lane)})
-    at = max(spans, key=lambda span: span.end_s).action
-    while issued[at] < of[at].start_s:
-        came = [(of[need].end_s, need) for need in schedule.needs(at)]
-        came += [(of[need].end_s + delay_s, need) for need, delay_s in _arriving(schedule, at, delays)]
-        came += [(of[before[at]].end_s, before[at])] if at in before else []
-        at = max(came)[1]
-    return HostTime(busy_s=max(issued.values()), critical_s=issued[at])
-
-
 def _durations(schedule: Schedule, times: Sequence[Sequence[float] | None]) -> dict[Kind, Sequence[float]]:
     given = {kind: seconds for kind, seconds in zip(KINDS, times, strict=True) if seconds is not None}
     missing = sorted(schedule.kinds - given.keys())
@@ -255,14 +201,3 @@ def _delays(schedule: Schedule, transfers: tuple[TransferTime, ...]) -> _Delays:
             delays.setdefault(("forward", transfer.consumer), []).append(forward)
             delays.setdefault(("back", transfer.producer), []).append(back)
     return delays
-
-
-def _arriving(schedule: Schedule, action: Action, delays: _Delays) -> list[tuple[Action, float]]:
-    """Return the actions whose values travel to this one, and for how long."""
-    if action.kind == "F":
-        coming = delays.get(("forward", action.stage), ())
-        return [(Action(delay.stage, "F", action.microbatch), delay.seconds) for delay in coming]
-    if action.kind == "W":
-        return []
-    coming = delays.get(("back", action.stage), ())
-    return [(schedule.input_gradient(delay.stage, action.microbatch), delay.seconds) for delay in coming]

@@ -62,7 +62,7 @@ def _predicted(
         "predicted_s": step.step_s + alone.once_s,
         "actions_s": step.step_s,
         "once_s": alone.once_s,
-        "binds": step.binds,
+        "host_s": step.host_s,
         "cells_s": list(alone.cell_s),
     }
     return figure, made, pipe

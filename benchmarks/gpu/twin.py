@@ -186,7 +186,7 @@ def _figure(cut: str, alone: StagesAlone, chunks: int, setting: Setting) -> dict
         "speed_up": alone.speed_up(step),
         "bound": bound,
         "share": alone.speed_up(step) / bound,
-        "host_binds": step.binds == "host",
+        "host_s": step.host_s,
         "cells_s": list(alone.cell_s),
         "grown_bytes": list(alone.grown_bytes),
         "sent_bytes": list(itertools.chain(*((s.forward_bytes, s.backward_bytes) for s in alone.sent))),

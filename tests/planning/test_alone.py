@@ -61,7 +61,8 @@ def test_one_host_issues_for_all_lanes_unless_each_has_its_own():
     slow = alone(issue_s={"F": (1.0, 1.0), "B": (2.0, 2.0)})
     assert slow.step(issued=False).step_s == 15.0
     assert slow.step().step_s >= slow.serial_s  # issuing takes as long as all of it
-    assert slow.step().binds == "host"
+    assert slow.step().host_s == slow.serial_s
+    assert slow.step(issued=False).host_s == 0.0
     assert slow.on_one_device().step_s >= slow.serial_s
 
 
