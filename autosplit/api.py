@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from autosplit.checks import choose, resolve_machine
-from autosplit.choices import BATCH_NORM, FIND, RESERVE
+from autosplit.checks import BATCH_NORM, FIND, RESERVE, choose, resolve_machine
 from autosplit.errors import InputError
 from autosplit.options import (
     Options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import Any
 
 from torch import fx, nn
@@ -16,7 +16,6 @@ from autosplit.trace.rough_work import rough_work
 MOST_OUTSIDE = 0.3
 """The part of the work that may run once per step before that is a collapse."""
 OWN_PYTHON = "its own Python runs, module by module, since {}"
-_KEPT = 32
 _NAMED = 3
 
 
@@ -25,7 +24,7 @@ class Collapses:
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model, self.options = model, options
-        self._seen: OrderedDict[Any, str | None] = OrderedDict()
+        self._seen: dict[Any, str | None] = {}
 
     @property
     def _overlaps(self) -> bool:
@@ -50,8 +49,6 @@ class Collapses:
             return
         said = what and f"The pipeline of {type(self.model).__name__} has collapsed: {what}"
         self._seen[kind] = said
-        if len(self._seen) > _KEPT:
-            self._seen.popitem(last=False)
         if said is not None and self._overlaps:
             warnings.warn(said, UserWarning, stacklevel=2)
 

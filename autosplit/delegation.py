@@ -14,12 +14,12 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import fx, nn
 
-from autosplit.errors import InputError
+from autosplit.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
     from autosplit.pipelined import PipelinedModule
@@ -66,6 +66,35 @@ class Delegating:
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *self.__dict__, *dir(self.__dict__["_autosplit"].model)})
+
+
+class Placed(nn.Module):
+    """A module whose parts lie on the devices of a plan: told to move, they stay there."""
+
+    _core: Any
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Change the dtype; a device is refused when stages lie on others: it would collapse the placement."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        self._refuse_collapse(device)
+        self._core.model.to(*args, **kwargs)
+        return self
+
+    def cpu(self) -> Self:
+        """Do nothing when all stages are on the CPU; else refuse, as :meth:`to` does."""
+        return self.to("cpu")
+
+    def cuda(self, device: Any = None) -> Self:
+        """Do nothing when all stages are on that CUDA device; else refuse, as :meth:`to` does."""
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def _refuse_collapse(self, device: torch.device | None) -> None:
+        own = {str(d) for d in self._core.options.devices}
+        if device is not None and own != {str(device)} and own != {f"{device.type}:{device.index or 0}"}:
+            raise DeviceError(
+                f"the stages lie on {', '.join(sorted(own))}; moving all to {device} would collapse the pipeline. "
+                f"Take the model back with pipe.unsplit().to({str(device)!r}), or split it anew with devices="
+            )
 
 
 class _Twin:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,14 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from autosplit.checks import choose
-from autosplit.choices import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, OPTIMIZER_COPIES, RNG
+from autosplit.checks import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, OPTIMIZER_COPIES, RNG, choose
 from autosplit.errors import DeviceError, InputError
 from cost_models.machines import MachineSpec
 
 _MASTER_BYTES = 4
-_ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<only>[af]?)")
-"""What torch was built for: ``sm_90``, ``compute_120``; "a" for one architecture alone, "f" for its family."""
 
 
 class Sample:
@@ -237,7 +233,7 @@ def _count(count: int) -> tuple[torch.device, ...]:
             f"devices={count}, but this machine has {available} CUDA device(s); pass a list in which a device repeats, "
             f"for example devices={spread}, or CPU lanes: devices={['cpu'] * count}"
         )
-    return tuple(_has_kernels(torch.device("cuda", i)) for i in range(count))
+    return tuple(torch.device("cuda", i) for i in range(count))
 
 
 def _device(entry: Any) -> torch.device:
@@ -254,39 +250,10 @@ def _device(entry: Any) -> torch.device:
                 f"{entry!r} does not exist: this machine has {available} CUDA device(s); valid here: "
                 f"{', '.join(_valid())}. Pass a list in which a device repeats, for example devices={['cpu'] * 4}"
             )
-        return _has_kernels(torch.device("cuda", device.index or 0))
+        return torch.device("cuda", device.index or 0)
     if device.type != "cpu":
         raise DeviceError(f"{entry!r} is not supported; valid here: {', '.join(_valid())}")
     return torch.device("cpu")
-
-
-def _has_kernels(device: torch.device) -> torch.device:
-    """Return a CUDA device; raise DeviceError where torch has no kernels for its architecture and can compile none.
-
-    Kernels for ``sm_80`` run on all of compute capability 8.0 to 8.x, those for ``sm_90a`` on 9.0 alone, ``compute_80``
-    (PTX) is compiled on the device for 8.0 and all that came later (CUDA C++ Programming Guide, "Binary Compatibility"
-    and "PTX Compatibility"). What torch says of other builds, such as ROCm's, is not looked at.
-    """
-    major, minor = torch.cuda.get_device_capability(device)
-    known = [_ARCHITECTURE.fullmatch(name) for name in torch.cuda.get_arch_list()]
-    built = [(k["kind"], int(k["major"]), int(k["minor"]), k["only"]) for k in known if k is not None]
-    if not built or any(_runs(*own, major=major, minor=minor) for own in built):
-        return device
-    raise DeviceError(
-        f"{str(device)!r} ({torch.cuda.get_device_name(device)}) has compute capability {major}.{minor}, and torch "
-        f"{torch.__version__} has no kernels for it: it was built for {', '.join(torch.cuda.get_arch_list())}. Install "
-        f"a torch that was built for sm_{major}{minor} (pytorch.org/get-started/previous-versions), or pass CPU lanes: "
-        f"devices={['cpu'] * 4}"
-    )
-
-
-def _runs(kind: str, own_major: int, own_minor: int, only: str, *, major: int, minor: int) -> bool:
-    """Tell whether what was built for one architecture runs on a device of another."""
-    if only == "a":
-        return (major, minor) == (own_major, own_minor)
-    if kind == "sm" or only == "f":
-        return major == own_major and minor >= own_minor
-    return (major, minor) >= (own_major, own_minor)
 
 
 def _valid() -> list[str]:

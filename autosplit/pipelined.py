@@ -6,18 +6,17 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import fx, nn
 
-from autosplit.call_inputs import refuse_tracers, refuse_unplanned
-from autosplit.delegation import Delegating, forward_like, forward_overrides
+from autosplit.delegation import Delegating, Placed, forward_like, forward_overrides
+from autosplit.errors import InputError
 from autosplit.lower.locate import Locate
 from autosplit.lower.program import STATE, emit
 from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
-from autosplit.placed import Placed
 from autosplit.planning.plan import Plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.timeline import StepTimeline
@@ -75,7 +74,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
 
     def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None, own_plan: bool = False) -> None:
         graph = fx.Graph()
-        graph.output(graph.call_function(refuse_unplanned))
+        graph.output(graph.call_function(_refuse_unplanned))
         super().__init__(nn.Module(), graph, "PipelinedModule")
         for name in SHARED:
             if name in model.__dict__:
@@ -321,7 +320,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
         core = self._core
         leaves, spec = take_apart((args, kwargs))
-        refuse_tracers(leaves)
+        _refuse_tracers(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key, sample = core.recordings.python.key_of(leaves, spec), Sample(*args, **kwargs)
         recorded, python = core.recordings.find_run(key, sample)
@@ -378,3 +377,18 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     def __reduce__(self) -> Any:
         recordings = self._core.recordings
         return PipelinedModule, (self._core.model, self._core.options, recordings.plan, recordings.fits)
+
+
+def _refuse_tracers(leaves: Sequence[Any]) -> None:
+    """Raise InputError where a call is made to be traced: what a pipe does with lanes and modules is no such graph."""
+    tracing = torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined]
+    if tracing or any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+        raise InputError(
+            "a pipe cannot be traced by torch.jit.trace, torch.export or torch.fx: trace the model, which "
+            "pipe.unsplit() gives back; pipe.code is the program that the pipe runs"
+        )
+
+
+def _refuse_unplanned() -> NoReturn:
+    """Stand for the program of a pipe that was not called yet; raise InputError where something runs it."""
+    raise InputError("the pipe has no program before its first call: call it once, or pass sample=")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import fx, nn
 
+from autosplit.errors import TraceError
 from autosplit.lower.program import emit_ending, emit_setup
 from autosplit.lower.split import Lowered
 from autosplit.options import Options, Sample
 from autosplit.planning.plan import Plan
-from autosplit.runtime.ambient import is_transformed
+from autosplit.runtime.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, on_lane
@@ -23,11 +26,22 @@ from autosplit.runtime.running_statistics import Collected
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.graph import TracedGraph
+from autosplit.trace.inputs import has_uneven_list
 from autosplit.trace.ladder import Trace
+from autosplit.trace.objects import leaves_of, take_apart
+from autosplit.trace.python_state import Place
 from autosplit.trace.run import PythonRun
-from autosplit.trace.signature import Key, Kind, rows_of
+from autosplit.trace.signature import Key, Kind, OutsideValues, key_of, rows_of
 
 _SEED_BITS = 62
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_KEPT = 32
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, type, enum.Enum)
+_CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore
+"""Inputs that are no tensors and tell by themselves what they are."""
+
+
 SHARED = (
     "_parameters",
     "_buffers",
@@ -47,6 +61,21 @@ SHARED = (
     "_load_state_dict_post_hooks",
 )
 """The attributes of a model that its pipe has too, the same objects: its state and its hooks."""
+
+
+class Recent(OrderedDict[_Key, _Value]):
+    """A dict that forgets what was set or used longest ago."""
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > _KEPT:
+            self.popitem(last=False)
+
+    def use(self, key: _Key) -> None:
+        """Make an entry, where there is one, the last to be forgotten."""
+        if key in self:
+            self.move_to_end(key)
 
 
 @dataclass
@@ -157,7 +186,93 @@ def tree_of(model: nn.Module, plan: Plan, lanes: tuple[Lane, ...]) -> TreeRun:
     return TreeRun(model, units, lanes)
 
 
-def used(cache: OrderedDict[Any, Any], key: Any) -> None:
-    """Make an entry the last one to be dropped."""
-    if key in cache:
-        cache.move_to_end(key)
+class Constants:
+    """Checks the inputs of calls, and counts the numbers that were among them."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._numbers: dict[Any, set[Any]] = {}
+
+    def check(self, key: Key, sample: Sample) -> None:
+        """Raise TraceError for inputs that a recording cannot hold as constants."""
+        leaves = leaves_of((sample.args, sample.kwargs))
+        if self.options.batch_dims is None and has_uneven_list(sample):
+            raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_nested for tensor in tensors):
+            raise TraceError("an input is a nested tensor, which has no rows to cut: give a padded one with a mask")
+        if self.options.batch_dims is None and any(tensor.layout is not torch.strided for tensor in tensors):
+            raise TraceError("an input is a sparse tensor, which has no rows to cut: say by batch_dims= what has")
+        opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
+        if opaque is not None:
+            raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")
+        modes, structure, spec, kinds = key.rest
+        values = self._numbers.setdefault((modes, structure, spec, tuple(first for first, _ in kinds)), set())
+        values.add(kinds)
+        if len(values) > _KEPT:
+            raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
+
+
+class PythonRuns:
+    """Runs a model's own Python, and knows which attributes calls change time and again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._changed: frozenset[Place] = frozenset()
+        """Where calls of the model have changed Python state."""
+        self._changing: frozenset[Place] = frozenset()
+        """Where they do so time and again."""
+        self._outside = OutsideValues()
+
+    def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
+        """Return a call's signature, without attributes that calls change time and again."""
+        return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing)
+
+    def called(self) -> bool:
+        """Leave what a call has changed outside of the modules out of signatures; tell whether that is new."""
+        before, self._changing = self._changing, self._changing | self._outside.changed()
+        return self._changing != before
+
+    def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
+        """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
+        with torch.inference_mode(False), without_callers_modes():
+            flat = replace(recorded.trace.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
+            rows = rows_of(key.shapes, recorded.kind.batch_dims)
+            return recorded.trace.gathered.run_python(self.model, flat, rows)
+
+    def choose(
+        self, variants: Iterable[Recorded], key: Key, sample: Sample
+    ) -> tuple[Recorded, PythonRun | None] | None:
+        """Return the first recording of which the model's own Python makes the calls, and what that changes.
+
+        None where there is no such recording.
+        """
+        for recorded in variants:
+            if not recorded.changes_python or recorded.settled.get(key):
+                return recorded, None
+            if (run := self.run(recorded, key, sample)) is not None:
+                return recorded, run
+        return None
+
+    def leave(
+        self, recorded: Recorded, key: Key, run: PythonRun | None, sample: Sample, kept: Sequence[torch.Tensor]
+    ) -> Key:
+        """Leave what a call changes, and return the signature that its recording is good for now too.
+
+        Attributes that a second run would change again are no part of signatures any more. Where a second run changes
+        nothing, the model's Python does not have to run in later calls of this kind.
+        """
+        if run is None:
+            return self.key_of(*take_apart((sample.args, sample.kwargs)))
+        run.leave(kept)
+        places, again = run.changes.places, None
+        if key not in recorded.settled:
+            again = self.run(recorded, key, sample)
+            self._changing |= frozenset() if again is None else again.changes.places
+        self._changing |= places & self._changed
+        self._changed |= places
+        recorded.settled[key] = False
+        now = self.key_of(*take_apart((sample.args, sample.kwargs)))
+        if again is not None:
+            recorded.settled[now] = not again.changes
+        return now

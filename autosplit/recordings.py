@@ -6,7 +6,6 @@ A kind of call that no graph can follow is run by the model's own Python, its mo
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.call_inputs import Constants, refuse_transformed
 from autosplit.collapse import OWN_PYTHON, Collapses
-from autosplit.errors import ScheduleError, TraceError
+from autosplit.errors import InputError, ScheduleError, TraceError
 from autosplit.lower.place import place
 from autosplit.lower.split import lower
 from autosplit.options import Options, Sample
@@ -28,8 +26,7 @@ from autosplit.planning.search import make_plan
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
-from autosplit.python_runs import PythonRuns
-from autosplit.recorded import PreparedStep, Recorded, tree_of, used
+from autosplit.recorded import Constants, PreparedStep, PythonRuns, Recent, Recorded, tree_of
 from autosplit.runtime.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.changed_inputs import as_called, refusal
 from autosplit.runtime.lanes import Lane, lane
@@ -44,7 +41,6 @@ from autosplit.trace.run import PythonRun
 from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
 from autosplit.trace.state import attributes
 
-_KEPT = 32
 _ATTEMPTS = 3
 _VARIANTS = 8
 """How many recordings of one signature are kept that hold for different values."""
@@ -71,12 +67,12 @@ class Recordings:
         self.fits = own or plan is None
         """Whether the plan was made for this model, or checked: the model may change after that."""
         self.lanes: tuple[Lane, ...] = ()
-        self.kept: OrderedDict[Key, tuple[Recorded, ...]] = OrderedDict()
+        self.kept: Recent[Key, tuple[Recorded, ...]] = Recent()
         self.made = 0
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self.first_calls = 0
-        self._findings: OrderedDict[Any, Findings] = OrderedDict()
-        self._refused: OrderedDict[Any, str] = OrderedDict()
+        self._findings: Recent[Any, Findings] = Recent()
+        self._refused: Recent[Any, str] = Recent()
         self._collapses = Collapses(model, options)
         self._constants = Constants(options)
         self.python = PythonRuns(model)
@@ -111,14 +107,18 @@ class Recordings:
         """
         found = self._holding(self.kept.get(key, ()), key, sample)
         if found is not None:
-            used(self.kept, key)
+            self.kept.use(key)
         elif is_transformed():
-            refuse_transformed()
+            raise InputError(
+                "the first call of its kind is made under a transform of torch.func or forward-mode differentiation, "
+                "where a model cannot be recorded: call the pipe once without it, with inputs of the same shapes and "
+                "in the same mode"
+            )
         else:
             with RECORDING, shown(self._work()):
                 found = self._recorded(key, as_called(sample))
                 if found is None:
-                    used(self._refused, key.rest)
+                    self._refused.use(key.rest)
                     self._collapses.note(why := self._refused[key.rest], OWN_PYTHON.format(why))
                     return self._tree(sample, why)
                 self._collapses.check(key.rest, found.traced, rows_of(key.shapes, found.kind.batch_dims))
@@ -139,18 +139,13 @@ class Recordings:
             if isinstance(error, FirstCall) and self.first_calls <= 2:  # one that does so at every call is refused
                 raise
             reason, notes = str(error), getattr(error, "__notes__", ())
-            self._refuse(key, reason + "".join(f" ({note})" for note in notes))
+            self._refused[key.rest] = reason + "".join(f" ({note})" for note in notes)
         return None
 
     def _work(self) -> str:
         """Return what finding a recording for a new kind of call is called where it is shown."""
         name = type(self.model).__name__
         return f"recording {name} for another kind of call" if self.plan else f"planning the pipeline of {name}"
-
-    def _refuse(self, key: Key, reason: str) -> None:
-        self._refused[key.rest] = reason
-        while len(self._refused) > _KEPT:
-            self._refused.popitem(last=False)
 
     def _tree(self, sample: Sample, reason: str) -> TreeRun:
         """Return what runs the model's own Python; plan if there is no plan yet."""
@@ -203,7 +198,7 @@ class Recordings:
                 if (chosen := self.python.choose([made], key, sample)) is None:
                     raise TraceError("forward's own Python does other things each time it runs")
             except TraceError as refusal:
-                self._refuse(key, str(refusal))
+                self._refused[key.rest] = str(refusal)
                 return self._tree(sample, str(refusal)), None
         return chosen
 
@@ -219,9 +214,6 @@ class Recordings:
     def _keep(self, key: Key, recorded: Recorded) -> None:
         """Keep a recording for calls of a signature, before its other variants; the oldest ones go."""
         self.kept[key] = (recorded, *(one for one in self.kept.get(key, ()) if one is not recorded))
-        used(self.kept, key)
-        while len(self.kept) > _KEPT:
-            self.kept.popitem(last=False)
 
     def _covering(self, key: Key) -> Iterator[Recorded]:
         """Yield the recordings for many lengths that are known to be what the model does at those of a call."""
@@ -280,7 +272,7 @@ class Recordings:
         """Keep a recording for many lengths where one for one length was kept, as far as it is known to hold."""
         domain = wide.trace.domain
         assert domain is not None
-        for key, variants in self.kept.items():
+        for key, variants in list(self.kept.items()):
             lengths = wide.kind.lengths_in(key)
             own = any(recorded is base for recorded in variants)
             if own and lengths is not None and domain.holds(rows_of(key.shapes, wide.kind.batch_dims), lengths):
@@ -355,9 +347,6 @@ class Recordings:
             )
         self.made += 1
         self._findings[values] = found.findings
-        used(self._findings, values)
-        while len(self._findings) > _KEPT:
-            self._findings.popitem(last=False)
         rows = batch_rows(found.inputs)
         if self.plan is None:
             least, like = found.graph.min_rows, self.options.microbatches

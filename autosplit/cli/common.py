@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.choices import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
+from autosplit.checks import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
 from autosplit.cli.inputs import MODEL_FORM
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
 from autosplit.progress import bars

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autosplit.checks import not_available
-from autosplit.choices import EXPORTS
+from autosplit.checks import EXPORTS, not_available
 from autosplit.cli.common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings, tell
 from autosplit.errors import InputError
 

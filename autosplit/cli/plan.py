@@ -7,47 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.choices import RESERVE
-from autosplit.cli.common import (
-    AsJson,
-    Batch,
-    BatchDims,
-    Cut,
-    Debug,
-    Inputs,
-    Kwargs,
-    Labels,
-    MemoryLimit,
-    Mode,
-    Moves,
-    Optimizer,
-    PlanFile,
-    Precision,
-    Recompute,
-    Reserve,
-    ScheduleName,
-    Seed,
-    Sequence,
-    Target,
-    VirtualStages,
-    beside_stdout,
-    command,
-    complete_device,
-    optimizer_of,
-    pinned_plan,
-    recompute_of,
-)
+from autosplit.checks import RESERVE
+from autosplit.cli import common, outputs
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, parse_batch_dims, wants_labels
-from autosplit.cli.outputs import (
-    AsMarkdown,
-    Exports,
-    Html,
-    Save,
-    Trace,
-    answered,
-    check_form,
-    outputs_of,
-)
 from autosplit.errors import InputError, TraceError
 from autosplit.progress import phase
 
@@ -85,7 +47,7 @@ PaperDevices = Annotated[
     str,
     typer.Option(
         help="A machine such as 8xH100-SXM5-80GB, a machine file, or names with commas between.",
-        autocompletion=complete_device,
+        autocompletion=common.complete_device,
     ),
 ]
 Smallest = Annotated[bool, typer.Option("--smallest", help="Find the fewest devices of this kind that hold it.")]
@@ -97,56 +59,56 @@ Loss = Annotated[
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
-@command
+@common.command
 def plan_command(
-    model: Target,
+    model: common.Target,
     devices: PaperDevices = _MACHINE,
     chunks: PlanChunks = "auto",
-    inputs: Inputs = None,
-    kwargs: Kwargs = None,
-    batch_dims: BatchDims = None,
-    batch: Batch = None,
-    sequence: Sequence = None,
-    labels: Labels = None,
+    inputs: common.Inputs = None,
+    kwargs: common.Kwargs = None,
+    batch_dims: common.BatchDims = None,
+    batch: common.Batch = None,
+    sequence: common.Sequence = None,
+    labels: common.Labels = None,
     loss: Loss = None,
-    schedule: ScheduleName = "auto",
-    virtual_stages: VirtualStages = 1,
-    recompute: Recompute = "auto",
-    optimizer: Optimizer = "adamw",
-    precision: Precision = None,
-    memory_limit: MemoryLimit = None,
-    reserve: Reserve = RESERVE,
-    cut: Cut = "modules",
+    schedule: common.ScheduleName = "auto",
+    virtual_stages: common.VirtualStages = 1,
+    recompute: common.Recompute = "auto",
+    optimizer: common.Optimizer = "adamw",
+    precision: common.Precision = None,
+    memory_limit: common.MemoryLimit = None,
+    reserve: common.Reserve = RESERVE,
+    cut: common.Cut = "modules",
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
-    train: Mode = None,
-    seed: Seed = 0,
-    plan: PlanFile = None,
-    move: Moves = None,
-    save: Save = None,
-    html: Html = None,
-    trace: Trace = None,
-    export: Exports = None,
-    as_json: AsJson = False,
-    as_markdown: AsMarkdown = False,
-    debug: Debug = False,
+    train: common.Mode = None,
+    seed: common.Seed = 0,
+    plan: common.PlanFile = None,
+    move: common.Moves = None,
+    save: outputs.Save = None,
+    html: outputs.Html = None,
+    trace: outputs.Trace = None,
+    export: outputs.Exports = None,
+    as_json: common.AsJson = False,
+    as_markdown: outputs.AsMarkdown = False,
+    debug: common.Debug = False,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
-    check_form(as_json=as_json, as_markdown=as_markdown)
-    outputs = outputs_of(save=save, html=html, trace=trace, exports=export)
+    outputs.check_form(as_json=as_json, as_markdown=as_markdown)
+    files = outputs.outputs_of(save=save, html=html, trace=trace, exports=export)
     wanted = False if loss is not None else wants_labels(labels, schedule)
     sizes = ConfigInputs(batch, sequence, wanted)
     spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
-    pinned = pinned_plan(plan, move)
-    order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
+    pinned = common.pinned_plan(plan, move)
+    order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": common.recompute_of(recompute)}
     room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut, "precision": precision}
     dims = parse_batch_dims(batch_dims)
-    choices = {"chunks": _chunks(chunks), "optimizer": optimizer_of(optimizer)} | order | room
+    choices = {"chunks": _chunks(chunks), "optimizer": common.optimizer_of(optimizer)} | order | room
     find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
     machine = _checked(_devices(devices, pinned), pinned, choices)
-    with beside_stdout():
+    with common.beside_stdout():
         found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, batch_dims=dims, **choices)
-    return answered(found, outputs, as_json=as_json, as_markdown=as_markdown)
+    return outputs.answered(found, files, as_json=as_json, as_markdown=as_markdown)
 
 
 def _devices(text: str, pinned: Plan | None) -> str | list[str]:

@@ -7,21 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli.common import (
-    DONE,
-    MODEL_HELP,
-    Batch,
-    BatchDims,
-    Debug,
-    Inputs,
-    Kwargs,
-    Mode,
-    Seed,
-    Sequence,
-    beside_stdout,
-    command,
-    page_width,
-)
+from autosplit.cli import common
 from autosplit.cli.inputs import ConfigInputs, ModelSpec, parse_batch_dims
 from autosplit.cli.outputs import outputs_of
 from autosplit.errors import InputError
@@ -46,14 +32,14 @@ Exit codes: 0 done; 2 bad usage or input.
 """
 
 
-@command
+@common.command
 def profile_command(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    inputs: Inputs = None,
-    kwargs: Kwargs = None,
-    batch_dims: BatchDims = None,
-    batch: Batch = None,
-    sequence: Sequence = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=common.MODEL_HELP)] = None,
+    inputs: common.Inputs = None,
+    kwargs: common.Kwargs = None,
+    batch_dims: common.BatchDims = None,
+    batch: common.Batch = None,
+    sequence: common.Sequence = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Batch rows of a microbatch (default: the input's).")] = None,
     chunks: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 1,
     device: Annotated[
@@ -65,7 +51,7 @@ def profile_command(
     count_bytes: Annotated[
         bool, typer.Option("--bytes", help="Count a CPU's bytes too; torch's profiler then writes to stderr.")
     ] = False,
-    train: Mode = None,
+    train: common.Mode = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Module levels (default: what 40 rows hold).")] = None,
     nodes: Annotated[bool, typer.Option("--nodes", help="One row per operation instead of per module.")] = False,
     top: Annotated[int | None, typer.Option(min=1, help="Only the rows that take the most time.")] = None,
@@ -73,8 +59,8 @@ def profile_command(
     calibration: Annotated[bool, typer.Option("--calibrate", help="Measure what this machine's kernels take.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="With --calibrate: fewer and smaller kernels.")] = False,
     save: Annotated[Path | None, typer.Option(help="With --calibrate: the file to write.")] = None,
-    seed: Seed = 0,
-    debug: Debug = False,
+    seed: common.Seed = 0,
+    debug: common.Debug = False,
 ) -> int:
     """Say what every module of a model costs: times, FLOPs, and the bytes that training it holds."""
     if calibration:
@@ -82,7 +68,7 @@ def profile_command(
         from autosplit.cli.calibrate import calibrate_here
 
         calibrate_here(model, device=device, quick=quick, save=save)
-        return DONE
+        return common.DONE
     if save is not None or quick:
         raise InputError("--save and --quick are for --calibrate; a profile is written by --json > FILE")
     if model is None:
@@ -90,12 +76,12 @@ def profile_command(
     spec = ModelSpec.parse(
         model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed, train=train
     )
-    with beside_stdout():
+    with common.beside_stdout():
         with phase("importing"):
             from autosplit.cli.costs import Choices, costs_of
             from autosplit.report.cost_table import render_costs
         choices = Choices(rows, chunks, parse_batch_dims(batch_dims), device, measure, count_bytes)
         found = costs_of(spec, choices)
-    text = render_costs(found, width=page_width(), depth=depth, nodes=nodes, top=top)
+    text = render_costs(found, width=common.page_width(), depth=depth, nodes=nodes, top=top)
     typer.echo(found.model_dump_json(indent=2) if as_json else text)
-    return DONE
+    return common.DONE

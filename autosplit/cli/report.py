@@ -6,48 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.choices import RESERVE
-from autosplit.cli.common import (
-    MODEL_HELP,
-    AsJson,
-    Batch,
-    BatchDims,
-    Cut,
-    Debug,
-    Inputs,
-    Kwargs,
-    Labels,
-    MemoryLimit,
-    Mode,
-    Moves,
-    Optimizer,
-    PlanFile,
-    Recompute,
-    Reserve,
-    ScheduleName,
-    Seed,
-    Sequence,
-    VirtualStages,
-    beside_stdout,
-    check_choices,
-    command,
-    optimizer_of,
-    pinned_plan,
-    recompute_of,
-    tell,
-    torch_devices,
-)
+from autosplit.checks import RESERVE
+from autosplit.cli import common, outputs
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, is_plan_file, parse_batch_dims, wants_labels
-from autosplit.cli.outputs import (
-    AsMarkdown,
-    Exports,
-    Html,
-    Save,
-    Trace,
-    answered,
-    check_form,
-    outputs_of,
-)
 from autosplit.errors import InputError
 from autosplit.progress import phase
 
@@ -77,7 +38,9 @@ Exit codes: 0 done; 1 done, and the plan does not fit; 2 bad usage or input.
 """
 
 
-ModelOrPlan = Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a saved plan, a .json file.")]
+ModelOrPlan = Annotated[
+    str, typer.Argument(metavar="MODEL", help=f"{common.MODEL_HELP} Or a saved plan, a .json file.")
+]
 OwnDevices = Annotated[
     str | None, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0; a MODEL needs them.")
 ]
@@ -87,41 +50,41 @@ OwnChunks = Annotated[int | None, typer.Option(help="Number of microbatches; a M
 Measure = Annotated[bool, typer.Option("--measure", help="Run a training step here, and show it beside the plan.")]
 
 
-@command
+@common.command
 def report_command(
     context: typer.Context,
     model: ModelOrPlan,
     devices: OwnDevices = None,
     chunks: OwnChunks = None,
-    inputs: Inputs = None,
-    kwargs: Kwargs = None,
-    batch_dims: BatchDims = None,
-    batch: Batch = None,
-    sequence: Sequence = None,
-    labels: Labels = None,
-    schedule: ScheduleName = "auto",
-    virtual_stages: VirtualStages = 1,
-    recompute: Recompute = "auto",
-    optimizer: Optimizer = "adamw",
-    memory_limit: MemoryLimit = None,
-    reserve: Reserve = RESERVE,
-    cut: Cut = "modules",
-    train: Mode = None,
-    seed: Seed = 0,
+    inputs: common.Inputs = None,
+    kwargs: common.Kwargs = None,
+    batch_dims: common.BatchDims = None,
+    batch: common.Batch = None,
+    sequence: common.Sequence = None,
+    labels: common.Labels = None,
+    schedule: common.ScheduleName = "auto",
+    virtual_stages: common.VirtualStages = 1,
+    recompute: common.Recompute = "auto",
+    optimizer: common.Optimizer = "adamw",
+    memory_limit: common.MemoryLimit = None,
+    reserve: common.Reserve = RESERVE,
+    cut: common.Cut = "modules",
+    train: common.Mode = None,
+    seed: common.Seed = 0,
     measure: Measure = False,
-    plan: PlanFile = None,
-    move: Moves = None,
-    save: Save = None,
-    html: Html = None,
-    trace: Trace = None,
-    export: Exports = None,
-    as_json: AsJson = False,
-    as_markdown: AsMarkdown = False,
-    debug: Debug = False,
+    plan: common.PlanFile = None,
+    move: common.Moves = None,
+    save: outputs.Save = None,
+    html: outputs.Html = None,
+    trace: outputs.Trace = None,
+    export: outputs.Exports = None,
+    as_json: common.AsJson = False,
+    as_markdown: outputs.AsMarkdown = False,
+    debug: common.Debug = False,
 ) -> int:
     """Plan a model and print its partition: stages, times, memory, boundaries; or print a saved plan."""
-    check_form(as_json=as_json, as_markdown=as_markdown)
-    outputs = outputs_of(save=save, html=html, trace=trace, exports=export)
+    outputs.check_form(as_json=as_json, as_markdown=as_markdown)
+    files = outputs.outputs_of(save=save, html=html, trace=trace, exports=export)
     measured = None
     if is_plan_file(model):
         _check_alone(context, model)
@@ -131,18 +94,18 @@ def report_command(
         spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
         if devices is None or chunks is None:
             raise InputError(f"{model} needs --devices and --chunks: devices such as 4 or cpu,cuda:0, and microbatches")
-        own = torch_devices(devices)
-        order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute_of(recompute)}
+        own = common.torch_devices(devices)
+        order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": common.recompute_of(recompute)}
         room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut}
-        choices = {"chunks": chunks, "optimizer": optimizer_of(optimizer)} | order | room
+        choices = {"chunks": chunks, "optimizer": common.optimizer_of(optimizer)} | order | room
         dims = parse_batch_dims(batch_dims)
-        pinned = pinned_plan(plan, move)
-        check_choices(own, pinned, **choices)
+        pinned = common.pinned_plan(plan, move)
+        common.check_choices(own, pinned, **choices)
         if measure and schedule == "forward":
             raise InputError("--measure runs a training step, and --schedule forward has none; leave one out")
-        with beside_stdout():
+        with common.beside_stdout():
             found, measured = _plan(spec, measure=measure, devices=own, plan=pinned, batch_dims=dims, **choices)
-    return answered(found, outputs, as_json=as_json, as_markdown=as_markdown, measured=measured)
+    return outputs.answered(found, files, as_json=as_json, as_markdown=as_markdown, measured=measured)
 
 
 def _check_alone(context: typer.Context, path: str) -> None:
@@ -162,7 +125,7 @@ def _saved(path: str) -> Plan:
 
     found = Plan.load(path)
     if found.edited:
-        tell(
+        common.tell(
             "warning: the plan was edited; times and memory are those of before: autosplit plan MODEL --plan "
             f"{path} costs it anew"
         )

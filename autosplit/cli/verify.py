@@ -6,31 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from autosplit.cli.common import (
-    ANSWER_IS_NO,
-    DONE,
-    AsJson,
-    Batch,
-    BatchDims,
-    Chunks,
-    Debug,
-    Devices,
-    Inputs,
-    Kwargs,
-    PlanFile,
-    Recompute,
-    ScheduleName,
-    Seed,
-    Sequence,
-    Target,
-    VirtualStages,
-    beside_stdout,
-    check_choices,
-    command,
-    pinned_plan,
-    recompute_of,
-    torch_devices,
-)
+from autosplit.cli import common
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, parse_batch_dims
 from autosplit.progress import phase
 
@@ -47,40 +23,40 @@ Exit codes: 0 equal; 1 not equal; 2 bad usage or input.
 """
 
 
-@command
+@common.command
 def verify_command(
-    model: Target,
-    devices: Devices,
-    chunks: Chunks,
-    inputs: Inputs = None,
-    kwargs: Kwargs = None,
-    batch_dims: BatchDims = None,
-    batch: Batch = None,
-    sequence: Sequence = None,
-    schedule: ScheduleName = "auto",
-    virtual_stages: VirtualStages = 1,
-    recompute: Recompute = "auto",
-    seed: Seed = 0,
-    plan: PlanFile = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
+    model: common.Target,
+    devices: common.Devices,
+    chunks: common.Chunks,
+    inputs: common.Inputs = None,
+    kwargs: common.Kwargs = None,
+    batch_dims: common.BatchDims = None,
+    batch: common.Batch = None,
+    sequence: common.Sequence = None,
+    schedule: common.ScheduleName = "auto",
+    virtual_stages: common.VirtualStages = 1,
+    recompute: common.Recompute = "auto",
+    seed: common.Seed = 0,
+    plan: common.PlanFile = None,
+    as_json: common.AsJson = False,
+    debug: common.Debug = False,
 ) -> int:
     """Compare the pipeline with the plain model: outputs, gradients, buffers, in train and in eval mode."""
     spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed)
-    own = torch_devices(devices)
+    own = common.torch_devices(devices)
     choices = {
         "chunks": chunks,
         "schedule": schedule,
         "virtual_stages": virtual_stages,
-        "recompute": recompute_of(recompute),
+        "recompute": common.recompute_of(recompute),
     }
     dims = parse_batch_dims(batch_dims)
-    pinned = pinned_plan(plan, None)
-    check_choices(own, pinned, optimizer="adamw", memory_limit=None, **choices)
-    with beside_stdout():
+    pinned = common.pinned_plan(plan, None)
+    common.check_choices(own, pinned, optimizer="adamw", memory_limit=None, **choices)
+    with common.beside_stdout():
         found = _verified(spec, devices=own, plan=pinned, batch_dims=dims, **choices)
     typer.echo(found.to_json() if as_json else str(found))
-    return DONE if found else ANSWER_IS_NO
+    return common.DONE if found else common.ANSWER_IS_NO
 
 
 def _verified(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Verification:

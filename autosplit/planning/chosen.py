@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.checks import (
+    CUT,
     check_chunks,
     check_memory_limit,
     check_optimizer,
@@ -18,7 +19,6 @@ from autosplit.checks import (
     check_reserve,
     choose,
 )
-from autosplit.choices import CUT
 from autosplit.errors import PlanError
 from autosplit.planning.schedules import Asked, ask
 

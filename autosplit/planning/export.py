@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autosplit.checks import not_available
-from autosplit.choices import EXPORTS
+from autosplit.checks import EXPORTS, not_available
 from autosplit.errors import InputError
 from autosplit.schedule.files import dump_actions
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, computed_field
 
-from autosplit.choices import OPTIMIZER_COPIES, PRECISIONS
+from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.planning.diff import PlanDiff, diff
 from autosplit.planning.export import export

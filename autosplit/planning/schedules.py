@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.checks import meant
-from autosplit.choices import SCHEDULES
+from autosplit.checks import SCHEDULES, meant
 from autosplit.errors import InputError, ScheduleError
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build, least_per_device, stages_per_device

@@ -162,3 +162,9 @@ def test_inputs_of_the_models_own_that_do_not_fit_it(run: Run, kwargs: str, mess
         "error: WrongExample brings inputs (example_input_array or dummy_inputs) of its own: "
     )
     assert message in result.stderr
+
+
+def test_the_batch_need_not_come_first(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *TWO, "--input", "x=float32[3,8,16]", "--batch-dims", "1", "--json")
+    assert result.exit_code == 0, result.output
+    assert Plan.model_validate_json(result.stdout).microbatch_rows == (2, 2, 2, 2)

@@ -236,9 +236,3 @@ def test_bad_usage_ends_with_two(run: Run, arguments: tuple[str, ...], said: str
 def test_neither_a_model_nor_a_calibration(run: Run) -> None:
     assert "no MODEL is given" in error_of(run())
     assert "there is no device 'nothing'" in error_of(run("--calibrate", "--device", "nothing"))
-
-
-def test_help_has_examples(run: Run) -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    assert "autosplit profile --calibrate --save here.json" in result.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -197,28 +195,10 @@ def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(
     assert Plan.model_validate_json(result.stdout) == too_large
 
 
-def test_no_partition_within_the_limits_is_an_answer_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: Any, **_: Any) -> None:
-        raise InfeasibleError("stage 0 needs 2 KiB, cpu has 1 KiB")
-
-    monkeypatch.setattr(api, "autosplit", refuse)
-    result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert result.stderr == "error: stage 0 needs 2 KiB, cpu has 1 KiB\n"
-
-
 def test_a_memory_limit_that_nothing_meets_exits_with_one(run: Run) -> None:
     result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--memory-limit", "100B")
     assert result.exit_code == 1, result.output
     assert "100 B" in result.output
-
-
-def test_a_memory_limit_that_is_met_shows_the_capacity(run: Run) -> None:
-    result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--memory-limit", "70GiB")
-    assert result.exit_code == 0, result.output
-    assert "capacity" in result.stdout
-    assert "70.0 GiB" in result.stdout
 
 
 @pytest.mark.filterwarnings("default")
@@ -248,12 +228,6 @@ def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
 )
 def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> None:
     assert message in error_of(run(target, *TWO_BY_FOUR, *X))
-
-
-def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "wrong.py").write_text("def make(:\n", encoding="utf-8")
-    stderr = error_of(run(f"{tmp_path / 'wrong.py'}:make", *TWO_BY_FOUR, *X))
-    assert "error: invalid syntax (wrong.py, line 1) (SyntaxError; --debug" in stderr
 
 
 @pytest.mark.parametrize(
@@ -327,30 +301,6 @@ def test_an_error_that_is_not_ours_says_its_type_and_how_to_see_more(run: Run, m
     stderr = error_of(run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X))
     place = f"at {__file__}:{crash.__code__.co_firstlineno + 1}, in crash"
     assert stderr == f"error: division by zero (ZeroDivisionError {place}; --debug shows the traceback)\n"
-
-
-def test_help_shows_examples(run: Run) -> None:
-    result = CliRunner().invoke(cli.app, ["report", "--help"])
-    assert result.exit_code == 0
-    assert 'autosplit report nets.py:make --devices 4 --chunks 8 --input "x=float32[8,3,32,32]"\n' in result.stdout
-    assert "\x1b[" not in result.stdout
-
-
-def test_report_stays_a_named_command() -> None:
-    result = CliRunner().invoke(cli.app, [NETS])
-    assert result.exit_code == 2
-    assert "No such command" in result.stderr
-
-
-def test_python_m_autosplit_is_the_same_program() -> None:
-    root = Path(cli.__file__).parents[2]
-    environment = os.environ | {"NO_COLOR": "1", "PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "autosplit", "report", f"{NETS}:absent", *TWO_BY_FOUR]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert "has no 'absent'" in done.stderr
 
 
 def test_a_schedule_by_name_or_from_a_file(run: Run, tmp_path: Path) -> None:

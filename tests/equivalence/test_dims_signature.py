@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import autosplit, call_inputs
+from autosplit import autosplit, recorded
 from tests.equivalence.equality import Batch, assert_equal_runs, difference, forward_backward
 from tests.models.lengths import CASES, made
 
@@ -174,7 +174,7 @@ def test_lengths_are_generalised_beside_other_keywords() -> None:
 
 
 def test_a_number_that_never_repeats_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_inputs, "_KEPT", 3)
+    monkeypatch.setattr(recorded, "_KEPT", 3)
     model = Keywords().double()
     pipe = autosplit(model, devices=2, chunks=3, lanes="inline")
     for step in range(6):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import cost_models
-from autosplit.choices import EXPORTS
+from autosplit.checks import EXPORTS
 from autosplit.errors import InputError, PlanError, ScheduleError
 from autosplit.partition.workload import load_workload, parse_workload
 from autosplit.planning.diff import diff

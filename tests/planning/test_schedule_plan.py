@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import InputError, autosplit
-from autosplit.choices import SCHEDULES
+from autosplit.checks import SCHEDULES
 from autosplit.errors import InfeasibleError, PlanError, ScheduleError
 from autosplit.options import Options
 from autosplit.planning.plan import Plan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit import autosplit, recordings
+from autosplit import autosplit, recorded
 from autosplit.errors import InputError
 from tests.equivalence.equality import LANES
 
@@ -145,7 +145,7 @@ def test_classes_of_one_name_are_not_one_input() -> None:
 
 
 def test_the_least_recently_used_recording_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "_KEPT", 2)
+    monkeypatch.setattr(recorded, "_KEPT", 2)
     model = Acting()
     pipe = autosplit(model, devices=2, chunks=2)
 
