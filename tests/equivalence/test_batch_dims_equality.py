@@ -157,23 +157,6 @@ def test_a_target_of_other_rows_names_batch_dims() -> None:
         )
 
 
-@pytest.mark.parametrize("first", [5, 7])
-def test_a_choice_by_the_number_of_rows_is_the_whole_batchs(first: int) -> None:
-    model = Model(lambda m, x: m.b(torch.tanh(m.a(x)) * (1.1 if x.shape[0] > 6 else 1.0)))
-    pipe = pipe_of(model)
-    batches = [Batch((numbers(rows, 4, WIDTH),)) for rows in (first, 12 - first, first)]
-    with pytest.warns(UserWarning, match="has collapsed: .* since forward does other things at 7 rows"):
-        runs = [(forward_backward(pipe, batch), forward_backward(model, batch)) for batch in batches]
-    for mine, plain in runs:
-        assert_equal_runs(mine, plain)
-    x, target = numbers(7, 4, WIDTH), numbers(7)
-
-    def loss_fn(output: Tensor, t: Tensor) -> Tensor:
-        return (output.flatten(1) - t[:, None]).square().mean()
-
-    torch.testing.assert_close(pipe.train_step(x, target=target, loss_fn=loss_fn), loss_fn(model(x), target).detach())
-
-
 def test_a_batch_that_mixes_at_once_is_still_the_batch() -> None:
     pipe = check(Model(lambda m, x: m.b(m.a(x - x.mean(0)))), numbers(7, WIDTH))
     assert dims_of(pipe) == (0,)
@@ -265,20 +248,6 @@ def test_batch_dims_that_do_not_fit(name: str) -> None:
     told, message = BAD_DIMS[name]
     with pytest.raises(InputError, match=message):
         pipe_of(Recurrent(batch_first=True), batch_dims=told)(numbers(7, 4, WIDTH), (numbers(2, 7, 5),) * 2)
-
-
-def test_scalars_and_none_are_inputs() -> None:
-    def body(model: Any, value: Tensor, scale: float, mask: Tensor | None, zero_dim: Tensor, name: str) -> Tensor:
-        value = model.b(torch.tanh(model.a(value)) * scale) + zero_dim
-        return value if mask is None else value * (mask if name == "mask" else mask[:, :1])
-
-    plain = Model(body)
-    pipe = pipe_of(plain)
-    mask = numbers(7, WIDTH, seed=2)
-    for rest in ((2.0, None, "mask"), (3.0, None, "mask"), (2, mask, "mask"), (2.0, mask, "column")):
-        zero_dim = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-        batch = Batch((numbers(7, WIDTH), *rest[:2], zero_dim, rest[2]))
-        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
 OUTPUTS: dict[str, Any] = {
