@@ -39,52 +39,6 @@ class Windows(nn.Module):
         return x
 
 
-class Counts(nn.Module):
-    """Does with its attribute what the text says."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.seen, self.flag, self.sizes = what, 1, True, [0]
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.what == "counts":
-            self.seen += 1
-        elif self.what == "stops counting":
-            self.seen = min(self.seen + 1, 4)
-        elif self.what == "goes another way" and self.flag:
-            self.flag, x = False, torch.relu(x)
-        elif self.what == "other numbers":
-            x, self.seen = x * self.seen, 2
-        elif self.what == "rows":
-            self.seen = x.shape[0]
-        elif self.what == "a list":
-            self.sizes[0] = 5
-        elif self.what == "deletes":
-            vars(self).pop("seen", None)
-        return self.second(x)
-
-
-class Fills(nn.Module):
-    """Divides by what its first call filled in; maybe the flag changes at that call too."""
-
-    def __init__(self, *, absent: bool, changes: bool) -> None:
-        super().__init__()
-        self.changes, self.flag, self.cache = changes, True, None
-        if not absent:
-            self.width: int | None = None
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if getattr(self, "width", None) is None:
-            self.width = x.shape[1]
-        self.cache = [x.shape[0]]  # of which nothing is told
-        if self.changes:
-            self.flag = False
-        return self.second(self.first(x) / self.width)
-
-
 def windows(blocks: int = 3) -> Windows:
     torch.manual_seed(0)
     return Windows(blocks)
@@ -116,29 +70,6 @@ def test_a_pipe_remembers_what_the_model_would(widths: tuple[int, ...]) -> None:
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert pipe._core.recordings.tree is None, "a graph follows it"
-
-
-@pytest.mark.parametrize("changes", [False, True])
-@pytest.mark.parametrize("absent", [False, True])
-def test_what_a_first_call_fills_is_remembered_too(absent: bool, changes: bool) -> None:
-    torch.manual_seed(0)
-    plain = Fills(absent=absent, changes=changes)
-    model = copy.deepcopy(plain)
-    pipe = split(model)
-    for x in batches(5, 9, 5):
-        torch.testing.assert_close(pipe(x), plain(x))
-        assert (model.width, model.flag) == (plain.width, plain.flag) == (5, not changes)
-    assert pipe._core.recordings.tree is None, "a graph follows it"
-
-
-def test_an_attribute_that_a_call_deletes_is_gone() -> None:
-    plain = Counts("deletes")
-    model = copy.deepcopy(plain)
-    pipe = split(model)
-    (x,) = batches(5)
-    torch.testing.assert_close(pipe(x), plain(x))
-    assert not hasattr(plain, "seen")
-    assert not hasattr(model, "seen")
 
 
 def test_planning_sets_nothing_and_steps_do() -> None:
@@ -181,16 +112,3 @@ def test_a_plan_of_a_model_without_values_takes_it_too(blocks: int) -> None:
     assert {node.split("#")[0] for stage in found.stages for node in stage.nodes} >= {
         f"blocks.{number}.mix" for number in range(blocks)
     }
-
-
-@pytest.mark.parametrize("what", ["counts", "stops counting", "goes another way", "other numbers", "a list", "rows"])
-def test_what_a_second_call_does_otherwise_is_done(what: str) -> None:
-    torch.manual_seed(0)
-    plain = Counts(what)
-    model = copy.deepcopy(plain)
-    pipe = split(model)
-    for rows in (8, 8, 6, 8, 8):
-        x = torch.randn(rows, 6)
-        torch.testing.assert_close(pipe(x), plain(x))
-        assert (model.seen, model.flag, model.sizes) == (plain.seen, plain.flag, plain.sizes)
-    assert pipe._core.recordings.tree is None, "a graph follows it"

@@ -87,8 +87,28 @@ def fills_a_cache(block: Any, x: Tensor, hidden: Tensor) -> Tensor:
     return hidden * block.feat
 
 
+def stops_counting(block: Any, x: Tensor, hidden: Tensor) -> None:
+    block.calls = min(block.calls + 1, 4)
+
+
+def scales_by_what_it_sets(block: Any, x: Tensor, hidden: Tensor) -> Tensor:
+    scaled, block.rows = hidden * (1 + block.rows), 2
+    return scaled
+
+
+def sets_what_was_not_there(block: Any, x: Tensor, hidden: Tensor) -> Tensor:
+    if not hasattr(block, "width"):
+        block.width, block.log = x.shape[1], [x.shape[0]]
+    return hidden / block.width
+
+
+def deletes(block: Any, x: Tensor, hidden: Tensor) -> None:
+    vars(block).pop("rows", None)
+
+
 EFFECTS = (counts, drops_a_flag, goes_another_way_first, alternates, keeps, keeps_its_input, keeps_detached)
-EFFECTS += (logs_numbers, logs_tensors, fills_a_cache)
+EFFECTS += (logs_numbers, logs_tensors, fills_a_cache, stops_counting, scales_by_what_it_sets)
+EFFECTS += (sets_what_was_not_there, deletes)
 
 
 class Root(Block):

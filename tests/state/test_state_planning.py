@@ -130,17 +130,6 @@ def test_a_plan_made_for_one_mode_and_length_serves_others(tmp_path: Path) -> No
     assert partition(pipe.plan) == partition(first.plan)
 
 
-def test_a_plan_covers_the_model_and_its_parameters_once(case: Case) -> None:
-    model = case.build()
-    pipe = split(model, sample=Sample(*case.batch(8).args, **case.batch(8).kwargs))
-    nodes = [node for stage in pipe.plan.stages for node in stage.nodes]
-    assert len(nodes) == len(set(nodes))
-    assert all(stage.nodes for stage in pipe.plan.stages)
-    assert sum(stage.parameters for stage in pipe.plan.stages) == sum(p.numel() for p in model.parameters())
-    assert pipe.plan.chunks == 4
-    assert sum(pipe.plan.microbatch_rows) == 8
-
-
 @pytest.mark.parametrize("lanes", LANES)
 def test_the_program_can_be_read(lanes: str) -> None:
     pipe = split(CASES["nested skips"].build(), lanes=lanes)
