@@ -194,7 +194,8 @@ def _classified(
     gathered = gather(model, flat, scope=scope)
     names = frozenset(name for merged in gathered.recording.calls for name in _probed_as(merged.call, model))
     before = findings if findings is not None and findings.batch_dims == flat.batch_dims else Findings()
-    own, raw = identity(model, flat, gathered), _decomposed(model, gathered)
+    raw = _decomposed(model, gathered)
+    own = identity(model, flat, gathered, raw)
     opaque = {name for name in names if " in " in name}
     proof = next((proof for proof in proofs if proof.recording == own and opaque <= {*proof.alone}), None)
     if proof is not None:
