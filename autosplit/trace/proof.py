@@ -62,7 +62,8 @@ def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGra
 
 def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph) -> Iterator[str]:
     files = _Files()
-    yield f"torch {torch.__version__} {GradAutocastState.current()} {torch.get_default_dtype()} {gathered.min_rows} {_PROBE}"
+    state = GradAutocastState.current(), torch.get_default_dtype()
+    yield f"torch {torch.__version__} {state} {gathered.min_rows} {_PROBE}"
     yield f"{flat.batch_dims} {flat.names} {flat.spec} {sorted(gathered.scope.entered)} {model}"
     for leaf in flat.leaves:
         tensor = isinstance(leaf, torch.Tensor)
