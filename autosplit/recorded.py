@@ -19,10 +19,10 @@ from autosplit.lower.split import Lowered
 from autosplit.options import Options, Sample
 from autosplit.planning.plan import Plan
 from autosplit.runtime.ambient import is_transformed, without_callers_modes
-from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, on_lane
 from autosplit.runtime.running_statistics import Collected
+from autosplit.runtime.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.graph import TracedGraph

@@ -13,13 +13,13 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.runtime import loss as losses
 from autosplit.runtime import own_loss, train_cells
-from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.loss_calls import Counted
 from autosplit.runtime.loss_outputs import Outputs
 from autosplit.runtime.loss_wants import used_outputs
 from autosplit.runtime.ops import bring
 from autosplit.runtime.proof import WRITES, Proof, Proofs, WholeCheck, identity, prove
+from autosplit.runtime.step import Step
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.targets import split_target
 from autosplit.runtime.threads import LaneThreads

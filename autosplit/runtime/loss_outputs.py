@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosplit.runtime.cells import Step
+from autosplit.runtime.step import Step
 from autosplit.trace.graph import INFO, NodeClass, TensorInfo
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from autosplit.runtime.ambient import ThreadState, graph_is_kept, one_intra_op_thread
-from autosplit.runtime.cells import Cells, Step, held_back
+from autosplit.runtime.cells import Cells, held_back
 from autosplit.runtime.ops import OUT, sent
+from autosplit.runtime.step import Step
 from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.turns import Turns, backwards, forwards, turns
 from autosplit.trace.state import attributes
@@ -155,7 +156,7 @@ def _seed(cells: Cells, gradients: Sequence[torch.Tensor | None]) -> None:
     given = iter(gradients)
     for stage, slots in _out_slots(cells).items():
         for microbatch in range(len(cells.step.sizes)):
-            found = cells.cells[stage, microbatch].gradients[OUT] = [next(given) for _ in slots]
+            found = cells.cells[stage, microbatch].out_gradients = [next(given) for _ in slots]
             for gradient in found:
                 if gradient is not None:
                     cells.step.lanes[stage].keep(gradient)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.runtime.cells import Step
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.ops import transfer
+from autosplit.runtime.step import Step
 from autosplit.trace import reductions
 from autosplit.trace.graph import INFO, LENGTH
 from autosplit.trace.losses import class_weights

@@ -15,13 +15,15 @@ from torch import fx
 
 from autosplit.errors import InputError
 from autosplit.runtime.ambient import ThreadState
-from autosplit.runtime.cells import Border, Cells, Step, held_back
+from autosplit.runtime.cells import Cells, CellState, held_back
 from autosplit.runtime.handed import handed
 from autosplit.runtime.loss_outputs import Outputs
 from autosplit.runtime.loss_wants import with_placeholders
 from autosplit.runtime.ops import OUT, rows_along, transfer, update_statistics
 from autosplit.runtime.proof import WholeCheck
+from autosplit.runtime.step import Step
 from autosplit.runtime.threads import LaneThreads
+from autosplit.runtime.transport import Message, Way
 from autosplit.runtime.turns import Turns, turns
 from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, NodeClass
@@ -109,20 +111,22 @@ class _TrainCells(Cells):
         """Return the slots of what a stage gives the loss."""
         return [slot for slot in self.layout.stages[stage].sent.get(OUT, ()) if self._wanted(slot.value)]
 
-    def _leave_out(self, border: Border, stage: int) -> None:
+    def _leave_out(self, state: CellState, stage: int) -> None:
         """Let go of what a stage gives the caller and the loss does not use."""
-        if self.wants is not None and OUT in border.sent:
-            pairs = zip(self.layout.stages[stage].sent[OUT], border.sent[OUT], strict=True)
-            border.sent = border.sent | {OUT: tuple(t for slot, t in pairs if self._wanted(slot.value))}
+        if self.wants is not None and OUT in state.sent:
+            pairs = zip(self.layout.stages[stage].sent[OUT], state.sent[OUT], strict=True)
+            state.sent = state.sent | {OUT: tuple(t for slot, t in pairs if self._wanted(slot.value))}
 
-    def forward(self, stage: int, microbatch: int) -> Border:
+    def forward(self, stage: int, microbatch: int) -> CellState:
         """Run a stage on a microbatch, and behind the last one the loss."""
-        border = super().forward(stage, microbatch)
-        self._leave_out(border, stage)
+        state = super().forward(stage, microbatch)
+        self._leave_out(state, stage)
+        if stage != self.last and state.sent.get(OUT):
+            self.transport.send(Way(stage, self.last, microbatch, loss=True), state.sent[OUT])
         if stage == self.last:
             passed = {value.name: self._input(value, microbatch) for value in self.passed}
             with self.step.lanes[stage].active():
-                values = self._values(microbatch, border, passed)
+                values = self._values(microbatch, state, passed)
                 flat: list[Any] = list(values.values())
                 given: Any = values
                 if not self.loss.takes_values:
@@ -137,30 +141,35 @@ class _TrainCells(Cells):
                 value = self.roots[microbatch] = self.loss(given, microbatch)
             self.losses[microbatch] = value.detach()
             given_names = {node.name for node in self.passed}
-            free = self._free_leaves(border, [t for name, t in values.items() if name not in given_names], value)
+            free = self._free_leaves(state, [t for name, t in values.items() if name not in given_names], value)
             self.free += free
             self.summed[stage] += free
             self.apart |= {id(leaf) for leaf in free}
-        return border
+        return state
 
     def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
         """Run a cell's backward; hooks on the loss's own leaves want the whole gradient too."""
         with held_back(self.free if stage == self.last else ()):
             super()._differentiate(stage, microbatch, whole=whole)
 
-    def roots_of(self, border: Border, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if stage != self.last:
-            return super().roots_of(border, stage, microbatch)
+            return super().roots_of(state, stage, microbatch)
         value = self.roots.pop(microbatch)
         return ([value], [torch.ones_like(value)]) if value.requires_grad else ([], [])
 
-    def _free_leaves(self, border: Border, made: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
+    def _came_in(self, state: CellState, target: str, stage: int, microbatch: int) -> Message:
+        if target != OUT:
+            return super()._came_in(state, target, stage, microbatch)
+        return self.transport.recv(Way(stage, self.last, microbatch, loss=True).back) if state.sent[OUT] else ()
+
+    def _free_leaves(self, state: CellState, made: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
         """Return new leaves under the loss that are not the last stage's: the loss's own parameters, for one.
 
         So are parameters of other stages that the loss looks at itself, as a penalty on weights does, and the batch
         where it is an output too. What stands behind the outputs that stages ``made`` is the stages' own.
         """
-        own = {id(t) for bundle in (*border.leaves.values(), *self.given.values()) for t in bundle}
+        own = {id(t) for bundle in (*state.leaves.values(), *self.given.values()) for t in bundle}
         own |= {id(leaf) for leaf in (*self.parameters[-1], *self.free)}
         found: list[torch.Tensor] = []
         seen = {tensor.grad_fn for tensor in made if tensor.grad_fn is not None}
@@ -176,8 +185,8 @@ class _TrainCells(Cells):
             todo += [following for following, _ in node.next_functions]
         return found
 
-    def _values(self, microbatch: int, last: Border, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what stages give for one microbatch, by name; what earlier stages made has a border of its own.
+    def _values(self, microbatch: int, last: CellState, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what stages give for one microbatch, by name; what earlier stages made has a state of its own.
 
         ``values`` are the inputs among them by name; the others are added.
         """
@@ -186,7 +195,7 @@ class _TrainCells(Cells):
             if not slots:
                 continue  # its cell may not have run yet: the last stage waits for those that it takes values of
             own = stage == self.last
-            bundle = last.sent[OUT] if own else self.received(last, stage, self.last, microbatch, OUT)
+            bundle = last.sent[OUT] if own else self.receive(last, Way(stage, self.last, microbatch, loss=True))
             values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
         return values
 

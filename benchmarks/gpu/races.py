@@ -37,7 +37,7 @@ from torch import Tensor
 
 from autosplit import recorded, recordings
 from autosplit.planning.plan import Plan
-from autosplit.runtime import cells, lanes, ops
+from autosplit.runtime import lanes, ops, transport
 from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, Lane
 from autosplit.runtime.streams import CudaStreams
 from benchmarks.gpu.part import Found, Setting, at_least, at_most
@@ -149,7 +149,7 @@ def slow_transfers(chosen: random.Random) -> Iterator[None]:
 
         return moved
 
-    with mock.patch.object(cells, "take", slow(ops.take)), mock.patch.object(cells, "transfer", slow(ops.transfer)):
+    with mock.patch.object(transport, "take", slow(ops.take)):
         yield
 
 

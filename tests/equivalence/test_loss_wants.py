@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autosplit import InputError, autosplit
-from autosplit.runtime import cells
 from autosplit.runtime.loss_wants import Placeholder
+from autosplit.runtime.transport import SharedMemory, Way
 
 X = torch.randn(8, 6, dtype=torch.float64)
 
@@ -52,15 +52,15 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0
-        plain = cells.Cells.received
+        plain = SharedMemory.recv
 
-        def received(*args: Any, **kwargs: Any) -> Any:
-            bundle = plain(*args, **kwargs)
-            if args[5:] and args[5] == "out":
-                self.bytes += sum(t.numel() * t.element_size() for t in bundle)
-            return bundle
+        def recv(transport: SharedMemory, way: Way) -> Any:
+            message = plain(transport, way)
+            if way.loss and not way.backward:
+                self.bytes += sum(t.numel() * t.element_size() for t in message if t is not None)
+            return message
 
-        monkeypatch.setattr(cells.Cells, "received", received)
+        monkeypatch.setattr(SharedMemory, "recv", recv)
 
 
 @pytest.mark.parametrize("lanes", ["threads", "inline"])

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.runtime import cells, ops, train_cells
+from autosplit.runtime import ops, train_cells, transport
+from autosplit.runtime import step as steps
 from autosplit.runtime.cells import Cells
 from autosplit.runtime.handed import handed
-from autosplit.runtime.lanes import CudaLane, Lane
+from autosplit.runtime.lanes import CudaLane
+from autosplit.runtime.transport import Message, SharedMemory, Way
 from tests.runtime import lane_models
 from tests.runtime.happens_before import Keep, problems
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Chain, Frozen, Positions, Skips, assert_close, loss, plain
@@ -209,17 +211,22 @@ def _without_active(backward: Any) -> Any:
     return inactive
 
 
-def _without_wait(bundle: Any, source: Lane, target: Lane) -> Any:
-    return target.fetch(bundle, source)
+_SEND = SharedMemory.send
+
+
+def _without_event(memory: SharedMemory, way: Way, message: Message) -> None:
+    _SEND(memory, way, message)
+    if way.backward:
+        memory._sent[way] = message, None
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {
-    "the caller before a step": lambda: mock.patch.object(cells, "enter"),
-    "the lanes before the gradients are handed over": lambda: mock.patch.object(cells, "leave"),
+    "the caller before a step": lambda: mock.patch.object(steps, "enter"),
+    "the lanes before the gradients are handed over": lambda: mock.patch.object(steps, "leave"),
     "the event behind a cell": lambda: mock.patch.object(
-        cells, "take", lambda bundle, source, done, target: ops.take(bundle, source, None, target)
+        transport, "take", lambda bundle, source, done, target: ops.take(bundle, source, None, target)
     ),
-    "the backward that sends a gradient": lambda: mock.patch.object(cells, "transfer", _without_wait),
+    "the backward that sends a gradient": lambda: mock.patch.object(SharedMemory, "send", _without_event),
     "the lane's stream under a backward": lambda: mock.patch.object(Cells, "backward", _without_active(Cells.backward)),
 }
 
@@ -262,7 +269,7 @@ def test_gradients_are_held_until_the_caller_has_read_them(forgotten: bool) -> N
 
 def test_a_call_that_does_not_leave_its_lanes_is_found() -> None:
     run = RecordedPipe(Chain(), *PLACES["one card"])
-    with mock.patch.object(cells, "leave"):
+    with mock.patch.object(steps, "leave"):
         run.outputs(torch.randn(ROWS, WIDTH))
     assert any(problem.startswith("caller") and "unordered" in problem for problem in problems(run.streams.log))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autosplit.planning.plan import Plan
 from autosplit.planning.short_of_memory import short_of_memory
-from autosplit.runtime import cells
+from autosplit.runtime import cells, transport
 from autosplit.runtime.train_cells import _TrainCells
 from autosplit.schedule.action import Action
 from tests.runtime.gates import CHUNKS, LANES, MARK, STAGES, Case, Gated, Gates, case_of, notes, raiser, split
@@ -71,9 +71,9 @@ def _nth(function: Callable[..., Any], number: int, error: Exception) -> Callabl
 
 
 IN_STEP: dict[str, Callable[[Exception], AbstractContextManager[Any]]] = {
-    "a transfer": lambda error: mock.patch.object(cells, "take", _nth(cells.take, 2, error)),
-    "a gradient's transfer": lambda error: mock.patch.object(cells, "transfer", _nth(cells.transfer, 1, error)),
-    "the sums": lambda error: mock.patch.object(cells.Cells, "hold", _nth(cells.Cells.hold, 0, error)),
+    "a transfer": lambda error: mock.patch.object(transport, "take", _nth(transport.take, 2, error)),
+    "a gradient's transfer": lambda error: mock.patch.object(transport, "take", _nth(transport.take, 5, error)),
+    "the sums": lambda error: mock.patch.object(cells.Cells, "_hold", _nth(cells.Cells._hold, 0, error)),
     "the hand-over": lambda error: mock.patch.object(_TrainCells, "hand_over", _nth(_TrainCells.hand_over, 0, error)),
 }
 
