@@ -28,7 +28,7 @@ from autosplit.compare.items import Item, Parts, compare
 from autosplit.compare.tensors import ROUNDING, tolerance
 from autosplit.errors import InputError
 from autosplit.options import Sample
-from autosplit.runtime.batch_norm import apart
+from autosplit.runtime.batch_norm import norm_and_collect_stats
 from autosplit.runtime.loss import call_loss
 from autosplit.trace import state
 from autosplit.trace.borrow import free_leaves, stand_ins
@@ -247,7 +247,7 @@ class _Comparison:
         with contextlib.ExitStack() as stack:
             leaves = stack.enter_context(stand_ins(self.own, registered=True)) | free
             stack.enter_context(gradients_aside(free.values()))
-            watch = stack.enter_context(NormWatch(self.own, apart=apart))
+            watch = stack.enter_context(NormWatch(self.own, apart=norm_and_collect_stats))
             stack.enter_context(fixed or contextlib.nullcontext())
             return run_once(call, self.own, self.sample, leaves, watch, None if loss is None else loss.leaves, seed)
 

@@ -19,7 +19,7 @@ from autosplit.lower.layout import EPILOGUE, Slot
 from autosplit.lower.region import named
 from autosplit.lower.split import Lowered, program_alias
 from autosplit.lower.text import readable
-from autosplit.runtime.ops import OUT, Key, fork, merge, record, split, transfer, update_statistics, wait
+from autosplit.runtime.ops import OUT, CellContext, fork, merge, record, split, transfer, update_statistics, wait
 from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, LENGTH, NodeClass
 
@@ -146,7 +146,7 @@ class _Program:
                 self.values[slot] = self._item(out, position)
 
     def _key(self, microbatch: int) -> fx.Node:
-        return self.graph.call_function(Key, (self.state, microbatch))
+        return self.graph.call_function(CellContext, (self.state, microbatch))
 
     def _home(self, slot: Slot) -> int | None:
         return self.layout.home.get(slot.value)

@@ -17,7 +17,7 @@ from torch.fx.graph import CodeGen
 
 from autosplit.runtime import ops
 
-WORDS = ("Key", "fork", "merge", "record", "split", "transfer", "update_statistics", "wait")
+WORDS = ("CellContext", "fork", "merge", "record", "split", "transfer", "update_statistics", "wait")
 _PREFIX = f"{ops.__name__.replace('.', '_')}_"
 _LINE = re.compile(r"(?P<name>\w+) = (?P<value>.*?);?(?:  (?P<gone>\w+(?: = \w+)* = None))?")
 _ITEM = re.compile(r"(\w+)\[(\d+)\]")

@@ -1,7 +1,7 @@
 """Norms with running statistics on one microbatch: normalised by its own statistics, which are put aside.
 
     norm(x) ─► torch's own kernel, its running statistics two empty tensors ─► y, gradients: torch's own bits
-                                            └─► mean, variance ─► Key.state.statistics (running_statistics.py)
+                                            └─► mean, variance ─► CellContext.state.statistics (running_statistics.py)
 
 The kernel computes both statistics anyway; with momentum 1 it writes them where it would write the running ones.
 """
@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from autosplit.runtime.ambient import is_transformed
-from autosplit.runtime.ops import Key
+from autosplit.runtime.ops import CellContext
 from autosplit.runtime.running_statistics import Collected, Part, Use
 from autosplit.trace.scope import has_module_hooks
 
@@ -31,7 +31,7 @@ _FAR = 64
 _COUNTER = "num_batches_tracked"
 
 
-def normalise(key: Key, name: str, norm: Any, *args: Any, **kwargs: Any) -> Any:
+def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a norm on a microbatch: a module, ``F.batch_norm`` or ``F.instance_norm``, with its own arguments.
 
     ``name`` is that of the call in the model's forward. A norm that takes no statistics is called as it is.
@@ -52,20 +52,20 @@ def _is_watched(norm: nn.Module) -> bool:
     return any(hooks) or "forward" in norm.__dict__ or has_module_hooks()
 
 
-def _plain_module(key: Key, name: str, norm: Any, value: torch.Tensor) -> torch.Tensor:
+def _plain_module(key: CellContext, name: str, norm: Any, value: torch.Tensor) -> torch.Tensor:
     """Do what the forward of torch's own batch norm does."""
     mean, var = norm.running_mean, norm.running_var
     if not (norm.training and norm.track_running_stats) or mean is None or var is None:
         return norm(value)
     norm._check_input_dim(value)
     note = Note(key.state.statistics, key.microbatch, name, Use((mean, var), norm.momentum, norm.num_batches_tracked))
-    return apart(note, F.batch_norm, value, mean, var, norm.weight, norm.bias, norm.eps)
+    return norm_and_collect_stats(note, F.batch_norm, value, mean, var, norm.weight, norm.bias, norm.eps)
 
 
 class _Call:
     """Calls functional norms for a recorded call, also those inside a module that has hooks or its own Python."""
 
-    def __init__(self, key: Key, name: str, counter: Any = None, *, cumulative: bool = False) -> None:
+    def __init__(self, key: CellContext, name: str, counter: Any = None, *, cumulative: bool = False) -> None:
         self.key, self.name, self.counter, self.cumulative = key, name, counter, cumulative
         self.calls = 0
 
@@ -80,7 +80,7 @@ class _Call:
         name = f"{self.name}/{self.calls}" if self.calls else self.name
         self.calls += 1
         note = Note(self.key.state.statistics, self.key.microbatch, name, use)
-        return apart(note, function, value, mean, var, weight, bias, eps)
+        return norm_and_collect_stats(note, function, value, mean, var, weight, bias, eps)
 
 
 class _Norms(TorchFunctionMode):
@@ -119,7 +119,7 @@ class Note(NamedTuple):
         self.statistics.add(self.name, self.microbatch, self.use, part)
 
 
-def apart(
+def norm_and_collect_stats(
     note: Note,
     function: Callable[..., Any],
     value: torch.Tensor,
@@ -134,7 +134,9 @@ def apart(
     It is one call to function modes, which see what is normalised and whose running statistics are meant.
     """
     if has_torch_function((value,)):
-        return handle_torch_function(apart, (value,), note, function, value, mean, var, weight, bias, eps)
+        return handle_torch_function(
+            norm_and_collect_stats, (value,), note, function, value, mean, var, weight, bias, eps
+        )
     own, spread = torch.zeros_like(mean), torch.zeros_like(var)
     output = function(value, own, spread, weight, bias, True, 1.0, eps)
     if function is F.instance_norm:

@@ -2,7 +2,7 @@
 
     forward of a cell     detach what comes in ─► stage ─► keep inputs and outputs until the backward
     backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
-    or in two parts       input gradient: of what came in; weight gradients: what was put off (put_off.py)
+    or in two parts       input gradient: of what came in; weight gradients: what was put off (weight_gradients.py)
 
 Any thread may run a cell, one after another or at the same time, as long as what it takes is there: a transport brings
 it. What a stage sums up belongs to its own lane. Contributions add in the order of the stage's backwards, so the order
@@ -20,12 +20,11 @@ import torch
 
 from autosplit.profile.stage_trace import LARGE_BYTES
 from autosplit.runtime.ambient import any_autocast
-from autosplit.runtime.differentiate import gradients
-from autosplit.runtime.handed import handed
-from autosplit.runtime.ops import OUT, Bundle, Key
-from autosplit.runtime.put_off import Product, PutOff, put_off
+from autosplit.runtime.differentiate import donate_gradients, gradients
+from autosplit.runtime.ops import OUT, Bundle, CellContext
 from autosplit.runtime.step import Start, Step
 from autosplit.runtime.transport import Message, SharedMemory, Transport, Way
+from autosplit.runtime.weight_gradients import DeferredWeightGrads, Product, defer_weight_gradients
 from autosplit.schedule.action import Action
 from autosplit.trace.scope import has_module_hooks
 
@@ -40,7 +39,7 @@ class CellState:
     """What the stage gave, by target."""
     out_gradients: Message = ()
     """Gradients of what it gave the caller, where the caller's backward brings them."""
-    put_off: list[Product] = field(default_factory=list)
+    deferred: list[Product] = field(default_factory=list)
     """What the weight gradients have to make, from the input gradient on."""
     late: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     """Leaves and gradients that an input gradient made before its turn: they are added with the weight gradients."""
@@ -110,7 +109,7 @@ class Cells:
         state = self.cells[stage, microbatch] = CellState()
         given: dict[str, Any] = {**self.step.lengths, "rows": self.step.sizes[microbatch]}
         given["shared"] = self._passed(self.given.get(stage))
-        given["key"] = Key(self.step.state, microbatch)
+        given["key"] = CellContext(self.step.state, microbatch)
         with lane.active():
             if layout.inputs:
                 given["inputs"] = self._passed(self._inputs(state, stage, microbatch))
@@ -164,11 +163,11 @@ class Cells:
                 for leaf, gradient in state.late:
                     self._add(stage, leaf, gradient)
                 state.late, self.added[stage] = None, microbatch + 1
-            for product in state.put_off:
+            for product in state.deferred:
                 for leaf, gradient in product.gradients():
                     self._add(stage, leaf, gradient)
                     own.add(id(leaf))
-        state.put_off = []
+        state.deferred = []
 
     def _add(self, stage: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add to a sum, in place where nothing else uses its memory."""
@@ -225,7 +224,7 @@ class Cells:
         """
         if not (roots and (leaves or self.summed[stage])):
             return {}, []
-        later = PutOff() if whole else self._put_off(roots, stage, microbatch)
+        later = DeferredWeightGrads() if whole else self._deferred(roots, stage, microbatch)
         summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
         if in_turn:
             self._hold(stage, summed, roots, seeds)
@@ -233,7 +232,7 @@ class Cells:
         back = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=False)}
         made = list(zip(summed, found, strict=False))
         later.catch(found)
-        state.put_off = later.products
+        state.deferred = later.products
         return back, made
 
     def _send_back(self, state: CellState, stage: int, microbatch: int, back: dict[int, torch.Tensor | None]) -> None:
@@ -264,16 +263,16 @@ class Cells:
         roots += small
         seeds += [totals[id(leaf)] for leaf in small]
         if large:
-            root = handed(large, [totals.pop(id(leaf)) for leaf in large])
+            root = donate_gradients(large, [totals.pop(id(leaf)) for leaf in large])
             roots.append(root)
             seeds.append(root.detach())
 
-    def _put_off(self, roots: Sequence[torch.Tensor], stage: int, microbatch: int) -> PutOff:
+    def _deferred(self, roots: Sequence[torch.Tensor], stage: int, microbatch: int) -> DeferredWeightGrads:
         """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only."""
         last = microbatch == len(self.step.sizes) - 1
         if self.lowered.runs_again(stage, last=last) or self.lowered.stages[stage].units:
-            return PutOff()
-        return put_off(roots, {id(leaf) for leaf in self.summed[stage]} - self.apart)
+            return DeferredWeightGrads()
+        return defer_weight_gradients(roots, {id(leaf) for leaf in self.summed[stage]} - self.apart)
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what a cell's backward begins at, and the gradients that came in for it."""

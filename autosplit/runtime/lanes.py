@@ -1,6 +1,6 @@
 """A lane: where one stage's actions run in order. The one place, with streams.py, that asks what a device is.
 
-A CUDA lane has a compute stream, and a copy stream for each direction. A bundle y goes from lane s to lane t:
+A lane of an accelerator has a compute stream, and a copy stream for each direction. A bundle y goes from s to t:
 
     lane s  compute   ── y ──●                                     ● an event: every ─► is a stream that waits for it
             outbound         │         ┌─► copy ──┐
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autosplit.runtime.streams import CudaStreams, Streams
+from autosplit.runtime.streams import DeviceStreams, Streams
 
 Bundle = tuple[torch.Tensor, ...]
 _NOTHING = nullcontext()
@@ -104,8 +104,8 @@ class CpuLane:
         return _NOTHING
 
     def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
-        """Return the bundle; from a CUDA lane, when its copies are through."""
-        return source.to_host(bundle) if isinstance(source, CudaLane) else bundle
+        """Return the bundle; from a lane with streams, when its copies are through."""
+        return source.to_host(bundle) if isinstance(source, StreamLane) else bundle
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Do nothing: the CPU is through with a tensor when the call returns."""
@@ -151,8 +151,8 @@ class _Own(NamedTuple):
     outbound: Any
 
 
-class CudaLane:
-    """A compute stream, and one copy stream per direction, of one CUDA device; they are made at the first use.
+class StreamLane:
+    """A compute stream, and one copy stream per direction, of one accelerator; they are made at the first use.
 
     Copies in and out have a stream each: on a single one, the next microbatch's copy in would queue behind this
     microbatch's copy out, which waits for the compute that the copy in should overlap with.
@@ -162,7 +162,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self.device = device
-        self.streams: Streams = CudaStreams() if streams is None else streams
+        self.streams: Streams = DeviceStreams() if streams is None else streams
         self._made: _Own | None = None
 
     def __reduce__(self) -> Any:
@@ -201,7 +201,7 @@ class CudaLane:
     def _copied(self, bundle: Bundle, source: Lane) -> Bundle:
         streams = self.streams
         moving = [tensor for tensor in bundle if streams.device(tensor) == source.device]
-        if isinstance(source, CudaLane):
+        if isinstance(source, StreamLane):
             streams.wait(source.own.outbound, streams.event(self.own.inbound))
             with streams.using(source.own.outbound, self.own.inbound):
                 copies = [streams.copy(tensor, self.device) for tensor in moving]
@@ -254,11 +254,11 @@ class CudaLane:
         """Return the most that the device's allocator has given out at once."""
         return self.streams.peak_bytes(self.device)
 
-    def now(self) -> CudaLane:
+    def now(self) -> StreamLane:
         """Return the lane itself: its streams are the same everywhere."""
         return self
 
-    def here(self) -> CudaLane:
+    def here(self) -> StreamLane:
         """Return the caller's lane on this lane's device."""
         return CallerLane(self.device, self.streams)
 
@@ -268,8 +268,8 @@ class CudaLane:
         return CpuLane() if device.type == "cpu" else CallerLane(device, self.streams)
 
 
-class CallerLane(CudaLane):
-    """The caller's work on one CUDA device: the calling thread's current stream, looked up at each use.
+class CallerLane(StreamLane):
+    """The caller's work on one accelerator: the calling thread's current stream, looked up at each use.
 
     Given a stream, it is that one; its copies run on the same stream.
     """
@@ -295,9 +295,9 @@ class CallerLane(CudaLane):
 
 def lane(device: torch.device) -> Lane:
     """Return the lane of a stage on a device."""
-    return CudaLane(device) if device.type == "cuda" else CpuLane()
+    return CpuLane() if device.type == "cpu" else StreamLane(device)
 
 
 def caller_lane(device: torch.device) -> Lane:
     """Return the lane of the caller on a device."""
-    return CallerLane(device) if device.type == "cuda" else CpuLane()
+    return CpuLane() if device.type == "cpu" else CallerLane(device)

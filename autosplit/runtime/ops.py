@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,6 +21,7 @@ from autosplit.runtime.ambient import is_transformed
 from autosplit.runtime.lanes import Bundle as Bundle
 from autosplit.runtime.lanes import Lane
 from autosplit.runtime.running_statistics import Collected
+from autosplit.runtime.streams import generators_of
 from autosplit.runtime.tape import DRAWING, Tape
 
 OUT = "out"
@@ -35,13 +36,11 @@ class CallState:
         seed: where the random draws begin that are not on the tape.
         tape: the plain model's random numbers; None where all operations draw by the seed.
         statistics: what norms saw (:mod:`autosplit.runtime.batch_norm`).
-        draws: in a graph, what gives each random operation a generator of its own; else None.
     """
 
     seed: int = 0
     tape: Tape | None = None
     statistics: Collected = field(default_factory=Collected)
-    draws: Draws | None = None
 
     def fresh(self) -> CallState:
         """Return the state of another run of the same call."""
@@ -56,14 +55,7 @@ class CallState:
         return replace(self, tape=self.tape and self.tape.again(), statistics=self.statistics.fresh())
 
 
-class Draws(Protocol):
-    """Runs random operations that are in a graph."""
-
-    def run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a random operation so that every replay draws by its own seed."""
-
-
-class Key(NamedTuple):
+class CellContext(NamedTuple):
     """Which cell an operation runs in: the call's state, and the microbatch (-1: before the first, -2: behind all)."""
 
     state: CallState
@@ -319,13 +311,13 @@ class _Fork(torch.autograd.Function):
         return total, None
 
 
-def seed_of(key: Key, name: str) -> int:
+def seed_of(key: CellContext, name: str) -> int:
     """Return the seed of a random operation, by its name, in one cell."""
     call = key.state.seed
     return zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
 
 
-def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a random operation with its numbers on the tape, else with a seed per step, node and microbatch.
 
     With a seed generators stay untouched. They belong to the process, so lanes that run at the same time draw one
@@ -334,10 +326,8 @@ def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs
     tape = key.state.tape
     if tape is not None and tape.holds(name):
         return tape.run(name, key.microbatch, function, args, kwargs)
-    if key.state.draws is not None:
-        return key.state.draws.run(name, function, args, kwargs)
     seed = seed_of(key, name)
-    generators = _generators(args, kwargs)
+    generators = generators_of((args, kwargs))
     with DRAWING:
         states = [generator.get_state() for generator in generators]
         try:
@@ -347,21 +337,6 @@ def draw(key: Key, name: str, function: Callable[..., Any], *args: Any, **kwargs
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-
-
-def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
-    """Return the generators that an operation may draw from: the CPU's, and those of the devices that it is given.
-
-    A device is given by tensors, at any depth, or by its name, as to an operation that makes a new tensor.
-    """
-    found: dict[int, None] = {}
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        device = leaf.device if isinstance(leaf, torch.Tensor) else leaf
-        if isinstance(device, str) and device.startswith("cuda"):
-            device = torch.device(device)
-        if isinstance(device, torch.device) and device.type == "cuda":
-            found[torch.cuda.current_device() if device.index is None else device.index] = None
-    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in found)]
 
 
 for _function in (record, update_statistics, wait):

@@ -24,9 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.errors import ScheduleError
 from autosplit.runtime.ambient import may_hook_saved_tensors
 from autosplit.runtime.compiled import Compiled
-from autosplit.runtime.observers import Observers
-from autosplit.runtime.ops import Key
-from autosplit.runtime.surroundings import Surroundings
+from autosplit.runtime.ops import CellContext
+from autosplit.runtime.surroundings import Observers, Surroundings
 
 _HERE = threading.local()
 """Which run of a region that runs twice is under way in this thread."""
@@ -167,7 +166,7 @@ def spread(given: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
     flat: list[Any] = []
     sizes: list[int | None] = []
     for value in given:
-        bundle = isinstance(value, (tuple, list)) and not isinstance(value, Key)
+        bundle = isinstance(value, (tuple, list)) and not isinstance(value, CellContext)
         flat += value if bundle else [value]
         sizes.append(len(value) if bundle else None)
     return flat, sizes

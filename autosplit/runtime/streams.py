@@ -1,15 +1,16 @@
 """The seam to the accelerator: streams, events, copies and lifetimes, each as one small method.
 
-:class:`autosplit.runtime.lanes.CudaLane` holds the handshake and reaches the hardware through nothing else, so that
-the same handshake runs on CUDA and, in the tests, on streams that only write down what they were told.
+:class:`autosplit.runtime.lanes.StreamLane` holds the handshake and reaches the hardware through nothing else, so that
+the same handshake runs on an accelerator and, in the tests, on streams that only write down what they were told.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 
 from autosplit.profile.clocks import occupy
 
@@ -63,61 +64,61 @@ class Streams(Protocol):
         """Have a tensor's memory, once freed, wait for the work issued to a stream by then before it is used again."""
 
 
-class CudaStreams:
-    """CUDA streams and events; it has no state of its own."""
+class DeviceStreams:
+    """The streams and events of an accelerator, by torch's module for its kind; it has no state of its own."""
 
-    def new(self, device: torch.device) -> torch.cuda.Stream:
-        """Return a stream of torch's pool; torch hands out the same 32 per device in turn."""
-        return torch.cuda.Stream(device)
+    def new(self, device: torch.device) -> torch.Stream:
+        """Return a stream of torch's pool; on CUDA torch hands out the same 32 per device in turn."""
+        return _module(device).Stream(device)
 
-    def current(self, device: torch.device) -> torch.cuda.Stream:
+    def current(self, device: torch.device) -> torch.Stream:
         """Return the calling thread's current stream of a device."""
-        return torch.cuda.current_stream(device)
+        return _module(device).current_stream(device)
 
-    def using(self, *streams: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    def using(self, *streams: torch.Stream) -> AbstractContextManager[Any]:
         """Make each stream the current one of its device; at the end the current device is what it was."""
         if len(streams) == 1:
-            return torch.cuda.stream(streams[0])
+            return _module(streams[0].device).stream(streams[0])
         stack = ExitStack()
         for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(_module(stream.device).stream(stream))
         return stack
 
-    def event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def event(self, stream: torch.Stream) -> torch.Event:
         """Record a new event on a stream."""
         return stream.record_event()
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
         """Make a stream wait for an event, which may be another device's."""
         stream.wait_event(event)
 
-    def timed(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def timed(self, stream: torch.Stream) -> torch.Event:
         """Record a new event with a time on a stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = _module(stream.device).Event(enable_timing=True)
         event.record(stream)
         return event
 
-    def seconds(self, first: torch.cuda.Event, then: torch.cuda.Event) -> float:
-        """Return the time between two events of one device; CUDA's clock counts half microseconds."""
+    def seconds(self, first: torch.Event, then: torch.Event) -> float:
+        """Return the time between two events of one device, whose clock may count in half microseconds."""
         then.synchronize()
         return first.elapsed_time(then) / 1e3
 
-    def occupy(self, stream: torch.cuda.Stream, seconds: float) -> None:
+    def occupy(self, stream: torch.Stream, seconds: float) -> None:
         """Spin on one multiprocessor for as many cycles as the fastest clock has in that time."""
-        with torch.cuda.stream(stream):
+        with _module(stream.device).stream(stream):
             occupy(seconds)
 
     def held_bytes(self, device: torch.device) -> int:
         """Return what the caching allocator has given out."""
-        return torch.cuda.memory_allocated(device)
+        return _module(device).memory_allocated(device)
 
     def watch_peak(self, device: torch.device) -> None:
         """Reset the caching allocator's peak, which is the whole process's."""
-        torch.cuda.reset_peak_memory_stats(device)
+        _module(device).reset_peak_memory_stats(device)
 
     def peak_bytes(self, device: torch.device) -> int:
         """Return the most that the caching allocator has given out at once."""
-        return torch.cuda.max_memory_allocated(device)
+        return _module(device).max_memory_allocated(device)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return the tensor's device."""
@@ -130,11 +131,34 @@ class CudaStreams:
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy without waiting; torch puts a copy to the CPU into pinned memory.
 
-        Between two CUDA devices torch issues the copy to the source's current stream and has the two current streams
+        Between two devices torch issues the copy to the source's current stream and has the two current streams
         wait for each other before and after.
         """
         return tensor.to(device, non_blocking=True)
 
-    def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    def keep(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         """Call ``record_stream``: the caching allocator puts an event on the stream when the tensor is freed."""
         tensor.record_stream(stream)
+
+
+def generators_of(tree: Any) -> list[torch.Generator]:
+    """Return the generators that an operation may draw from: the CPU's, and those of the devices that it is given.
+
+    A device is given by tensors, at any depth, or by its name, as to an operation that makes a new tensor.
+    """
+    found: dict[tuple[str, int], torch.Generator] = {}
+    for leaf in pytree.tree_leaves(tree):
+        device = leaf.device if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(device, str):
+            with suppress(RuntimeError):  # a text of another kind
+                device = torch.device(device)
+        if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
+            module = _module(device)
+            index = module.current_device() if device.index is None else device.index
+            found[device.type, index] = module.default_generators[index]
+    return [torch.default_generator, *found.values()]
+
+
+def _module(device: torch.device) -> Any:
+    """Return torch's module for a kind of accelerator: ``torch.cuda``, ``torch.xpu``."""
+    return torch.get_device_module(device)

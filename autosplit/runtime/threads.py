@@ -40,7 +40,7 @@ _LOOK_S = 0.2
 """How long the caller waits at a time: a signal just before a wait, or to another thread, does not end it."""
 
 
-class _Board:
+class StepCoordinator:
     """What the lanes and the caller share during one step."""
 
     def __init__(self, threads: Sequence[_LaneThread]) -> None:
@@ -79,7 +79,7 @@ class _Board:
                     if self.stopped:
                         return
             running[lane] = turn.action, time.monotonic()
-            if self.stopped:  # asked last: who stops the board sees every action that may still start
+            if self.stopped:  # asked last: who stops the coordinator sees every action that may still start
                 return
             act(turn.action)
             running[lane] = None
@@ -166,12 +166,12 @@ class LaneThreads:
         if any(own.thread is threading.current_thread() for own in list(self._threads.values())):
             raise RuntimeError("a pipe was called from inside one of its own stages; use lanes='inline' for that")
         with self._step, within:
-            board = _Board(self._start())
+            coordinator = StepCoordinator(self._start())
             try:
-                self._perform(board, turns, act, state, meanwhile)
+                self._perform(coordinator, turns, act, state, meanwhile)
             finally:
-                self._leave(board, board.under_way())
-        error, board.error = board.error, None
+                self._leave(coordinator, coordinator.under_way())
+        error, coordinator.error = coordinator.error, None
         if error is not None:
             try:
                 raise error
@@ -196,54 +196,59 @@ class LaneThreads:
         return [self._threads[lane] for lane in range(self.lanes)]
 
     def _perform(
-        self, board: _Board, turns: Turns, act: Act, state: ThreadState, meanwhile: Callable[[], bool] | None
+        self,
+        coordinator: StepCoordinator,
+        turns: Turns,
+        act: Act,
+        state: ThreadState,
+        meanwhile: Callable[[], bool] | None,
     ) -> None:
         try:
             for lane, own in enumerate(turns):
-                board.threads[lane].jobs.put(partial(_work, board, lane, own, act, state))
-            while meanwhile is not None and not board.stopped and meanwhile():
+                coordinator.threads[lane].jobs.put(partial(_work, coordinator, lane, own, act, state))
+            while meanwhile is not None and not coordinator.stopped and meanwhile():
                 pass
-            self._wait(board)
+            self._wait(coordinator)
         except BaseException as error:
-            board.stop()
-            running = board.under_way().values()
+            coordinator.stop()
+            running = coordinator.under_way().values()
             if running and isinstance(error, KeyboardInterrupt):
                 error.add_note(f"interrupted during {'; '.join(map(describe, running))}")
-            self._drain(board)
+            self._drain(coordinator)
             raise
 
-    def _wait(self, board: _Board) -> None:
+    def _wait(self, coordinator: StepCoordinator) -> None:
         """Wait until every lane has ended; raise DeviceError when an action does not end in time."""
-        while board.busy:
+        while coordinator.busy:
             try:
-                board.news.get(timeout=board.patience_s(self.timeout_s))
+                coordinator.news.get(timeout=coordinator.patience_s(self.timeout_s))
             except Empty:
-                late = self._late(board)
+                late = self._late(coordinator)
             else:
                 continue
-            if board.stopped:
-                self._leave(board, late)
+            if coordinator.stopped:
+                self._leave(coordinator, late)
             elif late:
                 raise DeviceError(
                     f"{'; '.join(map(describe, late.values()))} did not end within {self.timeout_s:g} s; give slow "
                     "stages more time with pipe.lane_timeout_s = seconds (None: no limit)"
                 )
 
-    def _late(self, board: _Board) -> dict[int, Action]:
-        return {} if self.timeout_s is None else board.under_way(self.timeout_s)
+    def _late(self, coordinator: StepCoordinator) -> dict[int, Action]:
+        return {} if self.timeout_s is None else coordinator.under_way(self.timeout_s)
 
-    def _drain(self, board: _Board) -> None:
+    def _drain(self, coordinator: StepCoordinator) -> None:
         """Wait for the actions that still run, but not for those that are late; return on a second Ctrl-C."""
         with contextlib.suppress(KeyboardInterrupt):
-            while board.under_way():
+            while coordinator.under_way():
                 with contextlib.suppress(Empty):
-                    board.news.get(timeout=_POLL_S)
-                self._leave(board, self._late(board))
+                    coordinator.news.get(timeout=_POLL_S)
+                self._leave(coordinator, self._late(coordinator))
 
-    def _leave(self, board: _Board, lanes: Iterable[int]) -> None:
+    def _leave(self, coordinator: StepCoordinator, lanes: Iterable[int]) -> None:
         """Go on without lanes that hang; new threads take their places in the next step."""
         for lane in lanes:
-            board.leave(lane)
+            coordinator.leave(lane)
             self._threads.pop(lane, None)
 
 
@@ -257,11 +262,11 @@ def _end(threads: dict[int, _LaneThread]) -> None:
             lane.thread.join(_JOIN_S)
 
 
-def _work(board: _Board, lane: int, turns: tuple[Turn, ...], act: Act, state: ThreadState) -> None:
+def _work(coordinator: StepCoordinator, lane: int, turns: tuple[Turn, ...], act: Act, state: ThreadState) -> None:
     try:
         with state.entered():
-            state.context.copy().run(board.follow, lane, turns, act)
+            state.context.copy().run(coordinator.follow, lane, turns, act)
     except BaseException as error:
-        board.end(lane, error)
+        coordinator.end(lane, error)
     else:
-        board.end(lane, None)
+        coordinator.end(lane, None)

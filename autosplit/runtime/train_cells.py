@@ -16,7 +16,7 @@ from torch import fx
 from autosplit.errors import InputError
 from autosplit.runtime.ambient import ThreadState
 from autosplit.runtime.cells import Cells, CellState, held_back
-from autosplit.runtime.handed import handed
+from autosplit.runtime.differentiate import donate_gradients
 from autosplit.runtime.loss_outputs import Outputs
 from autosplit.runtime.loss_wants import with_placeholders
 from autosplit.runtime.ops import OUT, rows_along, transfer, update_statistics
@@ -245,7 +245,7 @@ class _TrainCells(Cells):
         roots = []
         for place in dict.fromkeys(places):
             own = [tensor for device, tensor, _ in given if device == place]
-            roots.append(handed(own, [gradient for device, _, gradient in given if device == place]))
+            roots.append(donate_gradients(own, [gradient for device, _, gradient in given if device == place]))
             given = [entry for entry in given if entry[0] != place]
         return roots
 

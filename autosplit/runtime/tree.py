@@ -1,19 +1,37 @@
 """A model that no graph can follow, run by its own Python in one chunk: its units on their stages' devices.
 
-Units are told apart by doors (trace/module_tree.py). Everything is ordinary autograd: outputs and gradients have the
+Units are told apart by forward interceptors (trace/module_tree.py). Everything is ordinary autograd: outputs and gradients have the
 plain model's graph.
+
+State lies at home, values where they are used:
+
+    at a door        a unit's inputs come to the unit's device
+    anywhere         operands that lie on several devices meet: in a unit on its device, in the model's own Python on
+                     the one that comes last among the stages; a parameter is copied once per call, and what an
+                     operation changes in a copy is changed at home too
+
+Copies are part of autograd's graph and pass through the lanes of the caller: on each device everything runs on the
+caller's stream, as in a model that is spread by hand.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.utils._pytree as pytree
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from autosplit.runtime.lanes import Lane
-from autosplit.runtime.tree_devices import Devices, Moves
-from autosplit.trace.module_tree import ForwardInterceptors
+from autosplit.runtime.lanes import Lane, caller_lane
+from autosplit.runtime.ops import transfer
+from autosplit.runtime.optimizers import follow
+from autosplit.trace.module_tree import ForwardInterceptors, homes
+
+_APART = frozenset("to type_as copy_ set_ is_set_to __set__ backward".split())
+"""Functions whose operands may lie on several devices, and for which that means something."""
 
 
 class TreeRun:
@@ -63,3 +81,133 @@ class _Visit:
                 unit = f"unit {path!r}" if path else "the model itself"
                 error.add_note(f"in {unit}, stage {stage}")
             raise
+
+
+class Devices:
+    """The devices of a model's stages, and its state on them."""
+
+    def __init__(self, model: nn.Module, stages: Mapping[str, int], lanes: Sequence[Lane]) -> None:
+        """Move parameters and buffers to the devices of their home stages."""
+        self.of_stage = [lane.device for lane in lanes]
+        self.order = {device: stage for stage, device in enumerate(self.of_stage)}
+        """The last stage on every device: values move forwards."""
+        home = homes(model, stages)
+        moved = []
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            device = self.of_stage[home[name]]
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)
+                moved.append(tensor)
+                if tensor.grad is not None:
+                    tensor.grad.data = tensor.grad.data.to(device)
+        follow(tensor for tensor in moved if isinstance(tensor, nn.Parameter))
+
+    def call(self) -> Moves:
+        """Return what moves values during one call."""
+        return _Together(self) if len(self.order) > 1 else Moves(self)
+
+
+class Moves:
+    """Moves values during one call; where there is one device only the inputs may have to."""
+
+    def __init__(self, devices: Devices) -> None:
+        self.devices = devices
+
+    def inputs(self, given: Any) -> Any:
+        """Return a call's inputs, brought to the first stage's device if none of them is on a stage's.
+
+        Beside inputs that are, others stay: what the model itself keeps elsewhere, such as lengths on the CPU.
+        """
+        found = {leaf.device for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+        if not found or found & self.devices.order.keys():
+            return given
+        first = self.devices.of_stage[0]
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: moved(tensor, first), given)
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """Enter the model's own Python."""
+        return contextlib.nullcontext()
+
+    def run(self, stage: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit."""
+        return plain(*args, **kwargs)
+
+
+class _Together(Moves, TorchFunctionMode):
+    """Has the operands of every operation meet on one device."""
+
+    def __init__(self, devices: Devices) -> None:
+        Moves.__init__(self, devices)
+        TorchFunctionMode.__init__(self)
+        self.copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.unit: torch.device | None = None
+        """The device of the unit that is running."""
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """Enter the model's own Python."""
+        return self
+
+    def run(self, stage: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit on its device."""
+        before, self.unit = self.unit, self.devices.of_stage[stage]
+        try:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._at(t, self.unit), (args, kwargs))
+            return plain(*args, **kwargs)
+        finally:
+            self.unit = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        places = {tensor.device for tensor in tensors} & self.devices.order.keys()
+        if len(places) < 2 or name in _APART:
+            return func(*args, **kwargs)
+        target = self._meeting(name, args, kwargs, tensors)
+        changed: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+        def bring(tensor: torch.Tensor) -> torch.Tensor:
+            here = self._at(tensor, target)
+            if here is not tensor and not here.is_inference():
+                changed.append((tensor, here, here._version))
+            return here
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, bring, (args, kwargs))
+        result = func(*args, **kwargs)
+        for tensor, here, version in changed:
+            if here._version != version:
+                tensor.copy_(here)
+        return result
+
+    def _meeting(self, name: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
+        """Return where an operation runs: what it changes stays; else values move forwards and parameters follow."""
+        out = kwargs.get("out")
+        if isinstance(out, torch.Tensor):
+            return out.device
+        if _is_in_place(name) and isinstance(args[0], torch.Tensor):
+            return args[0].device
+        if self.unit is not None:
+            return self.unit
+        order = self.devices.order
+        values = [tensor for tensor in tensors if tensor.device in order]
+        values = [tensor for tensor in values if not isinstance(tensor, nn.Parameter)] or values
+        return max((tensor.device for tensor in values), key=order.__getitem__)
+
+    def _at(self, tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        if device is None or tensor.device == device or tensor.device not in self.devices.order:
+            return tensor
+        if not isinstance(tensor, nn.Parameter):
+            return moved(tensor, device)
+        key = id(tensor), device, tensor._version, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if key not in self.copies:
+            self.copies[key] = moved(tensor, device)
+        return self.copies[key]
+
+
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor on another device, inside autograd."""
+    return transfer((tensor,), caller_lane(tensor.device), caller_lane(device))[0]

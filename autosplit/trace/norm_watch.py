@@ -36,7 +36,7 @@ class NormWatch(TorchFunctionMode):
     def __init__(
         self, model: nn.Module, pieces: Pieces | None = None, *, apart: Callable[..., Any] | None = None
     ) -> None:
-        """Watch a model; ``apart`` is what a pipe calls to normalise one microbatch (``runtime.batch_norm.apart``)."""
+        """Watch a model; ``apart`` is what a pipe calls to normalise one microbatch (``norm_and_collect_stats``)."""
         super().__init__()
         self.cut: set[str] = set()
         self._calls: dict[str, dict[str, dict[int, int]]] = defaultdict(dict)

@@ -38,8 +38,8 @@ from torch import Tensor
 from autosplit import recorded, recordings
 from autosplit.planning.plan import Plan
 from autosplit.runtime import lanes, ops, transport
-from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, Lane
-from autosplit.runtime.streams import CudaStreams
+from autosplit.runtime.lanes import CallerLane, CpuLane, Lane, StreamLane
+from autosplit.runtime.streams import DeviceStreams
 from benchmarks.gpu.part import Found, Setting, at_least, at_most
 from benchmarks.gpu.race_programs import Case, Model, case_of, pipe_of, run_case
 
@@ -57,7 +57,7 @@ _BLOCKS = (*range(128, 8 * 128, 128), WIDTH * WIDTH)
 """Elements of what is taken under pressure: microbatches of up to nine rows, and gradients of weights."""
 
 
-class OneStream(CudaStreams):
+class OneStream(DeviceStreams):
     """Streams of which there is one per device: the caller's."""
 
     def new(self, device: torch.device) -> torch.cuda.Stream:
@@ -123,7 +123,7 @@ def on_streams(streams: Any) -> Iterator[None]:
     """Have all lanes that are made in here, and the caller's, reach the hardware through these streams."""
 
     def lane(device: torch.device) -> Lane:
-        return CudaLane(device, streams) if device.type == "cuda" else CpuLane()
+        return StreamLane(device, streams) if device.type == "cuda" else CpuLane()
 
     def caller(device: torch.device) -> Lane:
         return CallerLane(device, streams) if device.type == "cuda" else CpuLane()
@@ -214,7 +214,7 @@ def variants(setting: Setting, case: Case, known: Known, *, seed: int) -> dict[s
         return {"late": threads}
 
     def late(*, pressed: bool) -> list[Tensor]:
-        return once(case, Late(CudaStreams(), sleeps(chosen, pressed=pressed)), known=known)
+        return once(case, Late(DeviceStreams(), sleeps(chosen, pressed=pressed)), known=known)
 
     def alone() -> list[Tensor]:
         setting.empty()
@@ -248,7 +248,7 @@ def left_out(setting: Setting, cases: Sequence[Case], known: Known, what: str, *
     wrong = 0
     for case in cases:
         chosen = random.Random(f"left out {seed}/{case.number}")
-        late = Late(CudaStreams(), sleeps(chosen, pressed=True), forget=[what])
+        late = Late(DeviceStreams(), sleeps(chosen, pressed=True), forget=[what])
         wrong += not same(once(case, late, known=known), known.expected[case.number])
         setting.wait()
     return wrong

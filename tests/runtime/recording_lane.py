@@ -1,6 +1,6 @@
 """Streams that write down what they are told, for the CUDA lane on a machine without one.
 
-:class:`RecordingStreams` stands where ``CudaStreams`` does, so the lanes and the programs under test are the shipped
+:class:`RecordingStreams` stands where ``DeviceStreams`` does, so the lanes and the programs under test are the shipped
 ones. All tensors lie on the CPU; which device they would lie on, and which stream would work on them, is kept here:
 
 - an operation runs on the current stream of its operands' device;
@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, Lane
+from autosplit.runtime.lanes import CallerLane, CpuLane, Lane, StreamLane
 from tests.runtime.happens_before import HOST, Entry, Free, Keep, Op, Record, Wait
 
 CPU = torch.device("cpu")
@@ -281,14 +281,14 @@ class HostLane(CpuLane):
         return self if device == CPU else CallerLane(device, self.streams)
 
 
-def recording_lanes(streams: RecordingStreams, devices: list[str]) -> list[CudaLane | CpuLane]:
+def recording_lanes(streams: RecordingStreams, devices: list[str]) -> list[StreamLane | CpuLane]:
     """Return a lane per device, with streams that are called ``compute0``, ``inbound0``, ``outbound0`` and so on."""
-    lanes: list[CudaLane | CpuLane] = []
+    lanes: list[StreamLane | CpuLane] = []
     for number, device in enumerate(devices):
         if device == "cpu":
             lanes.append(HostLane(streams))
             continue
-        lane = CudaLane(torch.device(device), streams)
+        lane = StreamLane(torch.device(device), streams)
         for role, stream in lane.own._asdict().items():
             stream.name = f"{role}{number}"
         lanes.append(lane)

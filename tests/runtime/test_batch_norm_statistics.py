@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.runtime.batch_norm import normalise
-from autosplit.runtime.ops import CallState, Key, update_statistics
+from autosplit.runtime.ops import CallState, CellContext, update_statistics
 from autosplit.runtime.running_statistics import Collected, Moments, merged
 
 CHANNELS = 3
@@ -25,7 +25,7 @@ def values(
 
 
 def one_by_one(norm: Any, parts: tuple[Tensor, ...], state: CallState, *, name: str = "norm#0") -> list[Tensor]:
-    return [normalise(Key(state, microbatch), name, norm, part) for microbatch, part in enumerate(parts)]
+    return [normalise(CellContext(state, microbatch), name, norm, part) for microbatch, part in enumerate(parts)]
 
 
 # -- one microbatch ------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_functional_norms_and_their_keywords() -> None:
     value, state = values(9, CHANNELS), CallState()
     running, plain = ([torch.zeros(CHANNELS).double(), torch.ones(CHANNELS).double()] for _ in range(2))
     for microbatch, part in enumerate(value.tensor_split(2)):
-        key = Key(state, microbatch)
+        key = CellContext(state, microbatch)
         got = normalise(key, "op", F.batch_norm, part, *running, training=True, momentum=0.3, eps=1e-3)
         assert torch.equal(got, F.batch_norm(part, None, None, training=True, eps=1e-3))
         assert torch.equal(normalise(key, "eval", F.batch_norm, part, *running), F.batch_norm(part, *running))
@@ -114,14 +114,14 @@ def test_functional_norms_and_their_keywords() -> None:
 
 def test_one_value_per_channel_is_torchs_own_error() -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        normalise(Key(CallState(), 0), "norm#0", nn.BatchNorm1d(CHANNELS), torch.ones(1, CHANNELS))
+        normalise(CellContext(CallState(), 0), "norm#0", nn.BatchNorm1d(CHANNELS), torch.ones(1, CHANNELS))
 
 
 def test_transforms_see_a_norm_as_they_do_without_us() -> None:
     norm, value = nn.BatchNorm1d(CHANNELS).double(), values(5, CHANNELS)
 
     def loss(given: Tensor) -> Tensor:
-        return normalise(Key(CallState(), 0), "norm#0", norm, given).cos().sum()
+        return normalise(CellContext(CallState(), 0), "norm#0", norm, given).cos().sum()
 
     def plain(given: Tensor) -> Tensor:
         return F.batch_norm(given, None, None, norm.weight, norm.bias, True).cos().sum()
@@ -155,7 +155,7 @@ def test_hooks_are_called_and_statistics_are_counted_once_per_use(kind: Any, mom
         value, state = values(9, CHANNELS, seed=step), CallState()
         for microbatch, part in enumerate(value.tensor_split(2)):
             for use, given in enumerate((part, part * 2 + 1)):
-                normalise(Key(state, microbatch), f"norm#{use}", norm, given)
+                normalise(CellContext(state, microbatch), f"norm#{use}", norm, given)
         update_statistics(state, ())
         plain(value)
         plain(value * 2 + 1)
@@ -183,7 +183,7 @@ def test_a_part_that_comes_again_or_late_is_not_counted_twice() -> None:
     value = values(9, CHANNELS)
     parts = value.tensor_split(3)
     for microbatch in (2, 0, 0, 1, 2):
-        normalise(Key(state, microbatch), "norm#0", norm, parts[microbatch])
+        normalise(CellContext(state, microbatch), "norm#0", norm, parts[microbatch])
     update_statistics(state, ())
     update_statistics(state, ())
     plain(value)
@@ -196,7 +196,7 @@ def test_the_order_in_which_microbatches_come_changes_no_bit() -> None:
     for order in (range(8), reversed(range(8)), (3, 1, 7, 0, 2, 6, 4, 5)):
         norm, state = nn.BatchNorm1d(CHANNELS).double(), CallState()
         for microbatch in order:
-            normalise(Key(state, microbatch), "norm#0", norm, parts[microbatch])
+            normalise(CellContext(state, microbatch), "norm#0", norm, parts[microbatch])
         update_statistics(state, ())
         found.append(norm.running_var)
     assert all(torch.equal(found[0], other) for other in found[1:])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from autosplit.runtime import ops, train_cells, transport
 from autosplit.runtime import step as steps
 from autosplit.runtime.cells import Cells
-from autosplit.runtime.handed import handed
-from autosplit.runtime.lanes import CudaLane
+from autosplit.runtime.differentiate import donate_gradients
+from autosplit.runtime.lanes import StreamLane
 from autosplit.runtime.transport import Message, SharedMemory, Way
 from tests.runtime import lane_models
 from tests.runtime.happens_before import Keep, problems
@@ -205,7 +205,7 @@ def test_a_hook_on_the_pipe_gets_its_target_too() -> None:
 
 def _without_active(backward: Any) -> Any:
     def inactive(*given: Any) -> None:
-        with mock.patch.object(CudaLane, "active", return_value=nullcontext()):
+        with mock.patch.object(StreamLane, "active", return_value=nullcontext()):
             backward(*given)
 
     return inactive
@@ -275,7 +275,7 @@ def test_a_call_that_does_not_leave_its_lanes_is_found() -> None:
 
 
 def test_gradients_for_two_cards_reach_leaves_on_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_root = mock.Mock(side_effect=lambda tensors, gradients: [handed(tensors, gradients)])
+    one_root = mock.Mock(side_effect=lambda tensors, gradients: [donate_gradients(tensors, gradients)])
     monkeypatch.setattr(train_cells._TrainCells, "_roots_by_device", one_root)
     run = RecordedPipe(Chain(), *PLACES["two cards"])
     run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
@@ -289,9 +289,9 @@ def test_gradients_are_handed_over_without_a_copy(place: str, monkeypatch: pytes
 
     def seen(tensors: Any, gradients: list[Tensor]) -> Tensor:
         made.update(gradient.data_ptr() for gradient in gradients)
-        return handed(tensors, gradients)
+        return donate_gradients(tensors, gradients)
 
-    monkeypatch.setattr(train_cells, "handed", seen)
+    monkeypatch.setattr(train_cells, "donate_gradients", seen)
     run = RecordedPipe(model := Chain(), *PLACES[place])
     with run.recording():
         batch, target = run.put(torch.randn(ROWS, WIDTH)), run.put(torch.randn(ROWS, WIDTH))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from autosplit.runtime import ops
-from autosplit.runtime.ops import CallState, Key, draw
+from autosplit.runtime.ops import CallState, CellContext, draw
+from autosplit.runtime.streams import generators_of
 
 CARDS = 3
 
@@ -47,12 +47,12 @@ def test_every_generator(cards: tuple[torch.Generator, ...], args: Any, kwargs: 
         return [torch.rand(4, generator=cards[card]) for card in drawn] + [torch.rand(4)]
 
     given, named = [make() for make in args], {name: make() for name, make in kwargs.items()}
-    key = Key(CallState(seed=7), 2)
+    key = CellContext(CallState(seed=7), 2)
     first, second = (draw(key, "dropout", draws, *given, **named) for _ in range(2))
-    other = draw(Key(CallState(seed=7), 3), "dropout", draws, *given, **named)
+    other = draw(CellContext(CallState(seed=7), 3), "dropout", draws, *given, **named)
     for one, again, apart in zip(first, second, other, strict=True):
         assert torch.equal(one, again)
         assert not torch.equal(one, apart)
     for before, generator in zip(own, (torch.default_generator, *cards), strict=True):
         assert torch.equal(before, generator.get_state())
-    assert len(ops._generators(given, named)) == 1 + len(drawn)
+    assert len(generators_of((given, named))) == 1 + len(drawn)

@@ -8,8 +8,7 @@ from torch import nn
 
 from autosplit import autosplit
 from autosplit.runtime import cells, train_cells
-from autosplit.runtime.differentiate import gradients
-from autosplit.runtime.handed import handed
+from autosplit.runtime.differentiate import donate_gradients, gradients
 
 
 def leaves(count: int) -> list[torch.Tensor]:
@@ -19,7 +18,7 @@ def leaves(count: int) -> list[torch.Tensor]:
 def test_a_gradient_that_nobody_else_holds_becomes_the_leafs_own():
     own, gradients = leaves(2), [torch.ones(3), torch.full((3,), 2.0)]
     places = [gradient.data_ptr() for gradient in gradients]
-    handed(own, gradients).backward()
+    donate_gradients(own, gradients).backward()
     assert gradients == []
     assert [leaf.grad.data_ptr() for leaf in own] == places
     assert [float(leaf.grad[0]) for leaf in own] == [1.0, 2.0]
@@ -27,7 +26,7 @@ def test_a_gradient_that_nobody_else_holds_becomes_the_leafs_own():
 
 def test_a_gradient_that_is_held_elsewhere_is_copied():
     (leaf,), held = leaves(1), torch.ones(3)
-    handed([leaf], [held]).backward()
+    donate_gradients([leaf], [held]).backward()
     leaf.grad += 1
     assert held.tolist() == [1.0] * 3
 
@@ -37,7 +36,7 @@ def test_one_gradient_for_two_leaves_is_not_shared():
     gradient = torch.ones(3)
     gradients = [gradient, gradient]
     del gradient
-    handed([one, other], gradients).backward()
+    donate_gradients([one, other], gradients).backward()
     one.grad += 1
     assert other.grad.tolist() == [1.0] * 3
 
@@ -45,7 +44,7 @@ def test_one_gradient_for_two_leaves_is_not_shared():
 def test_gradients_add_to_what_is_there_and_pass_through_what_is_no_leaf():
     (leaf,) = leaves(1)
     leaf.grad = torch.ones(3)
-    handed([leaf, 3 * leaf], [torch.ones(3), torch.ones(3)]).backward()
+    donate_gradients([leaf, 3 * leaf], [torch.ones(3), torch.ones(3)]).backward()
     assert leaf.grad.tolist() == [5.0] * 3
 
 
@@ -59,9 +58,9 @@ def test_a_step_hands_its_sums_over_without_a_copy(monkeypatch, lanes):
 
     def watched(tensors, gradients):
         places.extend(gradient.data_ptr() for gradient in gradients)
-        return handed(tensors, gradients)
+        return donate_gradients(tensors, gradients)
 
-    monkeypatch.setattr(train_cells, "handed", watched)
+    monkeypatch.setattr(train_cells, "donate_gradients", watched)
     step(pipe, batch)
     assert sorted(parameter.grad.data_ptr() for parameter in model.parameters()) == sorted(places)
 
@@ -71,7 +70,7 @@ def test_what_comes_in_is_added_to_a_sum_in_place():
     held = [torch.ones(3)]
     place = held[0].data_ptr()
     output = leaf * 2.0
-    root = handed([leaf], held)
+    root = donate_gradients([leaf], held)
     (total,) = gradients([output, root], [torch.ones(3), root.detach()], [leaf], keep=False)
     assert total.tolist() == [3.0] * 3
     assert total.data_ptr() == place

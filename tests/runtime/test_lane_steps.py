@@ -118,13 +118,13 @@ def test_a_need_may_be_told_before_it_is_asked_for() -> None:
 
 
 def test_the_first_error_is_raised_and_no_action_starts_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, first_is_known, done = threads_of_autosplit._Board.end, threading.Event(), []
+    ended, first_is_known, done = threads_of_autosplit.StepCoordinator.end, threading.Event(), []
 
-    def end(board: threads_of_autosplit._Board, lane: int, error: BaseException | None) -> None:
-        ended(board, lane, error)
+    def end(coordinator: threads_of_autosplit.StepCoordinator, lane: int, error: BaseException | None) -> None:
+        ended(coordinator, lane, error)
         first_is_known.set()
 
-    monkeypatch.setattr(threads_of_autosplit._Board, "end", end)
+    monkeypatch.setattr(threads_of_autosplit.StepCoordinator, "end", end)
     errors, both = [Boom("first"), Boom("second")], threading.Barrier(2)
 
     def act(action: Action) -> None:

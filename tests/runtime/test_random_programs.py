@@ -148,7 +148,7 @@ def test_lanes_on_late_streams_say_the_same() -> None:
     device = torch.device("cuda:0")
 
     def use(inner: RecordingStreams, streams: Any) -> None:
-        source, target = (races.CudaLane(torch.device("cuda", index), streams) for index in (0, 1))
+        source, target = (races.StreamLane(torch.device("cuda", index), streams) for index in (0, 1))
         value = inner.put(torch.zeros(2), device)
         target.wait(source.record())
         target.fetch((value,), source)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from autosplit import ScheduleError
 from autosplit.runtime.cells import Cells
-from autosplit.runtime.lanes import CudaLane
-from autosplit.runtime.put_off import Product, put_off
+from autosplit.runtime.lanes import StreamLane
 from autosplit.runtime.turns import Turn, backwards, forwards, turns
+from autosplit.runtime.weight_gradients import Product, defer_weight_gradients
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from tests.equivalence.equality import TOLERANCE, difference
@@ -181,7 +181,7 @@ def parts(model: nn.Module, value: Tensor) -> tuple[dict[str, Tensor], set[str]]
     """Return all gradients made in two parts, and the names of those that were put off."""
     named = dict(model.named_parameters())
     output = model(value)
-    later = put_off([output], {id(parameter) for parameter in named.values()})
+    later = defer_weight_gradients([output], {id(parameter) for parameter in named.values()})
     now = {n: p for n, p in named.items() if id(p) not in later.leaves} | {"value": value}
     found = iter(torch.autograd.grad(output, [*now.values(), *later.edges], torch.ones_like(output), allow_unused=True))
     sums = {name: gradient for name, gradient in zip(now, found, strict=False) if gradient is not None}
@@ -243,7 +243,7 @@ def test_a_part_of_a_backward_off_its_stream_is_found(part: str) -> None:
     kept = getattr(Cells, part)
 
     def inactive(*given: Any) -> None:
-        with mock.patch.object(CudaLane, "active", return_value=nullcontext()):
+        with mock.patch.object(StreamLane, "active", return_value=nullcontext()):
             kept(*given)
 
     with mock.patch.object(Cells, part, inactive):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autosplit.runtime import ops
-from autosplit.runtime.lanes import CallerLane, CpuLane, CudaLane, caller_lane, lane
+from autosplit.runtime.lanes import CallerLane, CpuLane, StreamLane, caller_lane, lane
 from tests.runtime.happens_before import Keep, Op, Record, Wait
 from tests.runtime.recording_engine import Engine
 from tests.runtime.recording_lane import CPU, RecordingStreams, recording_lanes
@@ -116,7 +116,7 @@ def test_what_a_stage_keeps_on_the_cpu_stays_there(two_cards: tuple[RecordingStr
     moved = ops.transfer((lengths, value), *lanes)
     assert moved[0] is lengths
     assert [streams.device(tensor) for tensor in moved] == [CPU, lanes[1].device]
-    assert ops.transfer((lengths, value), lanes[0], CudaLane(lanes[0].device, streams))[0] is lengths
+    assert ops.transfer((lengths, value), lanes[0], StreamLane(lanes[0].device, streams))[0] is lengths
 
 
 def test_the_callers_stream_is_looked_up_at_each_use() -> None:
@@ -136,7 +136,7 @@ def test_lanes_are_copied_and_pickled_without_their_streams() -> None:
             for twin in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
                 assert type(twin) is type(own)
                 assert twin.device == own.device
-    used = CudaLane(torch.device("cuda:0"), RecordingStreams())
+    used = StreamLane(torch.device("cuda:0"), RecordingStreams())
     stream = used.own.compute
     assert used.own.compute is stream
     assert copy.deepcopy(used).own.compute is not stream

@@ -12,9 +12,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.runtime import tree_devices
+from autosplit.runtime import tree
 from autosplit.runtime.lanes import CpuLane
-from autosplit.runtime.tree_devices import Devices
+from autosplit.runtime.tree import Devices
 from autosplit.trace.module_tree import ForwardInterceptors
 from tests.equivalence.equality import Run, assert_equal_runs
 from tests.models.own_python import CASES, caller, left, rows, seed, split
@@ -55,7 +55,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, torch.device]]:
         seen.append((tensor, device))
         return tensor.to(device)
 
-    monkeypatch.setattr(tree_devices, "moved", moved)
+    monkeypatch.setattr(tree, "moved", moved)
     return seen
 
 
@@ -115,7 +115,7 @@ def test_what_an_operation_changes_in_a_copy_changes_at_home(monkeypatch: pytest
         twice.append(copied)
         return copied
 
-    monkeypatch.setattr(tree_devices, "moved", moved)
+    monkeypatch.setattr(tree, "moved", moved)
 
     def body(net: Model, x: Tensor) -> Tensor:
         with torch.no_grad():

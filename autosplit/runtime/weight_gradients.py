@@ -59,7 +59,7 @@ class Product:
 
 
 @dataclass(slots=True)
-class PutOff:
+class DeferredWeightGrads:
     """What is put off of one cell, in the order in which the whole backward would come to it.
 
     Attributes:
@@ -100,7 +100,7 @@ class _Use(NamedTuple):
     others: int
 
 
-def put_off(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> PutOff:
+def defer_weight_gradients(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> DeferredWeightGrads:
     """Find the products in a graph whose weight gradients can wait; ``leaves``, by identity, may be put off."""
     arrivals, products = products_in(roots, _KINDS)
     leaves = set(leaves) - {id(root) for root in roots}
@@ -108,7 +108,7 @@ def put_off(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> PutOff:
     weights = Counter(use.weight.end for use in uses)
     uses = [use for use in uses if weights[use.weight.end] == arrivals[use.weight.end]]
     biases = Counter(use.bias.end for use in uses if use.bias is not None)
-    result = PutOff()
+    result = DeferredWeightGrads()
     for use in sorted(uses, key=lambda use: -use.node._sequence_nr()):
         bias = use.bias if use.bias is not None and biases[use.bias.end] == arrivals[use.bias.end] else None
         product = Product(use.make, (use.weight,) if bias is None else (use.weight, bias))
