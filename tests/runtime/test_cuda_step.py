@@ -18,6 +18,7 @@ from autosplit.runtime.cells import Cells
 from autosplit.runtime.differentiate import donate_gradients
 from autosplit.runtime.lanes import StreamLane
 from autosplit.runtime.transport import Message, SharedMemory, Way
+from tests.pairwise import pairwise
 from tests.runtime import lane_models
 from tests.runtime.happens_before import Keep, problems
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Chain, Frozen, Positions, Skips, assert_close, loss, plain
@@ -134,9 +135,7 @@ def test_a_call_without_gradients(mode: Callable[[], Any], place: str) -> None:
     assert problems(run.streams.log) == []
 
 
-@schedule_of
-@place_of
-@pytest.mark.parametrize("case", CASES)
+@pairwise(schedule=SCHEDULES, place=list(PLACES), case=list(CASES))
 def test_a_training_step(case: str, place: str, schedule: str) -> None:
     make, target_of, loss_of = CASES[case]
     model, target, loss_fn = make(), target_of(), loss_of()
@@ -152,9 +151,7 @@ def test_a_training_step(case: str, place: str, schedule: str) -> None:
     assert run.engine.mismatches == []
 
 
-@schedule_of
-@place_of
-@pytest.mark.parametrize("model", [Chain, Positions, Frozen])
+@pairwise(schedule=SCHEDULES, place=list(PLACES), model=(Chain, Positions, Frozen))
 def test_a_training_step_of_every_model(model: Callable[[], nn.Module], place: str, schedule: str) -> None:
     run = RecordedPipe(own_model := model(), *PLACES[place], schedule=schedule)
     value, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)

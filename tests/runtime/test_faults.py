@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autosplit.schedule.action import Action, Kind, describe
+from tests.pairwise import pairwise
 from tests.runtime.gates import (
     CHUNKS,
     HOWS,
@@ -33,9 +34,7 @@ ACTIONS = [Action(stage, kind, m) for kind in KINDS for stage in range(STAGES) f
 BEFORE = ("none", "values")
 
 lanes_of = pytest.mark.parametrize("lanes", LANES)
-how_of = pytest.mark.parametrize("how", HOWS)
 error_of = pytest.mark.parametrize("kind", ERRORS)
-action_of = pytest.mark.parametrize("action", ACTIONS, ids=str)
 
 
 def with_gradients(case: Case, before: str) -> dict[str, Tensor | None]:
@@ -67,10 +66,7 @@ def is_transparent(lanes: str, how: str, action: Action) -> bool:
     return (lanes, how, action.kind) == ("inline", "call", "B")
 
 
-@lanes_of
-@how_of
-@action_of
-@error_of
+@pairwise(lanes=LANES, how=HOWS, action=ACTIONS, kind=list(ERRORS))
 def test_a_fault_in_any_action(lanes: str, how: str, action: Action, kind: str) -> None:
     case = case_of(lanes, how)
     own, every = case.threads(), set(threading.enumerate())
@@ -128,11 +124,7 @@ def losses() -> dict[tuple[str, str], Case]:
     return found
 
 
-@lanes_of
-@pytest.mark.parametrize("how", HOWS[1:])
-@pytest.mark.parametrize("microbatch", [0, CHUNKS - 1])
-@pytest.mark.parametrize("direction", KINDS)
-@error_of
+@pairwise(lanes=LANES, how=HOWS[1:], microbatch=(0, CHUNKS - 1), direction=KINDS, kind=list(ERRORS))
 def test_a_fault_in_the_loss(
     losses: dict[tuple[str, str], Case], lanes: str, how: str, microbatch: int, direction: Kind, kind: str
 ) -> None:
@@ -179,10 +171,7 @@ def arounds() -> dict[tuple[str, bool], Case]:
     }
 
 
-@lanes_of
-@error_of
-@pytest.mark.parametrize("how", ["call", "step"])
-@pytest.mark.parametrize("ending", [False, True], ids=["setup", "ending"])
+@pairwise(lanes=LANES, kind=list(ERRORS), how=("call", "step"), ending=(False, True))
 def test_a_fault_outside_of_the_cells(
     arounds: dict[tuple[str, bool], Case], lanes: str, how: str, ending: bool, kind: str
 ) -> None:
@@ -196,9 +185,7 @@ def test_a_fault_outside_of_the_cells(
         case.assert_works()
 
 
-@lanes_of
-@error_of
-@how_of
+@pairwise(lanes=LANES, kind=list(ERRORS), how=HOWS)
 def test_a_fault_in_a_parameters_hook_at_the_hand_over(lanes: str, how: str, kind: str) -> None:
     case, error, calls = case_of(lanes, how), ERRORS[kind]("a fault"), []
     gradients, parameter = with_gradients(case, "values"), case.pipe.get_parameter("blocks.1.weight")
@@ -232,9 +219,7 @@ def test_a_loss_that_depends_on_no_parameter(lanes: str, how: str) -> None:
     case.assert_works()
 
 
-@lanes_of
-@how_of
-@pytest.mark.parametrize("action", [Action(1, "F", 1), Action(1, "B", 1)], ids=str)
+@pairwise(lanes=LANES, how=HOWS, action=(Action(1, "F", 1), Action(1, "B", 1)))
 def test_hooks_of_parameters_fire_once_after_a_fault(lanes: str, how: str, action: Action) -> None:
     case, seen = case_of(lanes, how), []
     parameters = dict(case.pipe.named_parameters())

@@ -1,0 +1,40 @@
+"""Parametrisation by pairs: any two values of two axes meet in a default run, the full product is marked slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Row = tuple[int, ...]
+
+
+def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Return a parametrisation over all combinations of some arguments' values.
+
+    Rows are taken greedily until every pair of values of two arguments is in one; the others are marked slow.
+    """
+    rows = list(product(*(range(len(values)) for values in axes.values())))
+    chosen = set(_covering(rows))
+    params = []
+    for row in rows:
+        values = [own[place] for own, place in zip(axes.values(), row, strict=True)]
+        params.append(pytest.param(*values, marks=() if row in chosen else pytest.mark.slow))
+    ids: Callable[[Any], str] = lambda value: value.__name__ if isinstance(value, type) else str(value)  # noqa: E731
+    return pytest.mark.parametrize(tuple(axes), params, ids=ids)
+
+
+def _covering(rows: Sequence[Row]) -> list[Row]:
+    left = {pair for row in rows for pair in _pairs(row)}
+    found: list[Row] = []
+    while left:
+        best = max(rows, key=lambda row: len(left.intersection(_pairs(row))))
+        left.difference_update(_pairs(best))
+        found.append(best)
+    return found
+
+
+def _pairs(row: Row) -> list[Any]:
+    return list(combinations(enumerate(row), 2))
