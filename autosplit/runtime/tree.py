@@ -1,7 +1,7 @@
 """A model that no graph can follow, run by its own Python in one chunk: its units on their stages' devices.
 
-Units are told apart by forward interceptors (trace/module_tree.py). Everything is ordinary autograd: outputs and gradients have the
-plain model's graph.
+Forward interceptors (trace/module_tree.py) tell units apart. Everything is ordinary autograd: outputs and gradients
+have the plain model's graph.
 
 State lies at home, values where they are used:
 
