@@ -76,14 +76,15 @@ class SharedMemory:
         """Take a message and bring it to the receiver's device."""
         message, ready = self._sent.pop(way)
         there = tuple(tensor for tensor in message if tensor is not None)
-        given = tuple(tensor.detach() for tensor in there) if self._detached else there
+        detached = self._detached and not way.backward  # batched gradients cannot be detached, and have no graph
+        given = tuple(tensor.detach() for tensor in there) if detached else there
         move = partial(take, given, self._lanes[way.source], ready, self._lanes[way.target])
         if self._log is None:
             moved = move()
         else:
             places = way.source, way.target, way.microbatch
             moved = self._log.copied(move, *places, backward=way.backward, ready=ready)
-        if self._detached:
+        if detached:
             moved = tuple(m.requires_grad_(t.requires_grad) for m, t in zip(moved, there, strict=True))
         arrived = iter(moved)
         return [None if tensor is None else next(arrived) for tensor in message]
