@@ -22,11 +22,11 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-def split_and_call(model: nn.Module, *inputs: Tensor, early: bool) -> None:
+def plan_or_call(model: nn.Module, sample: Sample, *, early: bool) -> None:
     """Plan at once from a sample, or on the first call."""
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=inputs if early else None)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=2, sample=sample if early else None)
     if not early:
-        pipe(*inputs)
+        pipe(*sample.args, **sample.kwargs)
 
 
 class TwoInputs(nn.Module):
@@ -209,7 +209,7 @@ def test_a_forward_that_raises_while_planning_keeps_its_error(early: bool, uncha
     model = Inside(Armed())
     model.gate.armed = True
     with unchanged(model), pytest.raises(Boom, match="the fuse is lit") as caught:
-        split_and_call(model, numbers(8, 4), early=early)
+        plan_or_call(model, Sample(numbers(8, 4)), early=early)
     assert "gate" in text_of(caught.value)
     model.gate.armed = False
     model(numbers(8, 4))
@@ -316,13 +316,6 @@ UNFIT: dict[str, tuple[Sample, str]] = {
     "too many": (Sample(numbers(4, 3), numbers(4, 4), numbers(4, 4)), r"takes 3 positional arguments but 4 were given"),
     "one twice": (Sample(numbers(4, 3), numbers(4, 4), value=numbers(4, 3)), r"multiple values for argument 'value'"),
 }
-
-
-def plan_or_call(model: nn.Module, sample: Sample, *, early: bool) -> None:
-    """Plan at once from a sample, or on the first call."""
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=2, sample=sample if early else None)
-    if not early:
-        pipe(*sample.args, **sample.kwargs)
 
 
 @pytest.mark.parametrize("early", [True, False])
