@@ -32,8 +32,7 @@ from autosplit.runtime.changed_inputs import as_called, refusal
 from autosplit.runtime.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
-from autosplit.trace.findings import Findings
-from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.inputs import batch_rows
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
 from autosplit.trace.objects import leaves_of
 from autosplit.trace.recording import FirstCall
@@ -71,7 +70,6 @@ class Recordings:
         self.made = 0
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self.first_calls = 0
-        self._findings: Recent[Any, Findings] = Recent()
         self._refused: Recent[Any, str] = Recent()
         self._collapses = Collapses(model, options)
         self._constants = Constants(options)
@@ -331,12 +329,10 @@ class Recordings:
     def _planned(self, key: Key, sample: Sample) -> Trace:
         """Record this kind of call, and plan if there is no plan yet."""
         told = self.options.batch_dims
-        values = key.rest[1:], without_rows(key.shapes, flatten(self.model, sample, told).batch_dims)
         found = trace(
             self.model,
             sample,
             batch_dims=told,
-            findings=self._findings.get(values),
             proofs=() if self.plan is None else self.plan.proofs,
             whole_norms=self.options.batch_norm == "full",
         )
@@ -346,7 +342,6 @@ class Recordings:
                 "without gradients; a recording has them on"
             )
         self.made += 1
-        self._findings[values] = found.findings
         rows = batch_rows(found.inputs)
         if self.plan is None:
             least, like = found.graph.min_rows, self.options.microbatches

@@ -28,7 +28,6 @@ from autosplit.trace.kinds import (
     mixes_gradients,
     permutes_at_random,
     rearranges,
-    runs_along_batch,
     takes_shape_only,
 )
 from autosplit.trace.norms import keeps_statistics, normalises_rows_apart
@@ -80,7 +79,6 @@ def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node],
             any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
             or (node.meta[INFO].whole and not _is_alone(node.meta[INFO], root, findings.alone))
             or permutes_at_random(node, root)
-            or (node.meta[INFO].name not in findings.probed and runs_along_batch(node, root))
             or mixes_gradients(node, root)
         )
     }
@@ -148,7 +146,7 @@ def _spread(
         bounds = sorts.bounds.get(node)  # where groups end hangs on all rows, what a product gives a row does not
         from_mixing = any(d in mixing for d in depends[node] if d is not bounds)
         moves = rearranges(node, root) or node in sorts.back
-        heals = moves and (INFO not in node.meta or node.meta[INFO].name in findings.probed)
+        heals = moves and (INFO not in node.meta or findings.probed)
         heals = heals and not any(d in hidden for d in depends[node])
         if from_mixing:
             mixing.add(node)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from autosplit.trace.run import FlatInputs
-
 
 def key_of_opaque(name: str, module: nn.Module) -> str:
     """Return the name of an opaque module's node and the module's mode: its Python may read values in one mode only."""
@@ -18,28 +16,16 @@ def key_of_opaque(name: str, module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """Names of the nodes that the value probe has seen, and of those in which rows influence each other.
+    """Names of the nodes of a recording in which the value probe saw rows influence each other.
 
     In ``mixing`` no later operation puts it right: an operation by itself, or its backward, mixes rows. Those in
-    ``alone`` read values and treat each row by itself all the same. They hold where the inputs' batch dimensions are
-    ``batch_dims``.
+    ``alone`` read values and treat each row by itself all the same. ``probed``: whether there were values to ask.
     """
 
-    probed: frozenset[str] = frozenset()
+    probed: bool = False
     suspects: frozenset[str] = frozenset()
     mixing: frozenset[str] = frozenset()
     alone: frozenset[str] = frozenset()
-    batch_dims: tuple[int | None, ...] = ()
-
-    def joined(self, later: Findings) -> Findings:
-        """Return these findings and later ones together."""
-        return Findings(
-            self.probed | later.probed,
-            self.suspects | later.suspects,
-            self.mixing | later.mixing,
-            self.alone | later.alone,
-            later.batch_dims,
-        )
 
 
 @dataclass(frozen=True)
@@ -51,9 +37,9 @@ class Proof:
     mixing: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
 
-    def findings(self, names: frozenset[str], flat: FlatInputs) -> Findings:
-        """Return what the probe found, for the nodes of the recording."""
-        return Findings(names, frozenset(self.values), frozenset(self.mixing), frozenset(self.alone), flat.batch_dims)
+    def findings(self) -> Findings:
+        """Return what the probe found."""
+        return Findings(True, frozenset(self.values), frozenset(self.mixing), frozenset(self.alone))
 
     @classmethod
     def of(cls, recording: str, findings: Findings) -> Proof:

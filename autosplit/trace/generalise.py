@@ -26,7 +26,7 @@ from autosplit.trace.graph import Size, TensorInfo
 from autosplit.trace.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
 from autosplit.trace.random_watch import Draw
 from autosplit.trace.reads import Unanswered
-from autosplit.trace.recording import Attribute, Recording, Ref, Refusal, Unexpected, mapped
+from autosplit.trace.recording import Differs, Recording, Refusal, Unexpected, mapped, mapped_together
 from autosplit.trace.run import FlatInputs, record
 from autosplit.trace.scope import Scope
 from autosplit.trace.signature import Shape, sizes_at
@@ -124,10 +124,6 @@ def _is_open(value: Any) -> bool:
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
-class _Differs(Exception):
-    """The symbolic recording is not the kept one."""
-
-
 def _symbolic(
     model: nn.Module, scope: Scope, inputs: FlatInputs, rows: int, lengths: Sequence[Length], now: Mapping[str, int]
 ) -> tuple[Recording, Any, tuple[Number, ...]] | None:
@@ -172,7 +168,7 @@ def _widened(
             drawn = None if kept.draws is None else compare(kept.draws, tuple(map(_as_kept, draws or ())))
             calls.append(MergedCall(first, compare(kept.args, args), compare(kept.kwargs, kwargs), tensors, drawn))
         output = compare(merged.output, converted[-1])
-    except _Differs:
+    except Differs:
         return None
     return MergedRecording(tuple(calls), output, merged.recording)
 
@@ -197,34 +193,22 @@ class _Compare:
         self.known: dict[tuple[Any, Any, type, type], Any] = {}
 
     def __call__(self, kept: Any, found: Any) -> Any:
-        if isinstance(kept, (Ref, Attribute)):
-            return self._equal(kept, found)
+        return mapped_together(self._leaf, kept, found)
+
+    def _leaf(self, kept: Any, found: Any) -> Any:
         if _is_number(kept) and _is_number(found):
             key = kept, found, type(kept), type(found)
             if key not in self.known:
                 self.known[key] = self._number(kept, found)
             return self.known[key]
-        if type(kept) is not type(found):
-            raise _Differs
-        if isinstance(kept, slice):
-            return slice(*(self(getattr(kept, part), getattr(found, part)) for part in ("start", "stop", "step")))
-        if isinstance(kept, dict):
-            if list(kept) != list(found):
-                raise _Differs
-            return {key: self(kept[key], found[key]) for key in kept}
-        if isinstance(kept, (list, tuple)):
-            if len(kept) != len(found):
-                raise _Differs
-            parts = [self(k, f) for k, f in zip(kept, found, strict=True)]
-            if hasattr(kept, "_fields"):
-                return type(kept)(*parts)
-            return parts if isinstance(kept, list) else tuple(parts)
-        return self._equal(kept, found)
+        if type(kept) is not type(found) or not (kept is found or kept == found):
+            raise Differs
+        return kept
 
     def tensor(self, info: TensorInfo, shape: Sequence[Number]) -> TensorInfo:
         """Return a tensor's sizes as formulas; what is a multiple of the rows must be one at every length."""
         if len(info.shape) != len(shape):
-            raise _Differs
+            raise Differs
         sizes = (self._size(size, number) for size, number in zip(info.shape, shape, strict=True))
         return replace(info, shape=tuple(sizes))
 
@@ -235,16 +219,16 @@ class _Compare:
             return replace(size, number=None)
         batched = ROWS in symbols_in(found)
         if batched != bool(size.per_row):
-            raise _Differs
+            raise Differs
         around = _around({name: length for name, length in self.points[0][1].items() if name != ROWS})
         if batched and not size.constant and any(evaluate(found, {**at, ROWS: 0}) for at in around):
-            raise _Differs
+            raise Differs
         return replace(size, number=found)
 
     def _number(self, kept: Any, found: Any) -> Any:
         for own, at in self.points:
             if number_at(kept, own) != evaluate(found, at):
-                raise _Differs
+                raise Differs
         free = symbols_in(found)
         if free - {ROWS}:
             return found
@@ -252,11 +236,6 @@ class _Compare:
             return found
         at_none, at_one = (evaluate(found, {ROWS: rows}) for rows in (0, 1))
         return Affine(at_one - at_none, at_none)
-
-    def _equal(self, kept: Any, found: Any) -> Any:
-        if not (kept is found or kept == found):
-            raise _Differs
-        return kept
 
 
 def _is_number(value: Any) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,11 +30,6 @@ SHAPE_ONLY = frozenset(
     "randint_like".split()
 )
 UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
-ALONG = frozenset(
-    "cumsum cumprod cummax cummin logcumsumexp softmax log_softmax softmin sort argsort msort topk diff normalize "
-    "renorm".split()
-)
-"""What runs along its ``dim``: all that is known of a model without values, on the meta device."""
 _BY_FREQUENCY = {"embedding": 5, "embedding_bag": 5}
 """Where functions take `scale_grad_by_freq`."""
 _MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.PixelShuffle, nn.PixelUnshuffle)
@@ -137,47 +130,6 @@ def permutes_at_random(node: fx.Node, root: nn.Module) -> bool:
     name = _name(function_of(node, root))
     bounds = node.args[:2] if name == "randint" else ()
     return name in ("randperm", "multinomial") or any(isinstance(bound, fx.Node) for bound in bounds)
-
-
-def runs_along_batch(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether an operation runs along the batch dimension of its operand: a cumulative sum, a sort, a softmax."""
-    name, args = called(node, root)
-    source = args[0] if args and isinstance(args[0], fx.Node) else None
-    if source is None or INFO not in source.meta or not source.meta[INFO].tensors:
-        return False
-    tensor = source.meta[INFO].tensors[0]
-    if tensor.batch_dim is None:
-        return False
-    function = function_of(node, root)
-    if isinstance(function, nn.Module):
-        along = isinstance(function, (nn.Softmax, nn.LogSoftmax, nn.Softmin))
-        dim = getattr(function, "dim", None)
-    else:
-        along = name in ALONG
-        dim = _argument("dim", function, args, node.kwargs) if along else None
-    if not along:
-        return False
-    if dim is None:  # torch's rule for a softmax without a dimension; msort runs along the first
-        dim = 1 if "softm" in name + type(function).__name__.lower() and len(tensor.shape) not in (0, 1, 3) else 0
-    return isinstance(dim, int) and dim % len(tensor.shape) == tensor.batch_dim
-
-
-def _argument(name: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return an argument of a torch function by its name, or its default; None where there is none."""
-    if name in kwargs:
-        return kwargs[name]
-    with contextlib.suppress(ValueError, TypeError):
-        parameters = list(inspect.signature(function).parameters.values())
-        found = [i for i, parameter in enumerate(parameters) if parameter.name == name]
-        if found:
-            return args[found[0]] if len(args) > found[0] else parameters[found[0]].default
-    packet = getattr(torch.ops.aten, _name(function), None)
-    for overload in packet.overloads() if packet is not None else ():
-        arguments = getattr(packet, overload)._schema.arguments
-        found = [i for i, argument in enumerate(arguments) if argument.name == name and "int" in str(argument.type)]
-        if found and not any(argument.is_out for argument in arguments):
-            return args[found[0]] if len(args) > found[0] else arguments[found[0]].default_value
-    return None
 
 
 def mixes_gradients(node: fx.Node, root: nn.Module) -> bool:

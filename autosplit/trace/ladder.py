@@ -6,7 +6,7 @@ record at 3, 4 and 6 rows ─► merge ─► fx graph ─► value probe (eval 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +32,7 @@ from autosplit.trace.objects import leaves_of
 from autosplit.trace.probe import run_probe
 from autosplit.trace.proof import identity
 from autosplit.trace.reads import Guard, guard_of, without_reads
-from autosplit.trace.recording import Call, Refusal, Unexpected
+from autosplit.trace.recording import Refusal, Unexpected
 from autosplit.trace.run import FlatInputs
 from autosplit.trace.scope import Scope
 from autosplit.trace.state import written_back
@@ -46,7 +46,7 @@ class Trace:
     Attributes:
         graph: the recording.
         inputs: the flattened sample with its batch dimensions.
-        findings: what the value probe saw; hand it to the next `trace` of the same model in another mode.
+        findings: what the value probe saw.
         guard: tells whether the recording holds for a batch; None where it holds for all.
         gathered: the merged recordings, and what was entered in them.
         domain: the lengths for which the recording holds; None: for those of the sample only.
@@ -80,7 +80,6 @@ def trace(
     sample: Sample,
     *,
     batch_dims: object = None,
-    findings: Findings | None = None,
     proofs: Sequence[Proof] = (),
     whole_norms: bool = False,
 ) -> Trace:
@@ -94,15 +93,20 @@ def trace(
     """
     flat = flatten(model, sample, batch_dims)
     try:
-        found = _classified(model, flat, findings, Scope(whole_norms=whole_norms), proofs=proofs)
+        gathered = gather(model, flat, scope=Scope(whole_norms=whole_norms))
     except Unexpected as error:
         _raise_own(model, flat, error.error)
-    graph, gathered = found.graph, found.gathered
-    if found.proof is None:
+    raw = _decomposed(model, gathered)
+    own = identity(model, flat, gathered, raw)
+    known = next((p for p in proofs if p.recording == own and _opaque_reading(model, gathered) <= {*p.alone}), None)
+    findings = _probe(model, flat, gathered, raw) if known is None else known.findings()
+    graph = _accept(model, flat, gathered, raw, findings)
+    refuse_hiding(model, gathered.scope, _opaque_once(graph))
+    if known is None:
         _check(model, graph, flat, gathered)
     guard = guard_of(model, gathered.recording, gathered.scope.answers)
-    proof = found.proof or (Proof.of(found.identity, found.findings) if found.identity is not None else None)
-    return Trace(graph, flat, found.findings, guard, gathered, proof=proof)
+    proof = known or (Proof.of(own, findings) if own is not None else None)
+    return Trace(graph, flat, findings, guard, gathered, proof=proof)
 
 
 def _is_spread(model: nn.Module) -> bool:
@@ -136,12 +140,12 @@ def widen(
         return None
     merged, domain = found
     gathered = replace(base.gathered, recording=merged)
+    raw = _decomposed(model, gathered)
     try:
         gathered.check_rows(model, flat, rows)
+        seen = _probe(model, flat, gathered, raw)
     except (Refusal, Unexpected):
         return None
-    raw = _decomposed(model, gathered)
-    seen = _probe(model, flat, gathered, raw)
     if not seen.suspects | seen.mixing <= base.findings.suspects | base.findings.mixing:
         return None
     graph = _accept(model, flat, gathered, raw, base.findings)
@@ -172,64 +176,16 @@ def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered
     return check(_built(model, gathered)) or check(graph, loose=True)
 
 
-@dataclass(frozen=True)
-class _Classified:
-    """A recording with the classes of its nodes."""
-
-    gathered: Gathered
-    findings: Findings
-    graph: TracedGraph
-    identity: str | None
-    proof: Proof | None
-
-
-def _classified(
-    model: nn.Module,
-    flat: FlatInputs,
-    findings: Findings | None,
-    scope: Scope,
-    *,
-    proofs: Sequence[Proof],
-) -> _Classified:
-    gathered = gather(model, flat, scope=scope)
-    names = frozenset(name for merged in gathered.recording.calls for name in _probed_as(merged.call, model))
-    before = findings if findings is not None and findings.batch_dims == flat.batch_dims else Findings()
-    raw = _decomposed(model, gathered)
-    own = identity(model, flat, gathered, raw)
-    opaque = {name for name in names if " in " in name}
-    proof = next((proof for proof in proofs if proof.recording == own and opaque <= {*proof.alone}), None)
-    if proof is not None:
-        before = before.joined(proof.findings(names, flat))
-    elif not names <= before.probed:
-        try:
-            seen = _probe(model, flat, gathered, raw)
-        except (Unexpected, AutosplitError):
-            raise
-        except Exception as error:
-            if is_internal(error):
-                raise
-            raise Refusal(
-                f"other rows of the sample could not be tried ({type(error).__name__}: {error}): an input may hold "
-                "numbers of rows, or batch_dims= must say where the batch is",
-                "",
-            ) from error
-        before = before.joined(replace(seen, probed=seen.probed | names, batch_dims=flat.batch_dims))
-    graph = _accept(model, flat, gathered, raw, before)
-    refuse_hiding(model, gathered.scope, _opaque_once(graph))
-    return _Classified(gathered, before, graph, own, proof)
-
-
 def _opaque_once(graph: TracedGraph) -> set[str]:
     """Return the modules that are one node and run once per step."""
     nodes = ((node, info) for node, info in graph.compute_nodes() if info.node_class is NodeClass.FULL)
     return {info.module for node, info in nodes if node.op == "call_module"}
 
 
-def _probed_as(call: Call, model: nn.Module) -> Iterator[str]:
-    """Yield the names under which findings are kept: that of the call, and for an opaque module that of its mode."""
-    yield call.name
-    if call.leaf is not None and call.whole.startswith(READS):
-        yield key_of_opaque(call.name, model.get_submodule(call.leaf))
+def _opaque_reading(model: nn.Module, gathered: Gathered) -> set[str]:
+    """Return the keys of the opaque modules that read values: a proof has to know how each treats rows."""
+    calls = [m.call for m in gathered.recording.calls if m.call.leaf is not None and m.call.whole.startswith(READS)]
+    return {key_of_opaque(call.name, model.get_submodule(str(call.leaf))) for call in calls}
 
 
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
@@ -255,9 +211,18 @@ def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph
     if any(p.is_meta for p in model.parameters()):
         return Findings()
     with state.random_state(), state.attributes(model), state.buffer_contents(model), state.norm_dropout_eval(model):
-        seen = run_probe(raw, flat, kept=gathered.min_rows)
-    probed = frozenset(n.meta[INFO].name for n in raw.graph.nodes if INFO in n.meta)
-    return Findings(probed, seen.values, seen.mixing, seen.alone)
+        try:
+            return run_probe(raw, flat, kept=gathered.min_rows)
+        except AutosplitError:
+            raise
+        except Exception as error:
+            if is_internal(error):
+                raise
+            raise Refusal(
+                f"other rows of the sample could not be tried ({type(error).__name__}: {error}): an input may hold "
+                "numbers of rows, or batch_dims= must say where the batch is",
+                "",
+            ) from error
 
 
 def _built(model: nn.Module, gathered: Gathered) -> RawGraph:

@@ -20,7 +20,7 @@ from autosplit.errors import TraceError
 from autosplit.trace.formula import ROWS, Formula, Length, Symbol, evaluate
 from autosplit.trace.graph import Size, TensorInfo
 from autosplit.trace.random_watch import Draw
-from autosplit.trace.recording import Attribute, Call, Recording, Ref, mapped
+from autosplit.trace.recording import Attribute, Call, Differs, Recording, Ref, mapped, mapped_together
 
 BATCH_SIZES = (3, 4, 6)
 
@@ -59,10 +59,6 @@ class MergedRecording:
     lengths: tuple[Length, ...] = ()
 
 
-class _Differs(Exception):
-    """Two recordings do not have the same structure."""
-
-
 def merge(recordings: Sequence[Recording]) -> MergedRecording:
     """Merge recordings at ``BATCH_SIZES``; raises TraceError where they differ by more than affine numbers."""
     first = recordings[0]
@@ -78,7 +74,7 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
                     zip(*(c.shapes for c in calls), strict=True), calls[0].dtypes, calls[0].layouts, strict=True
                 )
             )
-        except (_Differs, ValueError) as error:
+        except (Differs, ValueError) as error:
             raise TraceError(
                 f"{calls[0].name} is not affine in the batch: at {', '.join(map(str, BATCH_SIZES))} rows it has "
                 f"{error}; a graph holds for all batch sizes only when sizes are a*rows + b"
@@ -86,7 +82,7 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
         merged.append(MergedCall(calls[0], args, kwargs, tensors, _draws(calls)))
     try:
         output = _values([r.output for r in recordings])
-    except _Differs as error:
+    except Differs as error:
         raise TraceError(f"the model's output cannot be recorded: it holds {error}") from None
     _same_constants(recordings)
     return MergedRecording(tuple(merged), output, first)
@@ -147,37 +143,28 @@ def _draws(calls: Sequence[Call]) -> tuple[Draw, ...] | None:
     try:
         found: tuple[Draw, ...] | None = _values([call.draws for call in calls])
         return found
-    except (_Differs, ValueError):
+    except (Differs, ValueError):
         return None
 
 
 def _values(values: Sequence[Any]) -> Any:
+    return mapped_together(_value, *values)
+
+
+def _value(*values: Any) -> Any:
     first = values[0]
     if any(type(v) is not type(first) for v in values):
-        raise _Differs(f"{values[0]!r}, {values[1]!r}, {values[2]!r}")
+        raise Differs(", ".join(map(repr, values)))
     if isinstance(first, (Ref, Attribute)):
         if any(v != first for v in values):
-            raise _Differs("different operands")
+            raise Differs("different operands")
         return first
     if isinstance(first, (int, float)) and not isinstance(first, bool):
         return _number(values)
-    if isinstance(first, slice):
-        return slice(*(_values([getattr(v, part) for v in values]) for part in ("start", "stop", "step")))
-    if isinstance(first, dict):
-        if any(list(v) != list(first) for v in values):
-            raise _Differs("different keywords")
-        return {key: _values([v[key] for v in values]) for key in first}
-    if isinstance(first, (list, tuple)):
-        if any(len(v) != len(first) for v in values):
-            raise _Differs(f"lists of {', '.join(str(len(v)) for v in values)} entries")
-        parts = [_values(part) for part in zip(*values, strict=True)]
-        if hasattr(first, "_fields"):
-            return type(first)(*parts)
-        return parts if isinstance(first, list) else tuple(parts)
     if any(not (v is first or v == first) for v in values):
         if isinstance(first, (bool, str)):
-            raise _Differs(f"{values[0]!r}, {values[1]!r}, {values[2]!r}")
-        raise _Differs(f"a new {type(first).__name__} at every call, which no graph can rebuild")
+            raise Differs(", ".join(map(repr, values)))
+        raise Differs(f"a new {type(first).__name__} at every call, which no graph can rebuild")
     return first
 
 
@@ -188,7 +175,7 @@ def _number(values: Sequence[float]) -> Any:
     per_row = (values[1] - values[0]) / (BATCH_SIZES[1] - BATCH_SIZES[0])
     constant = values[0] - per_row * BATCH_SIZES[0]
     if abs(per_row * BATCH_SIZES[2] + constant - values[2]) > 1e-9 * max(1.0, abs(values[2])):
-        raise _Differs(f"the numbers {', '.join(map(str, values))}")
+        raise Differs(f"the numbers {', '.join(map(str, values))}")
     if isinstance(first, int):
         return Affine(int(per_row), int(constant))
     return Affine(per_row, constant)
@@ -208,18 +195,17 @@ def number_at(number: Any, sizes: Mapping[str, int]) -> Any:
 
 def equal(expected: Any, value: Any, sizes: Mapping[str, int] = MappingProxyType({})) -> bool:
     """Tell whether nested arguments are those of a merged recording at given sizes."""
-    if isinstance(expected, (Affine, Formula, Symbol)):
-        return bool(number_at(expected, sizes) == value)
-    if isinstance(expected, (dict, list, tuple, slice)) and not isinstance(value, type(expected)):
+
+    def same(one: Any, other: Any) -> None:
+        one = number_at(one, sizes)
+        if not (one is other or one == other or (one != one and other != other)):
+            raise Differs
+
+    try:
+        mapped_together(same, expected, value)
+    except Differs:
         return False
-    if isinstance(expected, dict):
-        return list(expected) == list(value) and all(equal(expected[k], value[k], sizes) for k in expected)
-    if isinstance(expected, (list, tuple)):
-        return len(expected) == len(value) and all(equal(e, v, sizes) for e, v in zip(expected, value, strict=True))
-    if isinstance(expected, slice):
-        parts = ("start", "stop", "step")
-        return all(equal(getattr(expected, p), getattr(value, p), sizes) for p in parts)
-    return bool(expected is value or expected == value or (expected != expected and value != value))
+    return True
 
 
 # -- one row -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from autosplit.progress import phase
 from autosplit.trace.assertions import check_value
 from autosplit.trace.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.build import RawGraph
-from autosplit.trace.findings import key_of_opaque
+from autosplit.trace.findings import Findings, key_of_opaque
 from autosplit.trace.formula import lengths_in
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
 from autosplit.trace.grouped import grouped
@@ -80,21 +79,9 @@ def _range(leaf: torch.Tensor) -> tuple[float, float]:
     return low, high
 
 
-@dataclass(frozen=True)
-class Influence:
-    """Names of the nodes in which rows influence each other, and of those that no later operation puts right.
-
-    In ``alone`` are opaque modules that read values and treat each row by itself; see `opaque_probe`.
-    """
-
-    values: frozenset[str]
-    mixing: frozenset[str]
-    alone: frozenset[str] = frozenset()
-
-
 @phase("tracing: do rows meet")
-def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Influence:
-    """Return the nodes in which rows influence each other.
+def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findings:
+    """Find the nodes in which rows influence each other.
 
     The graph runs on rows of the sample; call it under ``norm_dropout_eval``, with state preserved. ``kept`` rows are
     compared: the smallest microbatch for which the graph holds.
@@ -170,7 +157,7 @@ class _Lockstep:
         self.buffers = {name: raw.root.get_buffer(name) for name in sorted(written)}
         self.contents = {run: {name: b.clone() for name, b in self.buffers.items()} for run in rows}
 
-    def run(self) -> Influence:
+    def run(self) -> Findings:
         position = 0
         for node in self.order[:-1]:
             if INFO in node.meta and node.op != "placeholder":
@@ -189,7 +176,7 @@ class _Lockstep:
             for gone in (n for n in self.last[node] if INFO in n.meta):  # sizes are worked out at other numbers of rows
                 for interpreter in self.runs.values():
                     interpreter.env.pop(gone, None)
-        return Influence(frozenset(self.suspects), frozenset(self.mixing), frozenset(self.alone))
+        return Findings(True, frozenset(self.suspects), frozenset(self.mixing), frozenset(self.alone))
 
     def _ask_operator(self, node: fx.Node) -> None:
         info = node.meta[INFO]

@@ -160,6 +160,32 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
+class Differs(Exception):
+    """Two nested values do not have the same structure, or leaves that do not go together."""
+
+
+def mapped_together(function: Callable[..., Any], *values: Any) -> Any:
+    """Return nested arguments with ``function`` of the leaves at each place; raises Differs where structures differ."""
+    first = values[0]
+    if not isinstance(first, (slice, list, tuple, dict)):
+        return function(*values)
+    if any(type(value) is not type(first) for value in values):
+        raise Differs(", ".join(map(repr, values)))
+    if isinstance(first, slice):
+        parts = [tuple(getattr(value, part) for value in values) for part in ("start", "stop", "step")]
+        return slice(*(mapped_together(function, *part) for part in parts))
+    if isinstance(first, dict):
+        if any(list(value) != list(first) for value in values):
+            raise Differs("different keywords")
+        return {key: mapped_together(function, *(value[key] for value in values)) for key in first}
+    if any(len(value) != len(first) for value in values):
+        raise Differs(f"lists of {', '.join(str(len(value)) for value in values)} entries")
+    made = [mapped_together(function, *part) for part in zip(*values, strict=True)]
+    if hasattr(first, "_fields"):
+        return type(first)(*made)
+    return made if isinstance(first, list) else tuple(made)
+
+
 def leaves_in(value: Any) -> list[Any]:
     """Return the leaves of nested arguments."""
     found: list[Any] = []

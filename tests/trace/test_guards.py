@@ -100,6 +100,18 @@ def test_a_violated_guard_records_anew_once_and_the_way_back_costs_nothing(lanes
     assert pipe.plan.whole == ()
 
 
+@pytest.mark.parametrize("operation", [torch.softmax, torch.cumsum, torch.flip])
+def test_another_value_chooses_an_operation_that_mixes_rows(operation: Callable[..., Tensor]) -> None:
+    """The operation has the name of that in the first recording, which treats rows alone."""
+
+    def along(model: Any, x: Tensor, flag: Tensor) -> Tensor:
+        dim = 0 if flag.any() else 1
+        return model.c(operation(model.a(x), (dim,) if operation is torch.flip else dim))
+
+    model = Model(along)
+    assert assert_calls_equal(model, pipe_of(model), [flags(8), flags(8, 1)]) == [1, 2]
+
+
 def test_a_guard_is_asked_of_the_whole_batch_at_every_batch_size() -> None:
     model = Model(any_masked)
     pipe = pipe_of(model)
