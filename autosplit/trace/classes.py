@@ -64,10 +64,7 @@ def batched_nodes(graph: fx.Graph, effects: Effects, batched_inputs: Collection[
 
 
 def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node], findings: Findings) -> set[fx.Node]:
-    """Return the batch-dependent nodes that mix rows by their structure.
-
-    What a table says of torch's operations counts for those only that the value probe was not asked about.
-    """
+    """Return the batch-dependent nodes that mix rows by their structure, whatever the values are."""
     return {
         node
         for node in graph.nodes
