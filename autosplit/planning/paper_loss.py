@@ -19,12 +19,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import InputError
-from autosplit.profile.cost_model import cost_model_of
 from autosplit.profile.fake import empty_value
 from autosplit.profile.ledger import Ledger, Operation
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.types import Profile
-from autosplit.profile.work import work_of
+from autosplit.profile.work import cost_model_of, work_of
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.run import quiet_log
 from autosplit.trace.state import random_state

@@ -32,8 +32,7 @@ from autosplit.planning.step_overhead import overhead_s
 from autosplit.planning.throughput import model_flops, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.verdicts import verdict_of
 from autosplit.profile.autocasting import autocast_of
-from autosplit.profile.times import NodeTimes
-from autosplit.profile.types import Profile, StateProfile
+from autosplit.profile.types import NodeTimes, Profile, StateProfile
 from autosplit.schedule.simulate import simulate
 from autosplit.trace import side_effects
 from autosplit.trace.draw_rules import with_plain_numbers

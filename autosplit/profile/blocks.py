@@ -239,31 +239,19 @@ class _Blocks:
         lent = dict.fromkeys(operand for node in own for operand in node.all_input_nodes if _is_lent(operand, own))
         places |= {node: ("lent", number, _known(node, path)) for number, node in enumerate(lent)}
 
-        def described(value: Any) -> Hashable:
-            if isinstance(value, fx.Node):
-                return places.get(value, ("outside", value.name))
-            if isinstance(value, (list, tuple)):
-                return (type(value).__name__, *map(described, value))
-            if isinstance(value, dict):
-                return tuple((key, described(item)) for key, item in value.items())
-            if isinstance(value, slice):
-                return ("slice", described(value.start), described(value.stop), described(value.step))
-            return (type(value).__name__, repr(value))
-
         return tuple(
-            (node.op, self._target(node), described(node.args), described(dict(node.kwargs)), _known(node, path))
+            (
+                node.op,
+                self._target(node),
+                described(node.args, places),
+                described(node.kwargs, places),
+                _known(node, path),
+            )
             for node in own
         )
 
     def _target(self, node: fx.Node) -> Hashable:
-        if node.op == "call_module":
-            return _module_kind(self.root.get_submodule(str(node.target)))
-        if node.op == "get_attr":
-            value: Any = self.root
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            return _tensor_kind(value) if isinstance(value, torch.Tensor) else id(value)
-        return node.target
+        return target_kind(node.op, str(node.target), self.root)[0] if node.op in LOOKED_UP else node.target
 
 
 def _paths(nodes: Sequence[fx.Node], depth: int) -> dict[fx.Node, str]:
@@ -302,15 +290,43 @@ def _known(node: fx.Node, path: str) -> Hashable:
     return info.node_class, info.tensors, reads, info.random, info.mutated, bool(info.writes), info.whole
 
 
-def _module_kind(module: nn.Module) -> Hashable:
-    """Return what tells a layer from others: settings and state for one of torch's own without hooks, else itself."""
+def described(value: Any, places: Mapping[fx.Node, Any]) -> Hashable:
+    """Return an argument of a node as a key: nodes by their places, other values by type and text."""
+    if isinstance(value, fx.Node):
+        return places.get(value, ("outside", value.name))
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(described(item, places) for item in value))
+    if isinstance(value, dict):
+        return tuple((key, described(item, places)) for key, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", *(described(part, places) for part in (value.start, value.stop, value.step)))
+    return (type(value).__name__, repr(value))
+
+
+def module_kind(module: nn.Module) -> Hashable:
+    """Return what a leaf module does, as a key; one that is not torch's own, or has hooks, is like none."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     if hooks or not type(module).__module__.startswith("torch.nn"):
         return id(module)
-    state = ((name, _tensor_kind(t)) for name, t in (*module.named_parameters(), *module.named_buffers()))
+    state = ((name, tensor_kind(t)) for name, t in (*module.named_parameters(), *module.named_buffers()))
     return (type(module), repr(module), module.training, *state)
 
 
-def _tensor_kind(tensor: torch.Tensor) -> Hashable:
-    """Return what tells a tensor of a module's state from others."""
+def tensor_kind(tensor: torch.Tensor) -> Hashable:
+    """Return what a parameter, buffer or constant is like, but for its values."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter)
+
+
+LOOKED_UP = ("call_module", "get_attr")
+"""Operations whose target is a path in the model."""
+
+
+def target_kind(op: str, path: str, root: nn.Module) -> tuple[Hashable, tuple[torch.Tensor, ...]]:
+    """Return what a path in the model stands for, as a key, and the parameters and buffers there."""
+    if op == "call_module":
+        module = root.get_submodule(path)
+        return module_kind(module), (*module.parameters(), *module.buffers())
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return (tensor_kind(value), (value,)) if isinstance(value, torch.Tensor) else (id(value), ())

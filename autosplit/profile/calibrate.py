@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from autosplit.profile.calibration_cases import Case, Program, cases
-from autosplit.profile.calibration_cuda_cases import cuda_cases
 from autosplit.profile.clocks import Clock, clock_of
 from autosplit.profile.ledger import Ledger, Operation
 from autosplit.profile.work import work_of
@@ -87,7 +86,7 @@ def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progre
 
 def cases_for(place: torch.device) -> Iterator[Case]:
     """Yield what is timed on a device: a GPU is filled by other sizes than a core."""
-    yield from cuda_cases() if place.type == "cuda" else cases()
+    yield from cases(gpu=place.type == "cuda")
 
 
 def fitted(timings: Sequence[Timing], *, device: DeviceSpec) -> Calibrated:

@@ -10,13 +10,11 @@ import torch
 
 from autosplit.errors import DeviceError
 from autosplit.profile.blocks import CostMemo, block_costs
-from autosplit.profile.cost_model import cost_model_of
 from autosplit.profile.fake import FakeCosts, NodeCosts
 from autosplit.profile.ledger import Operation
 from autosplit.profile.measured import measure as measure_nodes
-from autosplit.profile.times import MeasuredNode, MeasuredTimes, NodeTimes
-from autosplit.profile.types import NodeProfile, Profile, StateProfile
-from autosplit.profile.work import work_of
+from autosplit.profile.types import MeasuredNode, MeasuredTimes, NodeProfile, NodeTimes, Profile, StateProfile
+from autosplit.profile.work import cost_model_of, work_of
 from autosplit.progress import phase
 from autosplit.trace.graph import TracedGraph
 from cost_models.protocol import CostModel

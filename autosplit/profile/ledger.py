@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.profile.engine_sums import in_place_on_zeros, summed_in_place
+from autosplit.profile.engine import in_place_on_zeros, summed_in_place
 from autosplit.profile.flops import flop_formulas, moved_bytes
 from autosplit.profile.opaque import true_results, workspace
 from autosplit.profile.workspaces import Workspace

@@ -24,7 +24,7 @@ from autosplit.profile.allocations import Allocations
 from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.clocks import Clock, clock_of, is_out_of_memory
 from autosplit.profile.shadow import Shadow, shadow
-from autosplit.profile.times import MeasuredNode, MeasuredTimes
+from autosplit.profile.types import MeasuredNode, MeasuredTimes
 from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
 from autosplit.progress import phase, update
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode

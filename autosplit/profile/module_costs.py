@@ -19,10 +19,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.options import Sample
-from autosplit.profile.cost_model import cost_model_of
 from autosplit.profile.ledger import Ledger
-from autosplit.profile.times import NodeTimes
-from autosplit.profile.work import work_of
+from autosplit.profile.types import NodeTimes
+from autosplit.profile.work import cost_model_of, work_of
 from autosplit.trace import state
 from autosplit.trace.module_tree import ForwardInterceptors, ModuleCost
 from autosplit.trace.run_once import gradients_aside

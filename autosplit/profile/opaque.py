@@ -29,8 +29,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
-from autosplit.profile.opaque_cuda import ALWAYS_OBSERVED, cuda_results, cuda_workspace
-from autosplit.profile.workspaces import Workspace, nbytes
+from autosplit.profile.workspaces import ALWAYS_OBSERVED, Workspace, cuda_results, cuda_workspace, nbytes
 
 __all__ = ["ALWAYS_OBSERVED", "Workspace", "true_results", "workspace"]
 

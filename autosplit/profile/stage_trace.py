@@ -26,9 +26,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.border import Picks, alias, tensors_of
-from autosplit.profile.engine_nodes import Guess, Handed
+from autosplit.profile.engine import Guess, Handed, Labels
 from autosplit.profile.fake import as_recorded, empty_value, fake, fake_mode, on_fakes
-from autosplit.profile.labels import Labels
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.products import late, products_in

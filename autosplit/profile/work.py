@@ -1,13 +1,21 @@
-"""What a cost model is told of an aten call: its class, its arithmetic, its FLOPs and bytes."""
+"""A cost model by its name or file, and what it is told of an aten call: class, arithmetic, FLOPs, bytes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
+import cost_models
+from autosplit.errors import DeviceError
 from autosplit.profile.ledger import Operation
+from cost_models.calibration import Calibrated
+from cost_models.protocol import CostModel
+from cost_models.roofline import Roofline
+from cost_models.specs import DeviceSpec
 from cost_models.work import DType, OpWork
 
 _KINDS_OF = {
@@ -81,3 +89,28 @@ def _arithmetic(dtype: torch.dtype) -> DType:
     if not dtype.is_floating_point and not dtype.is_complex:
         return "int"
     return "fp8" if dtype.itemsize == 1 else _ARITHMETIC.get(dtype, "fp32")
+
+
+def cost_model_of(device: str | Path | DeviceSpec) -> CostModel:
+    """Return the cost model of a device, by name too, of a device file, or what a calibration file fitted.
+
+    Files end in ``.json``; a calibration is what ``autosplit profile --calibrate`` writes. Raises DeviceError for a
+    name that is not known, with the nearest ones, and for a file that describes neither.
+    """
+    if isinstance(device, DeviceSpec):
+        return Roofline(device)
+    try:
+        return Calibrated.load(device) if _is_calibration(device) else Roofline(cost_models.device(device))
+    except ValueError as error:
+        raise DeviceError(str(error)) from error
+
+
+def _is_calibration(device: str | Path) -> bool:
+    """Tell whether a file holds fitted curves, however broken, rather than a device's figures."""
+    if not str(device).endswith(".json"):
+        return False
+    try:
+        content = json.loads(Path(device).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and not {"curves", "stamp"}.isdisjoint(content)

@@ -19,9 +19,8 @@ from autosplit.planning.memory import Cut, fullest_moments, replayed_stages
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.combine import profile
 from autosplit.profile.stage_graph import StageGraphs
-from autosplit.profile.stage_key import Kinds
 from autosplit.profile.stage_trace import How, trace_stage
-from autosplit.profile.trace_memo import Known, TraceMemo, Wanted
+from autosplit.profile.trace_memo import Kinds, Known, TraceMemo, Wanted
 from autosplit.schedule.catalog import build
 from autosplit.trace.ladder import Trace, trace
 from benchmarks.families import families

@@ -16,7 +16,6 @@ import cost_models
 from autosplit.profile import calibrate as calibrating
 from autosplit.profile.calibrate import Sample, Timing, calibrate, cases_for, default_path, issue_s, time_cases
 from autosplit.profile.calibration_cases import Case, Program, cases
-from autosplit.profile.calibration_cuda_cases import cuda_cases
 from autosplit.profile.clocks import Timed
 from autosplit.profile.ledger import Ledger, Operation
 from autosplit.profile.work import kind_of, work_of
@@ -131,7 +130,7 @@ def sum_of_operations(case: Case) -> int:
 
 def test_the_cases_of_a_gpu_know_every_class_and_have_no_family_s_shapes():
     """On fake tensors: they are sized for a GPU."""
-    everything = list(cuda_cases())
+    everything = list(cases(gpu=True))
     assert len({case.name for case in everything}) == len(everything)
     assert next(cases_for(torch.device("cuda"))).name == everything[0].name
     assert next(cases_for(torch.device("cpu"))).name == next(cases()).name
@@ -155,7 +154,7 @@ def test_the_cases_of_a_gpu_know_every_class_and_have_no_family_s_shapes():
 
 
 def test_a_calibration_is_stamped_and_read_back(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibrating, "cases", lambda: iter([small(str(width)) for width in range(6)]))
+    monkeypatch.setattr(calibrating, "cases", lambda gpu: iter([small(str(width)) for width in range(6)]))
     found = calibrate()
     assert found.stamp.device == "cpu-lane"
     assert found.stamp.threads == 1

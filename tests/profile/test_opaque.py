@@ -16,7 +16,7 @@ from autosplit.profile import opaque
 from autosplit.profile.allocations import Allocations
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.opaque import true_results, workspace
-from autosplit.profile.opaque_cuda import cublas_workspace_bytes
+from autosplit.profile.workspaces import cublas_workspace_bytes
 
 HALF = torch.bfloat16
 

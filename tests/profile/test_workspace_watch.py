@@ -15,11 +15,10 @@ from autosplit.profile import measured
 from autosplit.profile.clocks import Timed
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.measured import measure
-from autosplit.profile.opaque_cuda import cublas_workspace_bytes, cuda_workspace
 from autosplit.profile.stage_graph import stage_graph
 from autosplit.profile.stage_trace import How, trace_stage
 from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
-from autosplit.profile.workspaces import Workspace, operation_key
+from autosplit.profile.workspaces import Workspace, cublas_workspace_bytes, cuda_workspace, operation_key
 from benchmarks import workspaces
 from benchmarks.gpu import memory
 from cost_models.calibration import Stamp

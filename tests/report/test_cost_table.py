@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from autosplit.options import Sample
 from autosplit.profile.combine import profile
-from autosplit.profile.times import MeasuredNode
-from autosplit.profile.types import Profile
+from autosplit.profile.types import MeasuredNode, Profile
 from autosplit.report.cost_table import render_costs
 from autosplit.report.costs import CostReport, cost_report, module_rows, node_rows, readable_depth
 from autosplit.report.words import format_count
