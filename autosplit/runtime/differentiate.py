@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import GradientEdge
 
-from autosplit.profile.engine_nodes import Handed
+from autosplit.profile.engine import Handed
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
