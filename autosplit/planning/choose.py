@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import heapq
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
@@ -31,7 +32,6 @@ from autosplit.planning.records import Alternative
 from autosplit.planning.sweep import Entry, Shared, Space, Sweep
 from autosplit.planning.units import units_of
 from autosplit.planning.verdicts import Verdict
-from autosplit.planning.weighing import Weighed, Weighing, within
 from autosplit.progress import phase, update
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.ladder import Trace
@@ -128,11 +128,23 @@ def weigh(
     return tuple(sorted(search.alternatives(), key=lambda each: (each.step_s, each.peak_bytes)))
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A cut of one configuration and what it costs by the formula; ``limits`` are those it was found for, if any."""
+
+    entry: Entry
+    policy: Sequence[str]
+    cut: LineCut
+    limits: tuple[float, ...] | None
+
+
 class _Search:
     """What was weighed, and what of it was replayed."""
 
     def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None) -> None:
-        self.sweep, self.weighing = sweep, Weighing(sweep, progress)
+        self.sweep, self.progress = sweep, progress
+        self.candidates: list[Candidate] = []
+        self.entries: list[Entry] = []
         self.finished: list[Finished] = []
         self.above: dict[frozenset[str], float] = {}
         self.cut_of: dict[Alternative, tuple[Entry, LineCut]] = {}
@@ -140,26 +152,47 @@ class _Search:
         self.wires = Wires(sweep.found.graph)
 
     def weigh(self) -> None:
-        """Find the best cuts of every configuration; raises InputError where none can be built."""
-        self.weighing.weigh()
-        self.weighed, self.entries = self.weighing.weighed, self.weighing.entries
+        """Find the best cuts of every configuration by the formula; raises InputError where none can be built."""
+        self.entries = [entry for entry in self.sweep.entries() if entry.has_schedule]
+        for done, entry in enumerate(self.entries):
+            if self.progress is not None:
+                self.progress(done, len(self.entries))
+            self.candidates += self._cuts(entry)
         if not self.entries:
             raise InputError(
                 f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "
                 "schedules can be built; give others"
             )
 
+    def _cuts(self, entry: Entry) -> list[Candidate]:
+        """Return the best cut of a configuration for each policy to recompute, until one fits without limits."""
+        limits = self.sweep.memory_limits(entry.problem)
+        cuts: list[Candidate] = []
+        for policy in self.sweep.recompute_policies(entry.settled.stages):
+            free = entry.best(policy, None)
+            assert free is not None, "without limits every line of enough units can be cut"
+            cuts.append(Candidate(entry, policy, free, None))
+            if self._fits(cuts[-1]):
+                break
+            if limits is not None and (held := entry.best(policy, limits)) is not None:
+                cuts.append(Candidate(entry, policy, held, tuple(limits)))
+        return cuts
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Tell whether a cut keeps the devices' limits by the formula."""
+        limits = self.sweep.memory_limits(candidate.entry.problem)
+        return limits is None or _within(candidate.cut.device_bytes, limits)
+
     def run(self) -> Finished:
         """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
         self.weigh()
-        heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.weighed) if self.weighing.fits(each)]
+        heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.candidates) if self._fits(each)]
         heapq.heapify(heap)
         known: set[tuple[int, LineCut]] = set()
         turns = 0
         while heap and len(self.finished) < _REPLAYS:
             turns += 1
             step_s, place, best = heapq.heappop(heap)
-            best = best if best.moved else self.weighing.moved(best)
             whole_s = best.cut.step_s + self._sent_s(best.entry, best.cut)
             if whole_s > step_s:
                 heapq.heappush(heap, (whole_s, place, best))
@@ -174,14 +207,14 @@ class _Search:
                     return finished
                 over = [high - held for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
             for place, following in enumerate(self._less_room(best, over)):
-                heapq.heappush(heap, (following.cut.step_s, len(self.weighed) + 10 * turns + place, following))
+                heapq.heappush(heap, (following.cut.step_s, len(self.candidates) + 10 * turns + place, following))
         if not any(each.sure for each in self.finished):
             self._leanest()
         return min(self.finished, key=lambda each: each.rank)
 
     def leanest(self) -> Finished | None:
         """Return the best of a few of the leanest cuts when they are replayed; None without any."""
-        self.weighed, self.entries = [], [entry for entry in self.sweep.entries() if entry.has_schedule]
+        self.candidates, self.entries = [], [entry for entry in self.sweep.entries() if entry.has_schedule]
         self._leanest()
         return min(self.finished, key=lambda each: each.rank, default=None)
 
@@ -195,33 +228,33 @@ class _Search:
         self.above[kind] = min(above, self.above.get(kind, above))
         return finished
 
-    def _over(self, weighed: Weighed) -> list[float] | None:
+    def _over(self, candidate: Candidate) -> list[float] | None:
         """Return by how much devices will be above the formula; None where only a replay can tell whether that fits."""
-        limits = self.sweep.room(weighed.entry.problem)
-        above = self.above.get(frozenset(weighed.cut.recompute), 1.0) - 1.0
-        expected = [held * (1.0 + above) for held in weighed.cut.device_bytes]
-        if limits is None or within(expected, [limit * (1 + 1e-9) for limit in limits]):
+        limits = self.sweep.memory_limits(candidate.entry.problem)
+        above = self.above.get(frozenset(candidate.cut.recompute), 1.0) - 1.0
+        expected = [held * (1.0 + above) for held in candidate.cut.device_bytes]
+        if limits is None or _within(expected, [limit * (1 + 1e-9) for limit in limits]):
             return None
-        return [held * above for held in weighed.cut.device_bytes]
+        return [held * above for held in candidate.cut.device_bytes]
 
-    def _less_room(self, weighed: Weighed, over: Sequence[float]) -> Iterator[Weighed]:
+    def _less_room(self, candidate: Candidate, over: Sequence[float]) -> Iterator[Candidate]:
         """Yield the next cuts of a configuration: with as much less room as devices come out above the formula.
 
         Where nothing was recomputed all ways follow, else the same one.
         """
-        limits = self.sweep.room(weighed.entry.problem)
+        limits = self.sweep.memory_limits(candidate.entry.problem)
         assert limits is not None, "what is over a limit has one"
         room = [*(limit - more for limit, more in zip(limits, over, strict=False)), *limits[len(over) :]]
-        if weighed.room is not None:
-            before = zip(room, weighed.room, limits, strict=True)
+        if candidate.limits is not None:
+            before = zip(room, candidate.limits, limits, strict=True)
             room = [min(own, last) if own < limit else own for own, last, limit in before]
-        if min(room) <= 0 or tuple(room) == weighed.room:
+        if min(room) <= 0 or tuple(room) == candidate.limits:
             return
-        free = weighed.way == ["never"]
-        for way in self.sweep.ways(weighed.entry.settled.stages) if free else (weighed.way,):
-            cut = weighed.entry.best(way, room, near=weighed.cut)
+        free = candidate.policy == ["never"]
+        for way in self.sweep.recompute_policies(candidate.entry.settled.stages) if free else (candidate.policy,):
+            cut = candidate.entry.best(way, room, near=candidate.cut)
             if cut is not None:
-                yield Weighed(weighed.entry, way, cut, tuple(room))
+                yield Candidate(candidate.entry, way, cut, tuple(room))
 
     def _leanest(self) -> None:
         """Replay a few of the leanest cuts of all configurations, to find what comes closest to fitting.
@@ -231,11 +264,11 @@ class _Search:
         """
         found = []
         for place, entry in enumerate(self.entries):
-            limits = self.sweep.room(entry.problem)
+            limits = self.sweep.memory_limits(entry.problem)
             assert limits is not None, "without limits everything fits"
-            for way in self.sweep.ways(entry.settled.stages):
+            for way in self.sweep.recompute_policies(entry.settled.stages):
                 cut = entry.search.leanest(way, limits)
-                self.weighed.append(Weighed(entry, way, cut, None))
+                self.candidates.append(Candidate(entry, way, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
                 found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
         tried: dict[tuple[int, LineCut], tuple[float, Finished]] = {}
@@ -257,7 +290,7 @@ class _Search:
         ]
         known = set(map(_key, replayed))
         weighed = (
-            self._alternative(each.entry, each.cut, each.cut.step_s, each.cut.device_bytes) for each in self.weighed
+            self._alternative(each.entry, each.cut, each.cut.step_s, each.cut.device_bytes) for each in self.candidates
         )
         return [*replayed, *(each for each in weighed if _key(each) not in known)]
 
@@ -287,11 +320,11 @@ class _Search:
 
         They count as much above the formula as replays of cuts of their kind came out at least.
         """
-        limits = self.sweep.room(entry.problem)
+        limits = self.sweep.memory_limits(entry.problem)
         above = self.above.get(frozenset(cut.recompute), 1.0)
         expected = [above * own for own in held]
-        fits = limits is not None and within(expected, limits)
-        near = limits is None or within(expected, [limit * _NEAR for limit in limits])
+        fits = limits is not None and _within(expected, limits)
+        near = limits is None or _within(expected, [limit * _NEAR for limit in limits])
         found = Alternative(
             chunks=entry.options.chunks,
             schedule=entry.settled.schedule,
@@ -350,3 +383,8 @@ def _same(each: Alternative, chosen: Alternative) -> bool:
         and each.step_s > 0.99 * chosen.step_s
         and (each.peak_bytes > 0.99 * chosen.peak_bytes)
     )
+
+
+def _within(held: Iterable[float], limits: Iterable[float]) -> bool:
+    """Tell whether every device keeps its limit."""
+    return all(own <= limit for own, limit in zip(held, limits, strict=False))

@@ -166,7 +166,7 @@ def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
 def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: Case, assignment: tuple[int, ...]) -> Finished:
     costs = check(case.problem, assignment, recompute=cut.recompute)
     partition = Partition(assignment, "step_time", costs.step_s, 0.0, "bounded", costs)
-    limits = sweep.room(case.problem) or [float("inf")] * len(sweep.options.devices)
+    limits = sweep.memory_limits(case.problem) or [float("inf")] * len(sweep.options.devices)
     capacities = (entry.options.capacity_bytes(lane) for lane in range(len(limits)))
     whole = tuple(float("inf") if own is None else float(own) for own in capacities)
     return Finished(entry, cut, Writer(case, partition), tuple(limits), whole)

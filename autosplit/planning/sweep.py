@@ -103,16 +103,16 @@ class Entry:
         return Case(model, found, self.options, sized.sizes, sized.costs, own, warning, memo)
 
     def best(
-        self, way: Sequence[str], room: Sequence[float] | None, *, near: LineCut | None = None, move: bool = True
+        self, policy: Sequence[str], limits: Sequence[float] | None, *, near: LineCut | None = None
     ) -> LineCut | None:
         """Return the best cut where stages choose among the entries of a list, or recompute as a tuple lists.
 
-        ``near`` is a cut whose neighbours are looked at too: where room is short the dynamic program, which divides a
-        device's room evenly among its stages, may miss all that fit. Without ``move`` its boundaries are not moved.
+        ``near`` is a cut whose neighbours are looked at too: under tight limits the dynamic program, which divides a
+        device's memory evenly among its stages, may miss all that fit.
         """
-        if isinstance(way, tuple):
-            return self.search.listed(way, room, near=near, move=move)
-        return self.search.fastest(way, room, near=near, move=move)
+        if isinstance(policy, tuple):
+            return self.search.listed(policy, limits, near=near)
+        return self.search.fastest(policy, limits, near=near)
 
 
 class Sweep:
@@ -207,14 +207,14 @@ class Sweep:
         """Tell whether some schedule has work for every device; one with more stages on fewer is then no choice."""
         return any(len(self.options.devices) * each <= self._parts for _, each in self.space.schedules)
 
-    def room(self, problem: Problem) -> list[float] | None:
+    def memory_limits(self, problem: Problem) -> list[float] | None:
         """Return the bytes of each device, None where none has a limit."""
         if problem.capacity_bytes is None:
             return None
         return [float("inf") if own is None else float(own) for own in problem.capacity_bytes]
 
-    def ways(self, stages: int) -> list[Sequence[str]]:
-        """Return what stages may recompute, one way after the other: a list to choose from, or a tuple of theirs."""
+    def recompute_policies(self, stages: int) -> list[Sequence[str]]:
+        """Return what stages may recompute, one policy after the other: a list to choose from, or a tuple of theirs."""
         asked = self.space.recompute
         if asked is None:
             return [["never"], list(RECOMPUTE), *([option] for option in RECOMPUTE if option != "never")]

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from autosplit.api import plan
 from autosplit.options import Options, Sample
-from autosplit.partition.line_search import LineCut, LineSearch
-from autosplit.planning import choose, weighing
+from autosplit.planning import choose
 from autosplit.planning.choose import Space, alternative, choose_plan
 from autosplit.planning.finish import Finished
 from autosplit.planning.plan import Plan
@@ -142,27 +141,6 @@ def test_fewer_microbatches_than_were_asked_for_are_said(model: nn.Module) -> No
 
     assert notes(3) == ["chunks=8 was asked for, and the batch's 3 rows make 3 microbatches; 8 take 8 rows or more"]
     assert notes(8) == []
-
-
-def test_boundaries_of_what_is_beaten_by_far_need_not_move(
-    model: nn.Module, found: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = int(0.8 * peak(chosen(model, found, WIDE)))
-    moved: list[int] = []
-    move = LineSearch.moved
-
-    def counted(*arguments: Any) -> LineCut:
-        moved[-1] += 1
-        return move(*arguments)
-
-    monkeypatch.setattr(LineSearch, "moved", counted)
-    plans = []
-    for gained in (weighing._GAINED, float("inf")):
-        moved.append(0)
-        monkeypatch.setattr(weighing, "_GAINED", gained)
-        plans.append(chosen(model, found, WIDE, limit=limit))
-    assert plans[0] == plans[1]
-    assert 0 < moved[0] < moved[1]
 
 
 def cut(step_s: float, low: int, peak: int, high: int) -> Finished:
