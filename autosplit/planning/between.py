@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from autosplit.partition.problem import Problem
-from autosplit.planning.formulate import Formulation
+from autosplit.planning.profiled_problem import ProfiledProblem
 from autosplit.profile.types import Profile
 
 INSIDE = 0.02
@@ -40,16 +40,16 @@ class Pieces:
     places: tuple[int, ...]
 
 
-def pieces_of(formulation: Formulation, costs: Profile, group_of: Sequence[int]) -> Pieces:
+def pieces_of(case: ProfiledProblem, group_of: Sequence[int]) -> Pieces:
     """Return the pieces of a problem whose groups of works are in an order that may be cut anywhere."""
     members: list[list[int]] = [[] for _ in range(max(group_of) + 1)]
     for work, group in enumerate(group_of):
         members[group].append(work)
-    owners, crossing = _owners(costs), _crossing(formulation, costs, group_of)
+    owners, crossing = _owners(case.costs), _crossing(case, group_of)
     entered, modules = [], []
     for group, (before, own) in enumerate(pairwise(members), start=1):
-        blocks = [formulation.problem.works[work].block for work in (before[-1], own[0])]
-        enters = _enters(formulation, before[-1], own[0], owners)
+        blocks = [case.problem.works[work].block for work in (before[-1], own[0])]
+        enters = _enters(case, before[-1], own[0], owners)
         if enters if blocks[1] is None else blocks[0] != blocks[1]:
             modules.append(group)
         elif enters:
@@ -74,13 +74,13 @@ def _runs(group_of: Sequence[int], places: Collection[int]) -> tuple[int, ...]:
     return tuple(piece[group] for group in group_of)
 
 
-def _crossing(formulation: Formulation, costs: Profile, group_of: Sequence[int]) -> list[int]:
+def _crossing(case: ProfiledProblem, group_of: Sequence[int]) -> list[int]:
     """Return the bytes of what crosses a cut in front of each group, and behind the last."""
     change = [0] * (max(group_of) + 3)
-    for net in formulation.problem.nets:
+    for net in case.problem.nets:
         first, last = group_of[net.producer], max(group_of[consumer] for consumer in net.consumers)
         if last > first:
-            size = costs.nodes[formulation.names[net.producer][0]].output_bytes
+            size = case.costs.nodes[case.names[net.producer][0]].output_bytes
             change[first + 1] += size
             change[last + 1] -= size
     return list(accumulate(change))
@@ -109,9 +109,9 @@ def note_on_inside(pieces: Sequence[int], assignment: Sequence[int], *, longer: 
     return f"{cuts}: between modules the step would be {longer:.1%} longer (cut='modules' allows that from 2% on)"
 
 
-def _enters(formulation: Formulation, before: int, own: int, owners: Collection[str]) -> bool:
+def _enters(case: ProfiledProblem, before: int, own: int, owners: Collection[str]) -> bool:
     """Tell whether a work is of a call of a module with parameters that the work before it has no part in."""
-    call, last = (formulation.names[work][0].partition("/")[0] for work in (own, before))
+    call, last = (case.names[work][0].partition("/")[0] for work in (own, before))
     path, outer = call.partition("#")[0], last.partition("#")[0]
     leaves = not path or outer.startswith(f"{path}.")
     return call != last and not leaves and path in owners

@@ -28,8 +28,9 @@ from autosplit.planning.between import note_on_inside
 from autosplit.planning.crossing import cut_sent_s
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
+from autosplit.planning.profiled_problem import Shared
 from autosplit.planning.records import Alternative
-from autosplit.planning.sweep import Entry, Shared, Space, Sweep
+from autosplit.planning.sweep import Entry, Space, Sweep
 from autosplit.planning.units import units_of
 from autosplit.planning.verdicts import Verdict
 from autosplit.progress import phase, update
@@ -108,7 +109,7 @@ class Choice:
             plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, (inside,)))})
         others = [each for each in self._search.alternatives() if _key(each) != _key(alternative(plan))]
         unit_of = finished.entry.sized.coarse.unit_of
-        units = units_of(case.formulation, case.costs, unit_of, finished.writer.partition.assignment)
+        units = units_of(case, unit_of, finished.writer.partition.assignment)
         shown = frontier(alternative(plan), others)
         near = [self._search.with_sent(each) for each in shown if each in others]
         return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
@@ -302,10 +303,10 @@ class _Search:
         """Return how long a cut's values that all microbatches share travel; units know nothing of them."""
         if (id(entry), cut) not in self.sent:
             graph, sized = self.sweep.found.graph, entry.sized
-            pairs = zip(sized.formulation.names, sized.coarse.assignment(cut.bounds), strict=True)
+            pairs = zip(sized.case.names, sized.coarse.assignment(cut.bounds), strict=True)
             solved = {name: stage for names, stage in pairs for name in names}
             stage_of = assign(graph, solved, stages=entry.settled.stages, wires=self.wires)
-            self.sent[id(entry), cut] = cut_sent_s(self.wires, sized.costs, stage_of, entry.options)
+            self.sent[id(entry), cut] = cut_sent_s(self.wires, sized.case.costs, stage_of, entry.options)
         return self.sent[id(entry), cut]
 
     def _alternative(

@@ -20,7 +20,7 @@ from autosplit.checks import (
     choose,
 )
 from autosplit.errors import PlanError
-from autosplit.planning.schedules import Asked, ask
+from autosplit.planning.schedules import ScheduleRequest, ask
 
 if TYPE_CHECKING:
     from autosplit.planning.plan import Plan
@@ -33,7 +33,7 @@ _CHUNKS = 8
 class Chosen:
     """The checked choices, in the words of `Options`."""
 
-    schedule: Asked
+    schedule: ScheduleRequest
     recompute: tuple[str, ...] | None
     memory_limit: int | None
     reserve: int | float
@@ -104,7 +104,7 @@ def _chunks(plan: Plan, chunks: int) -> int:
     return plan.chunks
 
 
-def _check_schedule(asked: Asked, plan: Plan) -> None:
+def _check_schedule(asked: ScheduleRequest, plan: Plan) -> None:
     """Raise PlanError where a schedule is asked for that is not the plan's; "auto" is any."""
     planned = plan.schedule, plan.virtual_stages, plan.actions
     if asked.schedule != "auto" and planned != (asked.schedule, asked.virtual_stages, asked.actions):

@@ -18,11 +18,11 @@ from autosplit.options import Options
 from autosplit.partition.coarse import runs
 from autosplit.partition.graph import base_graph
 from autosplit.planning.apply import assign, sources
-from autosplit.planning.case import prepare
 from autosplit.planning.fingerprint import check_plan, fingerprint_of
 from autosplit.planning.given import given
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
+from autosplit.planning.profiled_problem import prepare_scheduled
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.units import units_of
 from autosplit.planning.writer import Writer
@@ -60,12 +60,12 @@ def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Pl
         actions=plan.actions,
     )
     sizes = sizes_of(batch_rows(found.inputs), plan.chunks, found.graph.min_rows, like=options.microbatches)
-    case = prepare(model, found, own, sizes=sizes)
+    case = prepare_scheduled(model, found, own, sizes=sizes)
     recompute = [stage.recompute for stage in plan.stages]
-    partition = given(found.graph, case.formulation, cut, recompute, stages=len(plan.stages))
+    partition = given(case, cut, recompute, stages=len(plan.stages))
     made = Writer(case, partition).plan()
     unit_of = runs(case.problem, base_graph(case.problem), most=_UNITS)
-    units = units_of(case.formulation, case.costs, unit_of, partition.assignment)
+    units = units_of(case, unit_of, partition.assignment)
     return sealed(made.model_copy(update={"units": units, "proofs": made.proofs or plan.proofs}))
 
 

@@ -13,7 +13,7 @@ from autosplit.partition.solve import Partition
 from autosplit.partition.spread_bound import spread_bound
 from autosplit.partition.step_bound import simple_bound
 from autosplit.planning.between import INSIDE, WIDE
-from autosplit.planning.case import Case
+from autosplit.planning.profiled_problem import ProfiledProblem
 from autosplit.planning.sweep import Entry, Sweep
 from autosplit.planning.verdicts import Verdict
 from autosplit.planning.writer import Writer
@@ -97,7 +97,7 @@ class Finished:
 
 def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:
     """Return a cut of the units as one of the nodes, replayed."""
-    case = entry.case(sweep.model, sweep.found, sweep.memo)
+    case = entry.case
     return _replayed(sweep, entry, cut, case, entry.sized.coarse.assignment(cut.bounds))
 
 
@@ -163,7 +163,7 @@ def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: Case, assignment: tuple[int, ...]) -> Finished:
+def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: ProfiledProblem, assignment: tuple[int, ...]) -> Finished:
     costs = check(case.problem, assignment, recompute=cut.recompute)
     partition = Partition(assignment, "step_time", costs.step_s, 0.0, "bounded", costs)
     limits = sweep.memory_limits(case.problem) or [float("inf")] * len(sweep.options.devices)

@@ -18,7 +18,7 @@ from autosplit.errors import TraceError
 from autosplit.options import Options
 from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.planning.outline import Outline
-from autosplit.planning.schedules import Settled
+from autosplit.planning.schedules import ResolvedSchedule
 from autosplit.planning.specs import driver_name, spec_of
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.trace.graph import TracedGraph, TracedNode
@@ -27,14 +27,6 @@ from cost_models.specs import LinkSpec
 
 EPILOGUE = "epilogue"
 _TYPICAL_BYTES = 2**25
-
-
-@dataclass(frozen=True)
-class Formulation:
-    """The problem, and which stable names each work stands for."""
-
-    problem: Problem
-    names: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -66,15 +58,15 @@ def formulate(
     *,
     microbatches: int,
     outline: Outline | None = None,
-) -> Formulation:
+) -> Problem:
     """Return the partition problem of a profiled recording under 1F1B, in which nothing is recomputed.
 
     ``outline`` is the recording's, for whoever formulates several sizes.
     """
-    return _Formulator(traced, profile, options, microbatches, outline or Outline(traced)).formulation()
+    return _Formulator(traced, profile, options, microbatches, outline or Outline(traced)).problem()
 
 
-def scheduled(problem: Problem, settled: Settled) -> Problem:
+def scheduled(problem: Problem, settled: ResolvedSchedule) -> Problem:
     """Return the problem under another schedule."""
     return replace(problem, schedule=settled.schedule, virtual_stages=settled.virtual_stages, own=settled.own)
 
@@ -156,18 +148,16 @@ class _Formulator:
             info.name for info, own in zip(self.micro, outline.sources, strict=False) if not flows.isdisjoint(own)
         }
 
-    def formulation(self) -> Formulation:
+    def problem(self) -> Problem:
         if not self.count:
             raise TraceError("no operation depends on the batch: there is nothing to pipeline")
         static = self._static()
         each = zip(self.micro, static, self._steps(), strict=False)
         works = [self._work(info, own, step_bytes) for info, own, step_bytes in each]
-        names: list[tuple[str, ...]] = [(info.name,) for info in self.micro]
         if self.full:
             works.append(self._epilogue(static[len(self.micro)]))
-            names.append(tuple(info.name for info in self.full))
         limits = [self.options.room_bytes(lane) for lane in range(len(self.options.devices))]
-        problem = Problem(
+        return Problem(
             tuple(works),
             tuple(self._nets()),
             tuple(self._holds()),
@@ -177,7 +167,6 @@ class _Formulator:
             devices=devices_of(limits),
             links=link_factors(self.options),
         )
-        return Formulation(problem, tuple(names))
 
     def _work(self, info: TracedNode, static_bytes: int, step_bytes: int) -> Work:
         node = self.profile.nodes[info.name]

@@ -9,24 +9,21 @@ from autosplit.partition.costs import check
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Objective, Partition, solve
 from autosplit.planning.apply import assign
-from autosplit.planning.formulate import Formulation
-from autosplit.trace.graph import TracedGraph
+from autosplit.planning.profiled_problem import ProfiledProblem
 
 _BOUND_S = 1.0
 """How long the solver may look for a bound: nothing but the report waits for it."""
 
 
-def given(
-    traced: TracedGraph, formulation: Formulation, cut: Mapping[str, int], recompute: Sequence[str], *, stages: int
-) -> Partition:
+def given(case: ProfiledProblem, cut: Mapping[str, int], recompute: Sequence[str], *, stages: int) -> Partition:
     """Return the partition that gives every operation the stage of the innermost module of ``cut`` that it lies in.
 
     Stages may be empty; empty ones at the end are left out. Capacities play no part: the cut is the caller's.
     ``recompute`` has one entry, or one per stage.
     """
-    placed = assign(traced, cut, stages=stages)
-    assignment = [placed[names[0]] for names in formulation.names]
-    return as_given(formulation.problem, assignment, recompute, objective="step_time")
+    placed = assign(case.found.graph, cut, stages=stages)
+    assignment = [placed[names[0]] for names in case.names]
+    return as_given(case.problem, assignment, recompute, objective="step_time")
 
 
 def as_given(

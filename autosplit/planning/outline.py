@@ -45,6 +45,12 @@ class Outline:
         self.blocks = _blocks(traced, micro)
         self.order = self._order(traced, {node.name: work_of[info.name] for node, info in (*micro, *full)})
 
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The stable names that each work stands for."""
+        full = tuple(info.name for info in self.full)
+        return (*((info.name,) for info in self.micro), *((full,) if full else ()))
+
     def _first(
         self, nodes: list[tuple[fx.Node, TracedNode]], taken: Mapping[fx.Node, list[fx.Node]], work_of: dict[str, int]
     ) -> dict[str, int | None]:

@@ -18,7 +18,8 @@ from torch import nn
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
 from autosplit.planning.paper_loss import paper_loss
-from autosplit.planning.sweep import Shared, Space, Sweep
+from autosplit.planning.profiled_problem import Shared
+from autosplit.planning.sweep import Space, Sweep
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.shadow import shadow
 from autosplit.trace.ladder import Trace, trace

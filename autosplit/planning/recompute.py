@@ -47,7 +47,7 @@ def fastest_that_fits(
             continue
         if best is None or found.partition.costs.step_s < best.partition.costs.step_s:
             best = found
-        if asked is not None or found.formulation.problem.capacity_bytes is None:
+        if asked is not None or found.case.problem.capacity_bytes is None:
             break
         shortest_s = least_s() if shortest_s is None else shortest_s
         if best.partition.costs.step_s <= shortest_s * (1 + _ALIKE):

@@ -22,7 +22,7 @@ _DEFAULT_CHUNKS = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScheduleRequest:
     """A schedule as `Options` hold it: ``actions`` are the caller's own, lane by lane, in text form."""
 
     schedule: str
@@ -32,7 +32,7 @@ class Asked:
     actions: tuple[tuple[str, ...], ...] = ()
 
 
-def ask(schedule: Any, *, virtual_stages: Any, devices: int, chunks: int) -> Asked:
+def ask(schedule: Any, *, virtual_stages: Any, devices: int, chunks: int) -> ScheduleRequest:
     """Return the schedule that is named, or that a file lists, checked against the devices and chunks.
 
     ``virtual_stages=1`` stands for what the schedule takes when nothing is asked for; under "auto" any other number
@@ -44,7 +44,7 @@ def ask(schedule: Any, *, virtual_stages: Any, devices: int, chunks: int) -> Ask
     if schedule in SCHEDULES:
         name = "interleaved" if schedule == "auto" and virtual_stages > 1 else schedule
         each = 1 if name == "auto" else stages_per_device(name, virtual_stages)
-        return Asked(name, each, each * devices, chunks)
+        return ScheduleRequest(name, each, each * devices, chunks)
     if not _is_path(schedule):
         valid = ", ".join(map(repr, SCHEDULES))
         near = meant(schedule, SCHEDULES)
@@ -61,7 +61,7 @@ def _is_path(schedule: Any) -> bool:
     return any(mark in schedule for mark in "/\\.") or Path(schedule).is_file()
 
 
-def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -> Asked:
+def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -> ScheduleRequest:
     if len(own.lanes) != devices:
         raise ScheduleError(
             f"schedule {own.name!r} has {_count(len(own.lanes), 'row')}, one per device, and there are "
@@ -79,7 +79,7 @@ def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -
             f"give chunks={own.microbatches}, or a file with {chunks}"
         )
     rows = tuple(tuple(map(str, lane)) for lane in own.lanes)
-    return Asked(own.name, each, own.stages, own.microbatches, rows)
+    return ScheduleRequest(own.name, each, own.stages, own.microbatches, rows)
 
 
 def schedule_of(
@@ -104,7 +104,7 @@ def schedule_of(
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedSchedule:
     """What a plan is made for: ``own`` where the schedule is the caller's; ``warning`` where it is not what was asked.
 
     ``stages`` is how many there are to be.
@@ -117,7 +117,7 @@ class Settled:
     warning: str | None = None
 
 
-def settle(options: Options, *, parts: int, microbatches: int) -> Settled:
+def settle(options: Options, *, parts: int, microbatches: int) -> ResolvedSchedule:
     """Return the schedule for a model of so many separable parts.
 
     Every device gets its stages where there are parts enough. Else devices hold fewer stages each, as far as the
@@ -134,10 +134,10 @@ def settle(options: Options, *, parts: int, microbatches: int) -> Settled:
                 f"give a file of at most {_count(parts, 'stage')}, or a schedule by name"
             )
         own = schedule_of(name, stages=stages, microbatches=microbatches, actions=options.actions)
-        return Settled(name, options.virtual_stages, stages, own)
+        return ResolvedSchedule(name, options.virtual_stages, stages, own)
     asked = options.virtual_stages
     if parts >= devices * asked:
-        return Settled(name, asked, devices * asked)
+        return ResolvedSchedule(name, asked, devices * asked)
     fewest = least_per_device(name)
     each = max(fewest, min(asked, parts // devices))
     stages = min(parts // each, devices) * each
@@ -149,7 +149,7 @@ def settle(options: Options, *, parts: int, microbatches: int) -> Settled:
         f"{_count(devices, 'device')} were given{f' for {asked} stages each' if asked > 1 else ''}, but the model has "
         f"only {_count(parts, 'separable part')}: using {_count(stages, 'stage')}{used if asked > 1 else ''}{instead}"
     )
-    return Settled(name, each, stages, warning=warning)
+    return ResolvedSchedule(name, each, stages, warning=warning)
 
 
 def _count(number: int, noun: str) -> str:

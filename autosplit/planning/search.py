@@ -18,9 +18,9 @@ from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition, Status, solve, solve_evenly
 from autosplit.partition.step_bound import simple_bound
 from autosplit.planning.between import INSIDE, WIDE, Pieces, in_pieces, note_on_inside, pieces_of
-from autosplit.planning.case import Case, prepare
 from autosplit.planning.given import given
 from autosplit.planning.plan import Plan
+from autosplit.planning.profiled_problem import ProfiledProblem, prepare_scheduled
 from autosplit.planning.recompute import fastest_that_fits, solve_listed
 from autosplit.planning.writer import Writer
 from autosplit.trace.ladder import Trace
@@ -34,7 +34,7 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
 
     Raises InfeasibleError when the memory limit cannot hold; warns when there are fewer separable nodes than devices.
     """
-    case = prepare(model, found, options, sizes=sizes)
+    case = prepare_scheduled(model, found, options, sizes=sizes)
     try:
         return _planned(case, found, options)
     except InfeasibleError:
@@ -44,37 +44,37 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     return _planned(whole, found, options)
 
 
-def _with_reserve(case: Case) -> Case:
+def _with_reserve(case: ProfiledProblem) -> ProfiledProblem:
     """Return the case in which devices may also use what they keep in reserve; itself where there is none."""
     devices, options = case.problem.devices or (), case.options
     whole = tuple(replace(own, capacity_bytes=options.capacity_bytes(lane)) for lane, own in enumerate(devices))
     if whole == devices:
         return case
-    return replace(case, formulation=replace(case.formulation, problem=replace(case.problem, devices=whole)))
+    return replace(case, problem=replace(case.problem, devices=whole))
 
 
-def _planned(case: Case, found: Trace, options: Options) -> Plan:
+def _planned(case: ProfiledProblem, found: Trace, options: Options) -> Plan:
     if options.cut is not None:
         again = options.recompute or ("never",)
         stages = len(options.devices)
-        return Writer(case, given(found.graph, case.formulation, options.cut, again, stages=stages)).plan()
+        return Writer(case, given(case, options.cut, again, stages=stages)).plan()
     writer, notes = _found(case, options)
     if case.warning is not None:
         warnings.warn(case.warning, UserWarning, stacklevel=3)
     return writer.plan(*notes)
 
 
-def _found(case: Case, options: Options) -> tuple[Writer, list[str]]:
+def _found(case: ProfiledProblem, options: Options) -> tuple[Writer, list[str]]:
     """Return the best cut where cuts may fall, and what is to be said of that."""
     if options.cut_between != "modules":
         return _fastest(case, case.problem), []
-    pieces = pieces_of(case.formulation, case.costs, base_graph(case.problem).group_of)
+    pieces = pieces_of(case, base_graph(case.problem).group_of)
     writer, longer = _between_modules(case, pieces)
     note = note_on_inside(pieces.modules, writer.partition.assignment, longer=longer)
     return writer, [note] if note else []
 
 
-def _between_modules(case: Case, pieces: Pieces) -> tuple[Writer, float | None]:
+def _between_modules(case: ProfiledProblem, pieces: Pieces) -> tuple[Writer, float | None]:
     """Return the best cut between modules, at narrow places where that gains `INSIDE`, or anywhere, for `WIDE`.
 
     And how much longer the step is between modules; None where there is no such cut.
@@ -105,7 +105,7 @@ def _step_s(writer: Writer) -> float:
     return writer.partition.costs.step_s
 
 
-def _fastest(case: Case, problem: Problem) -> Writer:
+def _fastest(case: ProfiledProblem, problem: Problem) -> Writer:
     """Return the fastest cut of a case's problem, or of one like it, among the ways to recompute that fit."""
     recompute = case.options.recompute
 

@@ -21,15 +21,11 @@ from autosplit.partition.line import Line
 from autosplit.partition.line_search import LineCut, LineSearch
 from autosplit.partition.problem import RECOMPUTE, Problem
 from autosplit.planning.between import Pieces, pieces_of
-from autosplit.planning.case import Case, profiled, slowdowns, slowed
-from autosplit.planning.formulate import Formulation, formulate, scheduled
-from autosplit.planning.outline import Outline
-from autosplit.planning.schedules import Settled, settle
+from autosplit.planning.formulate import scheduled
+from autosplit.planning.profiled_problem import ProfiledProblem, Shared, prepare
+from autosplit.planning.schedules import ResolvedSchedule, settle
 from autosplit.planning.sizes import sizes_of
 from autosplit.planning.writer import shared_s
-from autosplit.profile.blocks import CostMemo
-from autosplit.profile.trace_memo import TraceMemo
-from autosplit.profile.types import Profile
 from autosplit.trace.ladder import Trace
 
 _FEW = 4
@@ -54,22 +50,11 @@ class Space:
 class Sized:
     """A model that was profiled for microbatches of one size, whole and in units."""
 
-    sizes: tuple[int, ...]
-    costs: Profile
-    formulation: Formulation
+    case: ProfiledProblem
     coarse: Coarse
     line: Line
     once_s: float
     """What runs once per step beside the stages."""
-
-
-class Shared:
-    """What is known of a recording whatever is searched: searches over it at other batches or devices may share it."""
-
-    def __init__(self, found: Trace) -> None:
-        self.memo = TraceMemo()
-        self.costs = CostMemo()
-        self.outline = Outline(found.graph)
 
 
 @dataclass(frozen=True)
@@ -78,7 +63,7 @@ class Entry:
 
     sized: Sized
     options: Options
-    settled: Settled
+    settled: ResolvedSchedule
     problem: Problem
     """That of the units."""
 
@@ -95,12 +80,10 @@ class Entry:
         except ScheduleError:
             return False
 
-    def case(self, model: nn.Module, found: Trace, memo: TraceMemo) -> Case:
-        """Return the whole problem of the configuration."""
-        formulation = self.sized.formulation
-        own = replace(formulation, problem=scheduled(formulation.problem, self.settled))
-        sized, warning = self.sized, self.settled.warning
-        return Case(model, found, self.options, sized.sizes, sized.costs, own, warning, memo)
+    @property
+    def case(self) -> ProfiledProblem:
+        """The whole problem of the configuration."""
+        return self.sized.case.under(self.options, self.settled)
 
     def best(
         self, policy: Sequence[str], limits: Sequence[float] | None, *, near: LineCut | None = None
@@ -129,8 +112,7 @@ class Sweep:
         shared: Shared | None = None,
     ) -> None:
         self.model, self.found, self.options, self.space, self.rows = model, found, options, space, rows
-        self._shared = shared = shared or Shared(found)
-        self.memo, self._costs, self._outline = shared.memo, shared.costs, shared.outline
+        self._shared = shared or Shared(found)
         self._units: tuple[int, ...] | None = None
         self._parts = 0
         self.group_of: tuple[int, ...] = ()
@@ -157,27 +139,24 @@ class Sweep:
     def _sized(self, sizes: tuple[int, ...]) -> Sized:
         """Return the model for microbatches of some sizes."""
         options = replace(self.options, chunks=len(sizes))
-        costs = profiled(self.model, self.found, options, sizes, memo=self._costs)
-        formulation = formulate(self.found.graph, costs, options, microbatches=len(sizes), outline=self._outline)
-        factors = slowdowns(self.model, self.found, options, sizes, costs, memo=self._costs)
-        formulation = slowed(formulation, factors)
-        problem = formulation.problem
+        case = prepare(self.model, self.found, options, sizes=sizes, shared=self._shared)
+        problem = case.problem
         if self._units is None:
             graph = base_graph(problem)
             self.group_of, self._parts = graph.group_of, graph.size
-            places = self._module_places(formulation, costs, graph)
+            places = self._module_places(case, graph)
             if places is not None:
                 self._parts = len(places) + 1
             self._units = runs(problem, graph, most=self._most(graph), places=places)
         coarse = coarsened(problem, self._units)
-        once_s = shared_s(self.found.graph, costs)
-        return Sized(sizes, costs, formulation, coarse, Line(coarse.problem), once_s)
+        once_s = shared_s(self.found.graph, case.costs)
+        return Sized(case, coarse, Line(coarse.problem), once_s)
 
-    def _module_places(self, formulation: Formulation, costs: Profile, graph: Graph) -> tuple[int, ...] | None:
+    def _module_places(self, case: ProfiledProblem, graph: Graph) -> tuple[int, ...] | None:
         """Return where units begin: between modules and at narrow places, None: anywhere, for these are too few."""
         if self.options.cut_between != "modules":
             return None
-        self.pieces = pieces_of(formulation, costs, graph.group_of)
+        self.pieces = pieces_of(case, graph.group_of)
         places = self.pieces.places
         return places if len(places) + 1 >= _FEW * len(self.options.devices) else None
 
@@ -189,14 +168,14 @@ class Sweep:
         own = schedule == self.options.schedule
         options = replace(
             self.options,
-            chunks=len(sized.sizes),
+            chunks=len(sized.case.sizes),
             schedule=schedule,
             virtual_stages=virtual_stages,
             actions=self.options.actions if own else (),
             recompute=self.space.recompute,
         )
         try:
-            settled = settle(options, parts=self._parts, microbatches=len(sized.sizes))
+            settled = settle(options, parts=self._parts, microbatches=len(sized.case.sizes))
             if settled.warning is not None and self._wide():
                 return None
             return Entry(sized, options, settled, scheduled(sized.coarse.problem, settled))

@@ -7,27 +7,24 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 from autosplit.partition.problem import Problem, Work
-from autosplit.planning.formulate import Formulation
+from autosplit.planning.profiled_problem import ProfiledProblem
 from autosplit.planning.records import Unit
-from autosplit.profile.types import Profile
 
 
-def units_of(
-    formulation: Formulation, costs: Profile, unit_of: Sequence[int], assignment: Sequence[int]
-) -> tuple[Unit, ...]:
+def units_of(case: ProfiledProblem, unit_of: Sequence[int], assignment: Sequence[int]) -> tuple[Unit, ...]:
     """Return the units in model order; one that a cut goes through is one unit per stage.
 
     ``unit_of`` and ``assignment`` say the unit and the stage of each work.
     """
-    problem = formulation.problem
+    problem = case.problem
     pieces = sorted(set(zip(assignment, unit_of, strict=True)))
     place = {piece: index for index, piece in enumerate(pieces)}
     of = [place[piece] for piece in zip(assignment, unit_of, strict=True)]
     members: list[list[int]] = [[] for _ in pieces]
     for work, piece in enumerate(of):
         members[piece].append(work)
-    static, kept, sent = _static(problem, of), _kept(problem, of), _sent(formulation, costs, of)
-    names = _unique([_common([name for work in own for name in formulation.names[work]]) for own in members])
+    static, kept, sent = _static(problem, of), _kept(problem, of), _sent(case, of)
+    names = _unique([_common([name for work in own for name in case.names[work]]) for own in members])
     found = []
     for index, own in enumerate(members):
         works = [problem.works[work] for work in own]
@@ -73,13 +70,13 @@ def _kept(problem: Problem, of: Sequence[int]) -> Counter[int]:
     return kept
 
 
-def _sent(formulation: Formulation, costs: Profile, of: Sequence[int]) -> Mapping[int, int]:
+def _sent(case: ProfiledProblem, of: Sequence[int]) -> Mapping[int, int]:
     """Return the bytes of what crosses a cut behind each unit."""
     change: Counter[int] = Counter()
-    for net in formulation.problem.nets:
+    for net in case.problem.nets:
         first, last = of[net.producer], max(of[consumer] for consumer in net.consumers)
         if last > first:
-            size = costs.nodes[formulation.names[net.producer][0]].output_bytes
+            size = case.costs.nodes[case.names[net.producer][0]].output_bytes
             change[first] += size
             change[last] -= size
     sent, crossing = {}, 0

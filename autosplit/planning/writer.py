@@ -16,7 +16,6 @@ from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
 from autosplit.planning.advice import advice, note_on_training
 from autosplit.planning.apply import Wires, assign
-from autosplit.planning.case import Case
 from autosplit.planning.crossing import boundaries_of, sent_s
 from autosplit.planning.curves import lane_curves
 from autosplit.planning.fingerprint import fingerprint
@@ -25,6 +24,7 @@ from autosplit.planning.issue import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
+from autosplit.planning.profiled_problem import ProfiledProblem
 from autosplit.planning.ranges import peak_ranges
 from autosplit.planning.records import StageMemory, StagePlan, Transfer
 from autosplit.planning.specs import notes_on_unknown
@@ -44,14 +44,14 @@ from autosplit.trace.own_loss import note_on_loss
 class Writer:
     """Writes the solver's answer down as a plan."""
 
-    def __init__(self, case: Case, partition: Partition) -> None:
-        self.case, self.partition, self.formulation = case, partition, case.formulation
+    def __init__(self, case: ProfiledProblem, partition: Partition) -> None:
+        self.case, self.partition, self.problem = case, partition, case.problem
         self.model, self.traced, self.costs, self.options = case.model, case.found.graph, case.costs, case.options
-        self.sizes, found, formulation = case.sizes, case.found, case.formulation
+        self.sizes, found = case.sizes, case.found
         self.whole, self.proof = found.whole, found.proof
-        self.schedule = formulation.problem.schedule_of(partition.stages)
+        self.schedule = case.problem.schedule_of(partition.stages)
         self.lane = self.schedule.stage_lane
-        pairs = zip(formulation.names, partition.assignment, strict=True)
+        pairs = zip(case.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
         self._wires = Wires(self.traced)
         self.stage_of = assign(self.traced, solved, stages=partition.stages, wires=self._wires)
@@ -93,7 +93,7 @@ class Writer:
 
     def over_capacity(self) -> bool:
         """Tell whether a device needs more than a capacity that the solver kept by its formula."""
-        limits = self.formulation.problem.capacity_bytes
+        limits = self.problem.capacity_bytes
         return limits is not None and any(
             limit is not None and peak > limit for peak, limit in zip(self.peaks(), limits, strict=False)
         )
@@ -123,7 +123,7 @@ class Writer:
             chunks=self.options.chunks,
             microbatch_rows=self.sizes,
             schedule=self.schedule.name,
-            virtual_stages=self.formulation.problem.virtual_stages,
+            virtual_stages=self.problem.virtual_stages,
             actions=self.options.actions,
             optimizer=str(self.options.optimizer),
             machine=None if self.options.machine is None else self.options.machine.name,
@@ -155,7 +155,7 @@ class Writer:
         names = self._names[index]
         own = self._works(index)
         parameters = [s for s in self._states(index) if s.is_parameter]
-        devices = self.formulation.problem.devices
+        devices = self.problem.devices
         slowdown = devices[self.lane[index]].slowdown if devices is not None else 1.0
         again = again_share(self.recompute[index], microbatches=len(self.sizes))
         issue = self._issue(index, names)
@@ -246,7 +246,7 @@ class Writer:
     @cached_property
     def _works_of(self) -> Sequence[list[Work]]:
         found: list[list[Work]] = [[] for _ in range(self.partition.stages)]
-        for work, stage in zip(self.formulation.problem.works, self.partition.assignment, strict=True):
+        for work, stage in zip(self.problem.works, self.partition.assignment, strict=True):
             found[stage].append(work)
         return found
 
@@ -291,7 +291,7 @@ class Writer:
             )
             if (loss := note_on_loss(self.traced)) is not None:
                 yield loss
-        yield from advice(self.formulation.problem, self.partition, self.options, measured=self.costs.measured)
+        yield from advice(self.problem, self.partition, self.options, measured=self.costs.measured)
         if self.unreplayed is not None:
             yield f"peaks are by the additive formula, not replayed: {self.unreplayed}"
         if self.costs.estimated:

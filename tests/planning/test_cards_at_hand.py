@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from autosplit import plan
 from autosplit.options import Options, Sample
-from autosplit.planning.case import _lies_on
 from autosplit.planning.plan import Plan
+from autosplit.planning.profiled_problem import _lies_on
 from autosplit.planning.reasons import reasons
 from autosplit.planning.search import make_plan
 from autosplit.planning.specs import device_specs, spec_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,9 +11,10 @@ from torch import nn
 from autosplit.options import Options
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
-from autosplit.planning.formulate import Formulation, formulate, scheduled
+from autosplit.planning.formulate import formulate, scheduled
+from autosplit.planning.outline import Outline
 from autosplit.planning.paper_loss import PaperLoss, with_loss
-from autosplit.planning.schedules import settle
+from autosplit.planning.schedules import ResolvedSchedule, settle
 from autosplit.planning.specs import device_specs, driver_name
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.blocks import CostMemo
@@ -27,34 +28,52 @@ from cost_models.specs import DeviceSpec
 
 
 @dataclass(frozen=True)
-class Case:
-    """A model that was profiled for its microbatches, as the problem of one schedule."""
+class ProfiledProblem:
+    """A model that was profiled for its microbatches, as the problem that is to be cut.
+
+    ``names`` are the stable names that each work of the problem stands for.
+    """
 
     model: nn.Module
     found: Trace
     options: Options
     sizes: tuple[int, ...]
     costs: Profile
-    formulation: Formulation
+    problem: Problem
+    names: tuple[tuple[str, ...], ...]
+    memo: TraceMemo
+    """What was traced for cuts of the recording; problems of one recording may share it."""
     warning: str | None = None
-    memo: TraceMemo = field(default_factory=TraceMemo)
-    """What was traced for cuts of the recording; cases of one recording may share it."""
 
-    @property
-    def problem(self) -> Problem:
-        """What is to be cut."""
-        return self.formulation.problem
+    def under(self, options: Options, schedule: ResolvedSchedule) -> ProfiledProblem:
+        """Return the problem under another schedule than 1F1B, and what else was asked for with it."""
+        return replace(self, options=options, problem=scheduled(self.problem, schedule), warning=schedule.warning)
 
 
-def prepare(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Case:
-    """Profile a recording for microbatches of the given sizes and formulate its problem."""
-    memo = CostMemo()
-    costs = profiled(model, found, options, sizes, memo=memo)
-    formulation = formulate(found.graph, costs, options, microbatches=len(sizes))
-    formulation = slowed(formulation, slowdowns(model, found, options, sizes, costs, memo=memo))
-    settled = settle(options, parts=base_graph(formulation.problem).size, microbatches=len(sizes))
-    formulation = replace(formulation, problem=scheduled(formulation.problem, settled))
-    return Case(model, found, options, sizes, costs, formulation, settled.warning)
+class Shared:
+    """What is known of a recording whatever is searched: searches over it at other batches or devices may share it."""
+
+    def __init__(self, found: Trace) -> None:
+        self.memo = TraceMemo()
+        self.costs = CostMemo()
+        self.outline = Outline(found.graph)
+
+
+def prepare(
+    model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...], shared: Shared | None = None
+) -> ProfiledProblem:
+    """Profile a recording for microbatches of the given sizes and formulate its problem under 1F1B."""
+    shared = shared or Shared(found)
+    costs = profiled(model, found, options, sizes, memo=shared.costs)
+    problem = formulate(found.graph, costs, options, microbatches=len(sizes), outline=shared.outline)
+    problem = slowed(problem, slowdowns(model, found, options, sizes, costs, memo=shared.costs))
+    return ProfiledProblem(model, found, options, sizes, costs, problem, shared.outline.names, shared.memo)
+
+
+def prepare_scheduled(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> ProfiledProblem:
+    """Return the problem under the schedule that the options ask for, as far as the model has parts for it."""
+    case = prepare(model, found, options, sizes=sizes)
+    return case.under(options, settle(options, parts=base_graph(case.problem).size, microbatches=len(sizes)))
 
 
 def slowdowns(
@@ -81,13 +100,12 @@ def slowdowns(
     return tuple(known[spec.name] for spec in specs)
 
 
-def slowed(formulation: Formulation, factors: tuple[float, ...] | None) -> Formulation:
-    """Return the formulation with devices that take so many times as long."""
-    problem = formulation.problem
+def slowed(problem: Problem, factors: tuple[float, ...] | None) -> Problem:
+    """Return the problem with devices that take so many times as long."""
     if factors is None or problem.devices is None:
-        return formulation
+        return problem
     devices = tuple(replace(device, slowdown=factor) for device, factor in zip(problem.devices, factors, strict=True))
-    return replace(formulation, problem=replace(problem, devices=devices))
+    return replace(problem, devices=devices)
 
 
 def _seconds(costs: Profile) -> float:
