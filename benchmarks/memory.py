@@ -1,7 +1,7 @@
 """Predicted against measured memory: the peak of a training step of the plain model.
 
     python -m benchmarks.memory [--family gpt2 unet] [--precision fp32 amp_bf16] [--recompute never block]
-                                [--optimizer sgd adam] [--device cpu] [--json FILE] [--resume]
+                                [--optimizer sgd adam] [--json FILE] [--resume]
 
 Without choices: eight families, both precisions, with and without recompute per block, both optimizers: 64 cells.
 The peaks of a pipe's stages are :mod:`benchmarks.memory_pipe`'s.
@@ -13,8 +13,7 @@ whole peak, ``dynamic`` of what is above parameters, buffers and state. Where bf
 step; a quarter of the rows is used for it. ``--resume`` keeps what was measured in the file of ``--json``, and predicts
 all anew.
 
-``--device cuda`` measures steps with ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``, see
-:mod:`benchmarks.memory_cuda`.
+CUDA devices are measured by ``python -m benchmarks.gpu.run --part memory``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ import torch
 
 from benchmarks import pairs
 from benchmarks.families import Family, families
-from benchmarks.memory_cuda import cuda_lines
 from benchmarks.memory_step import OPTIMIZERS, Way, step_lines
 from benchmarks.memory_subject import Line, Precision, Subject, recorded
 
@@ -78,7 +76,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", nargs="+", choices=("fp32", "amp_bf16"), default=["fp32", "amp_bf16"])
     parser.add_argument("--recompute", nargs="+", choices=("never", "block"), default=["never", "block"])
     parser.add_argument("--optimizer", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true", help="measure only what the file of --json lacks")
     found = parser.parse_args(argv)
@@ -90,12 +87,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _lines(arguments: argparse.Namespace, done: Mapping[str, Any]) -> Iterator[list[Line]]:
     """Yield lines as they are made; what was measured with as many rows is not measured again."""
     works = [Work(families()[name], precision) for precision in arguments.precision for name in arguments.family]
-    make = step_lines if arguments.device == "cpu" else cuda_lines
     for work, recompute in itertools.product(works, arguments.recompute):
         rows = work.family.rows if work.precision == "fp32" else max(1, work.family.rows // 4)
         known = {cell: figure["measured_bytes"] for cell, figure in done.items() if figure["rows"] == rows}
         way = Way(work.precision, recompute, rows)
-        yield make(work.subject, way, optimizers=arguments.optimizer, known=known)
+        yield step_lines(work.subject, way, optimizers=arguments.optimizer, known=known)
 
 
 def text(line: Line) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -26,33 +25,10 @@ from autosplit.profile.stage_trace import How
 from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.schedule.catalog import build
 from benchmarks.families import Family
-from benchmarks.memory_step import OPTIMIZERS, Known, Way, asked, step_cell
-from benchmarks.memory_subject import Line, Precision, Subject, Training, held_by, recomputed, traces
+from benchmarks.memory_step import OPTIMIZERS, Way
+from benchmarks.memory_subject import Precision, Subject, Training, held_by, recomputed, traces
 
 STEPS = 2
-
-
-def cuda_lines(subject: Subject, way: Way, *, optimizers: Sequence[str], known: Known) -> list[Line]:
-    """Return two lines per optimizer: allocated and reserved."""
-    lines: list[Line] = []
-    for optimizer in optimizers:
-        predicted = predicted_cuda(subject, way, optimizer=optimizer)
-        cells = [f"cuda {kind} {step_cell(subject.family.name, way, optimizer)}" for kind in ("allocated", "reserved")]
-        measured = [known[cell] for cell in cells if cell in known]
-        measured = measured or [*measured_cuda(subject.family, way, optimizer=optimizer)]
-        lines += [
-            Line(
-                cell=cell,
-                kind="cuda",
-                rows=way.rows,
-                asked=asked(subject.family),
-                static_bytes=sum(held_by([subject.model])),
-                predicted_bytes=predicted[place],
-                measured_bytes=measured[place],
-            )
-            for place, cell in enumerate(cells)
-        ]
-    return lines
 
 
 def predicted_cuda(

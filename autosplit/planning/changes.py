@@ -22,7 +22,7 @@ from autosplit.planning.hardware import device_counts, larger
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Change
-from autosplit.planning.verdicts import Verdict
+from autosplit.planning.verdicts import Verdict, binding
 from autosplit.units import format_bytes, format_seconds
 
 Kind = Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device"]
@@ -124,9 +124,10 @@ class Request:
 def changes(plan: Plan, request: Request) -> tuple[Change, ...]:
     """Return the changes, one of a kind at most, that would make a plan fit, those that ask the least first.
 
-    Where none of them surely fits, the first pair that does follows. Empty for a plan that fits.
+    Where none of them surely fits, the first pair that does follows. Empty for a plan that fits, and where no capacity
+    is known.
     """
-    if plan.verdict == "fits":
+    if plan.verdict == "fits" or binding(plan) is None:
         return ()
     trials = _Trials(plan, request)
     priced = [own for own in map(trials.least_of, trials.kinds) if own is not None]

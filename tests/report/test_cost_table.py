@@ -150,6 +150,7 @@ def test_the_largest_rows_in_model_order(recorded: TracedGraph) -> None:
         (0, "0"),
         (999, "999"),
         (1000, "1.00 k"),
+        (32_505_856, "32.5 M"),
         (999_499, "999 k"),
         (999_600, "1.00 M"),
         (1.5e15, "1.50 P"),

@@ -217,12 +217,3 @@ def test_one_stage_has_no_boundaries() -> None:
 
 def test_fewer_microbatches_than_chunks_are_said() -> None:
     assert "8, 3 used: 3 x 1 row (a batch of 3 rows)" in render(make_plan(chunks=8, microbatch_rows=(1, 1, 1)))
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0"), (768, "768"), (999, "999"), (1000, "1.00 k"), (32_505_856, "32.5 M"), (7_000_000_000, "7.00 G")],
-)
-def test_parameters_have_three_digits(count: int, text: str) -> None:
-    row = render(make_plan(stages=(make_stage(0, parameters=count),), boundaries=())).splitlines()[11]
-    assert f"  {text}  12.3 ms" in row
