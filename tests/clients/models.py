@@ -13,40 +13,22 @@ from autosplit import autosplit
 STEPS = 20
 TOLERANCE = 1e-6
 VOCABULARY = 64
+WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WORDS |= {"use_cache": False}
 
 
-def llama() -> nn.Module:
+def llama(**more: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        use_cache=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**(WORDS | sizes | more)))
 
 
-def gpt2() -> nn.Module:
+def gpt2(**more: Any) -> nn.Module:
     """A model with dropout and a tied head."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=32,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        use_cache=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return GPT2LMHeadModel(config)
+    sizes: dict[str, Any] = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**(WORDS | sizes | more)))
 
 
 def split(model: nn.Module, **options: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from autosplit import Sample, autosplit
 from benchmarks.operators import MICROBATCHES, Difference, compared, difference, repeated
+from tests.clients.models import llama
 
 
 class Blocks(nn.Module):
@@ -54,17 +55,7 @@ def test_attention(padded: bool | None) -> None:
 
 
 def test_llama() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=64,
-    )
-    assert run(transformers.LlamaForCausalLM(config), torch.randint(3, 64, (2, 7))).equal
+    assert run(llama(use_cache=True), torch.randint(3, 64, (2, 7))).equal
 
 
 def test_what_differs_is_told() -> None:
