@@ -109,7 +109,6 @@ class Parts:
         counted: torch's losses on the whole batch, for the kinds that count.
         wants: the names of the outputs that the loss uses; None: all.
         values: per microbatch that was called, how many values each of them had.
-        sizes_of_losses: the absolute values of what was returned, added up.
     """
 
     takes_values = False
