@@ -44,10 +44,6 @@ def own_method(output: Tensor, target: Tensor) -> Tensor:
     return F.log_softmax(output, dim=-1).gather(1, target[:, None]).neg().mean()
 
 
-def root_mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).pow(2).mean().sqrt()
-
-
 LOSSES: dict[str, tuple[Loss, Callable[[int], Tensor]]] = {
     "nn.MSELoss": (nn.MSELoss(), values),
     "nn.CrossEntropyLoss padded": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), padded_classes),
@@ -106,25 +102,6 @@ def test_padding_in_token_losses_is_counted_over_the_whole_batch() -> None:
         actual = train_step(pipe, Batch((words,)), target=labels, loss_fn=exact)
         expected = forward_backward(plain, Batch((words,)), loss=lambda output, exact=exact: exact(output, labels))
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
-
-
-def test_a_step_without_a_loss_says_what_to_give() -> None:
-    pipe = autosplit(_gpt(), devices=["cpu"] * 3, chunks=4)
-    with pytest.raises(InputError, match=r"loss_fn=.*loss_fn\(output, target\)"):
-        pipe.train_step(tokens(8, 6))
-
-
-def test_a_loss_that_is_neither_mean_nor_sum_is_refused() -> None:
-    pipe = autosplit(_chain(), devices=["cpu"] * 2, chunks=4)
-    with pytest.raises(InputError, match="loss_reduction"):
-        pipe.train_step(*flat(8).args, target=values(8), loss_fn=root_mean_square)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-
-
-def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    pipe = autosplit(_chain(), devices=["cpu"] * 2, chunks=4)
-    with pytest.raises(InputError, match="scalar"):
-        pipe.train_step(*flat(8).args, target=values(8), loss_fn=nn.MSELoss(reduction="none"))
 
 
 def test_an_unknown_reduction_lists_the_valid_ones() -> None:

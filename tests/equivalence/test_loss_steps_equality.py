@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,7 @@ TARGETS: dict[str, tuple[str, Callable[..., Any], Any]] = {
         lambda o, t: F.l1_loss(o[0], t[0][0]) + F.cross_entropy(o[1], t[1][0]),
         [(numbers(ROWS, CLASSES),), (classes(ROWS, ignored=-100), None)],
     ),
+    "an object": ("classes", lambda o, t: F.mse_loss(o, t.labels), SimpleNamespace(labels=numbers(ROWS, CLASSES))),
     "a number": ("classes", lambda o, t: (o - t).square().mean(), 0.25),
     "classes beside the batch": (
         "time major",

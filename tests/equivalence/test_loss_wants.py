@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -115,25 +114,3 @@ def test_a_loss_that_uses_more_later_is_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is Placeholder]
-
-
-class Held:
-    """A target whose labels lie in an attribute."""
-
-    def __init__(self, labels: torch.Tensor) -> None:
-        self.labels = labels
-
-
-def test_a_target_in_an_object_is_cut_with_the_rows() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 5)).double()
-    plain, value, labels = copy.deepcopy(model), torch.randn(7, 5).double(), torch.randn(7, 5).double()
-    expected = torch.nn.functional.mse_loss(plain(value), labels)
-    expected.backward()
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4)
-    loss = pipe.train_step(
-        value, target=Held(labels), loss_fn=lambda out, held: torch.nn.functional.mse_loss(out, held.labels)
-    )
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
