@@ -63,7 +63,7 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
     """Yield the plans that none beats in both step and peak, the fastest first."""
     if len(plan.frontier) < 2:
         return
-    shown = [one for place, one in enumerate(plan.frontier) if place < FRONTIER_ROWS or _is_this(plan, one)]
+    shown = [one for place, one in enumerate(plan.frontier) if place < FRONTIER_ROWS or is_this_plan(plan, one)]
     left = len(plan.frontier) - len(shown)
     below = [f"and {left} slower ones that need less"] if left else []
     if not all(one.replayed for one in shown):
@@ -76,7 +76,7 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
         column("step", shown, lambda one: format_seconds(one.step_s)),
         column("largest peak", shown, lambda one: f"{'' if one.replayed else '~'}{format_bytes(one.peak_bytes)}"),
         column("verdict", shown, lambda one: one.verdict, align="left"),
-        column("", shown, lambda one: "this plan" if _is_this(plan, one) else "", align="left"),
+        column("", shown, lambda one: "this plan" if is_this_plan(plan, one) else "", align="left"),
     )
     room = room_beside([*setting, *outcome], width=width)
     recompute = column("recompute", shown, lambda one: clip(recompute_words(one.recompute), width=room), align="left")
@@ -85,7 +85,8 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
     )
 
 
-def _is_this(plan: Plan, one: Alternative) -> bool:
+def is_this_plan(plan: Plan, one: Alternative) -> bool:
+    """Tell whether a weighed plan is the one that was chosen."""
     chosen = tuple(stage.recompute for stage in plan.stages)
     listed = one.recompute * len(chosen) if len(one.recompute) == 1 else one.recompute
     same = (one.chunks, one.schedule, one.virtual_stages) == (plan.chunks, plan.schedule, plan.virtual_stages)

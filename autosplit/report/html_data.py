@@ -10,6 +10,7 @@ from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, LaneCurve
 from autosplit.planning.timeline import Bar, StepTimeline
 from autosplit.report.beside import Beside
+from autosplit.report.choices import is_this_plan
 from autosplit.report.document import printable
 from autosplit.report.words import plural, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
@@ -99,9 +100,6 @@ def _curve(curve: LaneCurve) -> dict[str, Any]:
 
 
 def _alternative(plan: Plan, one: Alternative) -> dict[str, Any]:
-    setting = (one.chunks, one.schedule, one.virtual_stages)
-    chosen = tuple(stage.recompute for stage in plan.stages)
-    listed = one.recompute * len(chosen) if len(one.recompute) == 1 else one.recompute
     again = "" if set(one.recompute) == {"never"} else f", recompute {recompute_words(one.recompute)}"
     words = f"{schedule_words(one.schedule, one.virtual_stages)}, {plural(one.chunks, 'chunk')}{again}"
     return {
@@ -110,7 +108,7 @@ def _alternative(plan: Plan, one: Alternative) -> dict[str, Any]:
         "peak": one.peak_bytes,
         "verdict": one.verdict,
         "replayed": one.replayed,
-        "plan": setting == (plan.chunks, plan.schedule, plan.virtual_stages) and listed == chosen,
+        "plan": is_this_plan(plan, one),
     }
 
 
