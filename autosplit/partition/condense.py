@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
-from autosplit.partition.graph import Graph, Storage, merge
+from autosplit.partition.graph import Graph, Storage, merge, reach
 
 _ROUNDING = 1 + 1e-14
 """Sums of the same numbers in another order may differ by so much."""
@@ -136,11 +136,8 @@ class _Moves:
     @cached_property
     def reach(self) -> _Reach:
         graph = self.graph
-        before, after = [0] * graph.size, [0] * graph.size
-        for group, tails in enumerate(self.predecessors):
-            before[group] = _union(before, tails) | 1 << group
-        for group in reversed(range(graph.size)):
-            after[group] = _union(after, self.successors[group]) | 1 << group
+        before = reach(self.predecessors, range(graph.size))
+        after = reach(self.successors, reversed(range(graph.size)))
         bits = [1 << group for group in range(graph.size)]
         direct_before = [_union(bits, tails) for tails in self.predecessors]
         return _Reach(before, after, direct_before, [_union(bits, heads) for heads in self.successors])

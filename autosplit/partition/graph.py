@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import networkx as nx
 
 from autosplit.partition.problem import Problem
 
@@ -157,64 +158,22 @@ def _close_cycles(labels: Sequence[int], edges: frozenset[tuple[int, int]]) -> l
     """Merge labels that lie on a common cycle and number the rest topologically, close to the old order."""
     names = {label: index for index, label in enumerate(dict.fromkeys(labels))}
     labels = [names[label] for label in labels]
-    after: list[set[int]] = [set() for _ in names]
-    for tail, head in edges:
-        if labels[tail] != labels[head]:
-            after[labels[tail]].add(labels[head])
-    component = _components([sorted(heads) for heads in after])
-    size = max(component) + 1
-    ahead: list[set[int]] = [set() for _ in range(size)]
-    waiting = [0] * size
-    for tail, heads in enumerate(after):
-        ahead[component[tail]] |= {component[head] for head in heads} - {component[tail]}
-    for heads in ahead:
-        for head in heads:
-            waiting[head] += 1
-    first = [len(names)] * size
-    for label, own in enumerate(component):
-        first[own] = min(first[own], label)
-    ready = [(first[own], own) for own in range(size) if not waiting[own]]
-    heapq.heapify(ready)
-    position = [0] * size
-    for index in range(size):
-        _, own = heapq.heappop(ready)
-        position[own] = index
-        for head in ahead[own]:
-            waiting[head] -= 1
-            if not waiting[head]:
-                heapq.heappush(ready, (first[head], head))
-    return [position[component[label]] for label in labels]
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(names)))
+    graph.add_edges_from((labels[tail], labels[head]) for tail, head in edges if labels[tail] != labels[head])
+    closed = nx.condensation(graph)
+    first = {component: min(members) for component, members in closed.nodes(data="members")}
+    order = nx.lexicographical_topological_sort(closed, key=first.__getitem__)
+    position = {component: index for index, component in enumerate(order)}
+    return [position[closed.graph["mapping"][label]] for label in labels]
 
 
-def _components(after: Sequence[Sequence[int]]) -> list[int]:
-    """Return the strongly connected component of each vertex (Tarjan 1972, with an explicit stack)."""
-    count = len(after)
-    index, low, component = [-1] * count, [0] * count, [-1] * count
-    stack: list[int] = []
-    clock = found = 0
-    for root in range(count):
-        if index[root] >= 0:
-            continue
-        path = [(root, iter(after[root]))]
-        index[root] = low[root] = clock
-        clock += 1
-        stack.append(root)
-        while path:
-            vertex, heads = path[-1]
-            head = next((head for head in heads if component[head] < 0), None)
-            if head is None:
-                path.pop()
-                if path:
-                    low[path[-1][0]] = min(low[path[-1][0]], low[vertex])
-                if low[vertex] == index[vertex]:
-                    while component[vertex] < 0:
-                        component[stack.pop()] = found
-                    found += 1
-            elif index[head] >= 0:
-                low[vertex] = min(low[vertex], index[head])
-            else:
-                index[head] = low[head] = clock
-                clock += 1
-                stack.append(head)
-                path.append((head, iter(after[head])))
-    return component
+def reach(neighbours: Sequence[set[int]], order: Iterable[int]) -> list[int]:
+    """Return for each group, as bits, itself and all that it reaches; ``order`` has its neighbours before a group."""
+    reached = [0] * len(neighbours)
+    for group in order:
+        mask = 1 << group
+        for other in neighbours[group]:
+            mask |= reached[other]
+        reached[group] = mask
+    return reached

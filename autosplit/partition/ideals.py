@@ -10,7 +10,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autosplit.partition.graph import Graph
+from autosplit.partition.graph import Graph, merge
+
+_MOST_GROUPS = 2_000
+"""Above this many groups first solutions are looked for among runs of the model's order."""
 
 
 def all_ideals(graph: Graph, *, limit: int) -> list[int] | None:
@@ -46,6 +49,22 @@ def prefix_ideals(orders: Iterable[Sequence[int]]) -> list[int]:
             ideal |= 1 << group
             pool[ideal] = None
     return list(pool)
+
+
+def in_runs(graph: Graph) -> Graph:
+    """Return the graph; where it has very many groups, with neighbours in the model's order merged into even runs."""
+    if graph.size <= _MOST_GROUPS:
+        return graph
+    half = _MOST_GROUPS // 2
+    each_s = (sum(graph.times_s) or 1.0) / half
+    so_far_s = 0.0
+    first: dict[tuple[int, int], int] = {}
+    runs: list[int] = []
+    for group, time_s in enumerate(graph.times_s):
+        # A run ends with its share of the time, or of the groups.
+        runs.append(first.setdefault((int(so_far_s / each_s), group * half // graph.size), group))
+        so_far_s += time_s
+    return merge(graph, runs)
 
 
 def some_orders(graph: Graph) -> list[list[int]]:

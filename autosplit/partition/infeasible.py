@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+import networkx as nx
+
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import Costs
 from autosplit.partition.graph import base_graph
@@ -160,21 +162,10 @@ def _connected(
     for work in works:
         colour = problem.works[work].colour
         label[work] = (colour,) if colour in colours else work
-    after: dict[object, set[object]] = {own: set() for own in label.values()}
-    before: dict[object, set[object]] = {own: set() for own in label.values()}
-    for tail, head in pairs:
-        after[label[tail]].add(label[head])
-        before[label[head]].add(label[tail])
-    return all(_reached(label[works[0]], next_to) == len(after) for next_to in (after, before))
-
-
-def _reached(start: object, next_to: dict[object, set[object]]) -> int:
-    seen, waiting = {start}, [start]
-    while waiting:
-        for other in next_to[waiting.pop()] - seen:
-            seen.add(other)
-            waiting.append(other)
-    return len(seen)
+    graph = nx.DiGraph()
+    graph.add_nodes_from(label.values())
+    graph.add_edges_from((label[tail], label[head]) for tail, head in pairs)
+    return bool(nx.is_strongly_connected(graph))
 
 
 def _named(problem: Problem, work: int) -> str:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autosplit.partition.graph import Graph
+from autosplit.partition.graph import Graph, reach
 
 _QUANTA = 2**45
 """Times and costs are rounded down to whole numbers of so many parts of them all: their sums in float64 are exact."""
@@ -99,8 +99,8 @@ class _Terms:
         self.below = set(graph.edges)
         self.crossing: dict[Pair, float] = {}
         self.spanned: dict[Pair, list[int]] = {}
-        self.before = _closure(graph.predecessors(), range(graph.size))
-        self.after = _closure(graph.successors(), range(graph.size - 1, -1, -1))
+        self.before = reach(graph.predecessors(), range(graph.size))
+        self.after = reach(graph.successors(), range(graph.size - 1, -1, -1))
 
     def add(self, pins: Sequence[int], cost: float) -> list[Pair]:
         """Add a tensor with these pins; return the pairs of which one has a low and a high label where its pins do."""
@@ -131,17 +131,6 @@ class _Terms:
     def _helper(self) -> int:
         self.times.append(0.0)
         return len(self.times) - 1
-
-
-def _closure(neighbours: Sequence[set[int]], order: Iterable[int]) -> list[int]:
-    """Return for each group the mask of itself and all that it reaches; ``order`` has its neighbours first."""
-    reached = [0] * len(neighbours)
-    for group in order:
-        mask = 1 << group
-        for other in neighbours[group]:
-            mask |= reached[other]
-        reached[group] = mask
-    return reached
 
 
 def _steps(size: int, pairs: Iterable[Pair]) -> tuple[Step, ...]:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from autosplit.partition.chains import Chain
 from autosplit.partition.clock import FOREVER, Clock, OutOfTime
-from autosplit.partition.graph import Graph
+from autosplit.partition.graph import Graph, reach
 from autosplit.partition.lattice import Flags, Lattice
 from autosplit.partition.table import Ints
 
@@ -168,10 +168,8 @@ class _Aside:
         self.graph = graph
         self.everything = (1 << graph.size) - 1
         successors = graph.successors()
-        self.after = [0] * graph.size
-        for group in reversed(range(graph.size)):
-            for head in successors[group]:
-                self.after[group] |= self.after[head] | 1 << head
+        with_itself = reach(successors, reversed(range(graph.size)))
+        self.after = [mask ^ 1 << group for group, mask in enumerate(with_itself)]
         self.next: NDArray[np.int64] = np.array([min(heads, default=graph.size) for heads in successors])
         self.tensors: list[list[int]] = [[] for _ in range(graph.size)]
         for index, tensor in enumerate(graph.tensors):

@@ -24,11 +24,10 @@ from autosplit.partition.clock import FOREVER, Clock, OutOfTime
 from autosplit.partition.condense import Concern, condense, glue_costly
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph, merge
-from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
+from autosplit.partition.ideals import all_ideals, in_runs, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.large import improve
 from autosplit.partition.lattice import lattice
 from autosplit.partition.problem import Problem
-from autosplit.partition.sequence import best_prefixes
 from autosplit.partition.swaps import best_nearby
 from autosplit.partition.table import Table
 from autosplit.partition.views import labels, without_small
@@ -151,7 +150,10 @@ class _Search:
         start = self._condensed(self.concern)
         if start.size < self.goal.stages:
             start = self.base
-        self._take(best_prefixes(start, range(start.size), goal=self._limited()), start)
+        start = in_runs(start)
+        table = Table(start, prefix_ideals([range(start.size)]), by_bytes=self.least == "bytes")
+        chain = best_chain(table, goal=self._limited())
+        self._take(chain, start)
         self.clock.check()
         if self.best is not None and self.least == "load":
             glued = glue_costly(self.base, bound_s=self.best.chain.value)
@@ -172,8 +174,9 @@ class _Search:
         graph = self._condensed(_LOADS)
         upper = math.inf if self.best is None else self.best.chain.value
         seed = None
-        if self.capacity is not None:
-            seed = best_prefixes(graph, range(graph.size), goal=self._relaxed(None))
+        if self.capacity is not None and in_runs(graph) is graph:
+            table = self._table(graph, prefix_ideals([range(graph.size)]))
+            seed = best_chain(table, goal=self._relaxed(None), clock=self.clock)
             upper = upper if seed is None else min(upper, seed.value)
         ideals = lattice(graph, limit=_MANY + _PER_GROUP * graph.size, clock=self.clock)
         if ideals is None:

@@ -6,14 +6,14 @@ The search for it, two dozen modules, is imported where a graph is cut: a plan a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition.clock import Clock
+from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.costs import Costs, check
 from autosplit.partition.infeasible import no_fit
-from autosplit.partition.problem import Problem, without_room
+from autosplit.partition.problem import Problem, Work, again_share, without_room
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
@@ -136,14 +136,40 @@ def _shortest(
 
     step = least_step(problem, stages=stages, empty=empty, assignment=assignment, order=order, clock=clock)
     costs = check(problem, step.assignment, order=step.order, stages=stages if empty else None)
+    lower_s = step_lower_bound(problem, stages=stages if empty else costs.cut.count, clock=clock)
     return Partition(
         assignment=step.assignment,
         objective="step_time",
         value_s=costs.step_s,
-        lower_bound_s=min(step.lower_bound_s, costs.step_s),
-        status="optimal" if costs.step_s <= step.lower_bound_s * _PROVEN else "bounded",
+        lower_bound_s=min(lower_s, costs.step_s),
+        status="optimal" if costs.step_s <= lower_s * _PROVEN else "bounded",
         costs=costs,
     )
+
+
+def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -> float:
+    """Return what no step of a cut into so many stages can be below, whatever it recomputes and its devices hold.
+
+    It is the best of three bounds: by paths with works spread at will, by a mixture of critical paths, and by the least
+    that the longest stage takes without transfers, which the search for the least bottleneck finds.
+    """
+    from autosplit.partition.spread_bound import spread_bound
+    from autosplit.partition.step_bound import simple_bound
+
+    works: tuple[Work, ...] = problem.works
+    if not problem.schedule_of(stages).has_backward:
+        works = tuple(replace(work, backward_s=0.0, weight_s=0.0) for work in works)
+    devices = None if problem.devices is None else tuple(replace(own, capacity_bytes=None) for own in problem.devices)
+    order = tuple(sorted(problem.precedence))
+    alone = replace(
+        problem, works=works, nets=(), holds=(), ties=(), order=order, devices=devices, recompute=("never",)
+    )
+    answer = _find(alone, stages=stages, least="load", empty=True, ideal_limit=IDEAL_LIMIT, clock=clock)
+    lower_s = simple_bound(problem, stages=stages, longest_s=answer.lower_bound)
+    if problem.free_order:
+        return lower_s
+    again = min(again_share(option, microbatches=problem.microbatches) for option in problem.recompute)
+    return max(lower_s, spread_bound(problem, stages=stages, again=again))
 
 
 def solve_evenly(problem: Problem, *, stages: int | None = None, ideal_limit: int = IDEAL_LIMIT) -> Partition:

@@ -85,23 +85,10 @@ class StepModel:
         forward_s, backward_s, weight_s = (
             self._summed(stage_of, each) for each in (self.forward_s, self.backward_s, self.weight_s)
         )
-        rows = np.arange(len(self.crossings.net))
-        return self._times(stage_of, rows, forward_s, backward_s + again * forward_s, weight_s)
-
-    def timed(
-        self, stage_of: NDArray[np.int64], rows: Ints, forward_s: Floats, backward_s: Floats, weight_s: Floats
-    ) -> Floats:
-        """Return what a step takes where the stages' works take so long; only nets of ``rows`` are cut anywhere."""
-        times = self._times(stage_of, rows, forward_s, backward_s, weight_s)
-        return self.simulator.steps(times) + self.once_s(stage_of)
-
-    def _times(
-        self, stage_of: NDArray[np.int64], rows: Ints, forward_s: Floats, backward_s: Floats, weight_s: Floats
-    ) -> StepTimes:
-        ahead_s, back_s = self._travels(stage_of, rows)
+        ahead_s, back_s = self._travels(stage_of)
         return StepTimes(
             forward_s=self.scale * forward_s,
-            backward_s=self.scale * backward_s,
+            backward_s=self.scale * (backward_s + again * forward_s),
             weight_s=self.scale * weight_s,
             ahead_s=ahead_s,
             back_s=back_s,
@@ -113,12 +100,12 @@ class StepModel:
         summed: Floats = np.bincount(key.ravel(), np.tile(each, cuts), minlength=cuts * stages).astype(np.float64)
         return summed.reshape(cuts, stages)
 
-    def _travels(self, stage_of: NDArray[np.int64], rows: Ints) -> tuple[Floats, Floats]:
+    def _travels(self, stage_of: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Return how long values and gradients travel between each pair of stages: a net once per consumer stage."""
         own, stages, cuts = self.crossings, self.stages, len(stage_of)
-        tail, head = stage_of[:, own.producer[rows]], stage_of[:, own.consumer[rows]]
-        cut, place = np.nonzero(tail != head)
-        tail, head, row = tail[cut, place], head[cut, place], rows[place]
+        tail, head = stage_of[:, own.producer], stage_of[:, own.consumer]
+        cut, row = np.nonzero(tail != head)
+        tail, head = tail[cut, row], head[cut, row]
         nets = int(own.net.max(initial=0)) + 1
         _, first = np.unique((cut * nets + own.net[row]) * stages + head, return_index=True)
         cut, row, tail, head = cut[first], row[first], tail[first], head[first]

@@ -1,61 +1,63 @@
-"""The cut whose simulated step is shortest.
+"""The cut whose simulated step is shortest: the best cut of a few lines of the graph, then moves of its groups.
 
-For each order of devices that is allowed:
+A topological order lays the graph out as a line, whose best cut `line_search` finds. For each order of devices:
 
-1. A pool: every ideal of the graph where these are few, else of those of almost equal weight the cheapest to cut at.
-2. Candidates: the chains that a lower bound of the step comes from (`step_bound`), and for several measures of a
-   stage and limits on the longest the chain with the least transfers.
-3. All are simulated; from the best, boundaries move while the simulated step gets shorter (`step_search`).
-4. Where the pool is not complete, the ideals around the best cut make the next pool, until that brings nothing.
+1. The lines are the model's order, each branch to its end, every group as late as possible, and the stages of the cut
+   with the least bottleneck one after the other.
+2. From the best of their cuts, a group moves to a neighbouring stage, with what must move along with it, while the
+   simulated step gets shorter. Then some random moves away and downhill again, as long as that brings something; the
+   random numbers are the same every time.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
-from operator import or_
+from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autosplit.partition.clock import FOREVER, Clock
+from autosplit.partition.coarse import coarsened, runs
 from autosplit.partition.costs import Costs, check
-from autosplit.partition.fast_simulate import Floats, Ints
-from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, base_graph
-from autosplit.partition.moves import Place
-from autosplit.partition.problem import RECOMPUTE, Problem, again_share
-from autosplit.partition.stage_costs import NONE_FITS, StageCosts
-from autosplit.partition.step_bound import Boxes, Sums, limited_chains, simple_bound
+from autosplit.partition.ideals import some_orders
+from autosplit.partition.line import Line
+from autosplit.partition.line_search import LineSearch
+from autosplit.partition.problem import Problem, again_share
 from autosplit.partition.step_model import StepModel
-from autosplit.partition.step_pool import Choose, StagePool, nearby, pool_ideals
-from autosplit.partition.step_relax import relaxed_bound
-from autosplit.partition.step_search import LocalSearch, Scored
-from autosplit.partition.table import Table
 
-_IDEALS, _STAGES, _PLACES = 2_000, 400_000, 4_000_000
-"""Ideals and stages of a pool, at most, and stages times positions."""
-_EFFORT = 40_000_000
-"""Stages, times positions, that the bounds of one pool look at, about."""
-_ORDERS = 6
-_MOST_ROUNDS, _FEW_ROUNDS = 600, 24
-_FAMILIES = 3
-_STARTS = 6
-_PASSES = 2
-_ROUNDS = 60
-_WIDTHS = (24, 64)
-_CHECKED = 16
+_DEVICE_ORDERS = 6
+"""At most so many orders of devices are searched."""
+_LINES = 3
+"""How many topological orders are tried as lines, the model's first."""
+_UNITS = 400
+"""A line has about so many units at most."""
+_KICKS = 200
+"""So many random moves in a row bring nothing before the search ends."""
+_STRENGTH = 12
+"""At most so many groups move at random before the search goes downhill again."""
+_SIMULATED = 15_000_000
+"""Actions that are simulated in moving groups, about: cuts times the schedule's actions."""
+_CHECKED = 4
+"""So many of the best moves are checked for whether they fit."""
+_GAIN = 1e-9
+"""What a cut must gain, as a part of the step."""
+
+Stages = NDArray[np.int64]
+"""The stage of each group."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An assignment with the order of its devices, its step, and what no step of the problem can be below."""
+    """An assignment with the order of its devices, and its step."""
 
     assignment: tuple[int, ...]
     order: tuple[int, ...]
     step_s: float
-    lower_bound_s: float
 
 
 def least_step(
@@ -71,32 +73,19 @@ def least_step(
 
     ``stages`` and ``empty`` are those of `solve`.
     """
-    graph = _timed(problem)
+    graph = base_graph(problem)
     count = stages if empty else problem.whole(min(stages, graph.size))
     costs = check(problem, assignment, order=order, stages=count if empty else None)
-    best = Step(tuple(assignment), costs.order, costs.step_s, math.inf)
-    orders = list(islice(_orders(problem, best.order, places=problem.places(count)), _ORDERS + 1))
-    lower = simple_bound(problem, stages=count) if len(orders) > _ORDERS else math.inf
-    for own in orders[:_ORDERS]:
-        search = _Search(_reordered(problem, own), graph, stages=count, empty=empty, clock=clock)
-        found = search.run(best.assignment, upper=best.step_s)
-        lower = min(lower, found.lower_bound_s)
-        if found.step_s < best.step_s * (1 - 1e-12):
-            best = replace(found, order=own)
-    return replace(best, lower_bound_s=min(lower, best.step_s))
+    best = Step(tuple(assignment), costs.order, costs.step_s)
+    for devices in islice(_device_orders(problem, best.order, places=problem.places(count)), _DEVICE_ORDERS):
+        search = _Search(_reordered(problem, devices), graph, stages=count, empty=empty, clock=clock)
+        found = search.run(best.assignment)
+        if found is not None and found.step_s < best.step_s * (1 - _GAIN):
+            best = Step(tuple(found.stages[list(graph.group_of)].tolist()), devices, found.step_s)
+    return best
 
 
-def _timed(problem: Problem) -> Graph:
-    """Return the problem's graph with the times that its schedule uses."""
-    graph = base_graph(problem)
-    if problem.schedule != "forward":
-        return graph
-    times_s = np.zeros(graph.size)
-    np.add.at(times_s, np.array(graph.group_of), np.array([work.forward_s for work in problem.works]))
-    return replace(graph, times_s=tuple(times_s.tolist()))
-
-
-def _orders(problem: Problem, first: tuple[int, ...], *, places: int) -> Iterator[tuple[int, ...]]:
+def _device_orders(problem: Problem, first: tuple[int, ...], *, places: int) -> Iterator[tuple[int, ...]]:
     """Yield the orders of devices that differ in more than equal devices, ``first`` first."""
     if problem.devices is None or not problem.free_order:
         yield tuple(range(places))
@@ -131,137 +120,117 @@ def _reordered(problem: Problem, order: tuple[int, ...]) -> Problem:
     return replace(problem, devices=tuple(problem.devices[index] for index in order), links=links, free_order=False)
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """The stages of the groups and their step."""
+
+    stages: Stages
+    step_s: float
+
+
 class _Search:
     """The search on one order of devices."""
 
     def __init__(self, problem: Problem, graph: Graph, *, stages: int, empty: bool, clock: Clock) -> None:
-        self.problem, self.graph, self.empty, self.clock = problem, graph, empty, clock
+        self.problem, self.graph, self.stages, self.empty, self.clock = problem, graph, stages, empty, clock
         self.model = StepModel(problem, graph, stages=stages)
-        self.goal = replace(Goal.of(problem, stages=stages), load_limit_s=math.inf)
-        capacity = self.goal.capacity_bytes or (math.inf,) * stages
-        terms = self.goal.terms
-        self.places = [
-            Place(terms[place] if terms else PLAIN, capacity[place], self.goal.in_flight[place])
-            for place in range(stages)
-        ]
+        self.group_of = np.array(graph.group_of)
+        self.before = [sorted(tails) for tails in graph.predecessors()]
+        self.after = [sorted(heads) for heads in graph.successors()]
+        self.left = _SIMULATED // max(self.model.simulator.count, 1)
 
-    def run(self, assignment: tuple[int, ...], *, upper: float) -> Step:
-        """Return the best step found and a bound; ``upper`` is the step of the best known cut."""
-        seed = self._ideals_of(assignment) if max(assignment) < self.model.stages else None
-        pool, complete = self._pool(seed, upper)
-        self.local = LocalSearch(pool, clock=self.clock)
-        if seed is not None:
-            self.local.score([_chain(pool, seed)])
-        lower = self._candidates(pool, upper, rounds=_MOST_ROUNDS if complete else _FEW_ROUNDS)
-        best = self._descend(_STARTS)
-        if not complete:
-            lower = simple_bound(self.problem, stages=self.model.stages)
-            self._refine(best, upper)
-            known = min([upper, *(each.step_s for each in self.local.best(1))])
-            lower = max(lower, relaxed_bound(self.model, upper=known, clock=self.clock))
-        return self._checked(lower)
+    def run(self, assignment: Sequence[int]) -> _Cut | None:
+        """Return the best cut that is found from an assignment; None where none fits these devices."""
+        start = np.zeros(self.graph.size, dtype=np.int64)
+        start[self.group_of] = assignment
+        cuts = [self._costed(start)] if start.max() < self.stages else []
+        if self.stages <= self.graph.size:
+            by_stage = np.lexsort((np.arange(len(start)), start))
+            lines = [np.array(order) for order in some_orders(self.graph)[:_LINES]]
+            cuts += [self._costed(own) for line in (by_stage, *lines) if (own := self._best_of_line(line)) is not None]
+        best = min((cut for cut in cuts if cut is not None), key=lambda cut: cut.step_s, default=None)
+        return None if best is None else self._kicked(self._downhill(best))
 
-    def _pool(self, seed: tuple[int, ...] | None, upper: float) -> tuple[StagePool, bool]:
-        """Return a pool, and whether it has every ideal and every stage of a cut that takes at most ``upper``."""
-        most = _IDEALS
-        while True:
-            ideals, complete = pool_ideals(self.graph, self.model, most=most, always=seed or ())
-            pool = self._build(ideals, upper)
-            if pool.complete:
-                return pool, complete
-            most = most * 2 // 3
+    def _best_of_line(self, line: NDArray[np.int64]) -> Stages | None:
+        """Return the best cut of the groups in a topological order; None where none fits."""
+        place = np.argsort(line)
+        on_line = replace(self.graph, group_of=tuple(place[self.group_of].tolist()))
+        coarse = coarsened(self.problem, runs(self.problem, on_line, most=max(_UNITS, 2 * self.stages)))
+        if self.clock.over or len(coarse.problem.works) < self.stages:
+            return None
+        capacity = self.problem.capacity_bytes
+        limits = None if capacity is None else [math.inf if own is None else float(own) for own in capacity]
+        search = LineSearch(Line(coarse.problem), coarse.problem, stages=self.stages)
+        found = search.fastest(self.problem.recompute, limits)
+        if found is None:
+            return None
+        stages = np.zeros(self.graph.size, dtype=np.int64)
+        stages[self.group_of] = coarse.assignment(found.bounds)
+        return stages
 
-    def _build(self, ideals: Sequence[int], upper: float) -> StagePool:
-        # A step is no shorter than all microbatches on one stage.
-        limit_s = upper * (1 + 1e-9) / self.problem.microbatches
-        table = Table(self.graph, ideals)
-        most = min(_STAGES, max(_PLACES // self.model.stages, 20_000))
-        return StagePool(self.model, table, limit_s=limit_s, choose=self._chooser(table), most=most, empty=self.empty)
+    def _costs(self, stages: Stages) -> Costs:
+        return check(self.problem, stages[self.group_of].tolist(), stages=self.stages if self.empty else None)
 
-    def _chooser(self, table: Table) -> Choose:
-        microbatches, capacity = self.problem.microbatches, self.problem.capacity_bytes
-        share = np.array([again_share(option, microbatches=microbatches) for option in RECOMPUTE])
-        fewest = min(again_share(option, microbatches=microbatches) for option in self.problem.recompute)
-        costs = StageCosts(table, self.goal)
+    def _costed(self, stages: Stages) -> _Cut | None:
+        """Return a cut with its step, None where it does not fit."""
+        costs = self._costs(stages)
+        pairs = zip(costs.device_bytes, self.problem.capacity_bytes or (), strict=False)
+        fits = all(limit is None or needed <= limit for needed, limit in pairs)
+        return _Cut(stages, costs.step_s) if fits else None
 
-        def choose(ideal: int, larger: Ints, place: int) -> Floats:
-            if capacity is None:
-                return np.full(len(larger), fewest)
-            option = costs.options(ideal, larger, self.places[place])
-            again: Floats = np.where(option == NONE_FITS, np.inf, share[option])
-            return again
+    def _downhill(self, cut: _Cut) -> _Cut:
+        """Move groups while the step gets shorter."""
+        better: _Cut | None = cut
+        while better is not None:
+            cut = better
+            better = self._better(cut)
+        return cut
 
-        return choose
+    def _kicked(self, best: _Cut) -> _Cut:
+        """Go some random moves away and downhill again until that brings nothing."""
+        chance, idle = random.Random(0), 0
+        while idle < _KICKS and self.left > 0 and not self.clock.over:
+            idle += 1
+            stages = best.stages
+            for _ in range(chance.randint(2, _STRENGTH)):
+                stages = self._moved(stages, chance.randrange(self.graph.size), chance.choice((-1, 1)))
+            away = self._costed(stages) if self._is_legal(stages) else None
+            found = None if away is None else self._downhill(away)
+            if found is not None and found.step_s < best.step_s * (1 - _GAIN):
+                best, idle = found, 0
+        return best
 
-    def _candidates(self, pool: StagePool, upper: float, *, rounds: int) -> float:
-        """Simulate the chains that bounds and limits lead to; return the bound."""
-        sums = Sums(pool)
-        rounds = max(4, min(rounds, _EFFORT // max(1, len(pool.tail) * self.model.stages)))
-        self.local.score(limited_chains(sums, rounds=rounds, clock=self.clock))
-        best = self.local.best(1)
-        lower = simple_bound(self.problem, stages=self.model.stages)
-        for family in sums.ranked(best[0].chain)[:_FAMILIES] if best else ():
-            ceiling = min([upper, *(each.step_s for each in self.local.best(1))])
-            found = Boxes(sums, family, upper=ceiling).run(rounds=rounds, clock=self.clock)
-            lower = max(lower, found.lower)
-            self.local.score(found.chains)
-        return lower
+    def _better(self, cut: _Cut) -> _Cut | None:
+        """Return the cut after the best move, None where no move brings anything."""
+        moves = self._moves(cut.stages)
+        if not moves or self.left <= 0 or self.clock.over:
+            return None
+        self.left -= len(moves)
+        again = np.zeros(self.stages)
+        for stage, option in enumerate(self._costs(cut.stages).recompute):
+            again[stage] = again_share(option, microbatches=self.problem.microbatches)
+        steps = self.model.steps(np.array(moves), np.tile(again, (len(moves), 1)))
+        for place in np.argsort(steps, kind="stable")[:_CHECKED].tolist():
+            found = self._costed(moves[place]) if steps[place] < cut.step_s * (1 - _GAIN) else None
+            if found is not None and found.step_s < cut.step_s * (1 - _GAIN):
+                return found
+        return None
 
-    def _descend(self, starts: int) -> Scored | None:
-        """Move boundaries from the best chains one by one, then from what is best after that also two at a time."""
-        for start in self.local.best(starts):
-            self.local.descend(start, rounds=_ROUNDS, double=False)
-        done: set[tuple[int, ...]] = set()
-        for _ in range(_PASSES):
-            for start in self.local.best(_PASSES):
-                if start.chain not in done:
-                    done |= {start.chain, self.local.descend(start, rounds=_ROUNDS, double=True).chain}
-        return next(iter(self.local.best(1)), None)
+    def _moves(self, stages: Stages) -> list[Stages]:
+        """Return the cuts with a group in a neighbouring stage."""
+        every = (self._moved(stages, group, by) for group in range(self.graph.size) for by in (1, -1))
+        found = {moved.tobytes(): moved for moved in every if self._is_legal(moved)}
+        return list(found.values())
 
-    def _refine(self, best: Scored | None, upper: float) -> None:
-        """Go on among the ideals around the best cut."""
-        for width in _WIDTHS:
-            if best is None or self.clock.over:
-                break
-            ideals = tuple(self.local.pool.table.ideals[place] for place in best.chain)
-            near = self._build(nearby(self.model, ideals, width=width), upper)
-            if near.complete:
-                self.local = LocalSearch(near, clock=self.clock)
-                self.local.score([_chain(near, ideals)])
-                best = self._descend(1)
+    def _moved(self, stages: Stages, group: int, by: int) -> Stages:
+        """Return the cut with a group, and what must move along with it, in a neighbouring stage if there is one."""
+        stage, along = int(stages[group]), self.after if by > 0 else self.before
+        moved, waiting = stages.copy(), [group] if 0 <= stage + by < self.stages else []
+        while waiting:
+            own = waiting.pop()
+            moved[own] = stage + by
+            waiting += [other for other in along[own] if moved[other] == stage]
+        return moved
 
-    def _checked(self, lower: float) -> Step:
-        """Return the best cut that the checker lets pass; of equal ones that whose fullest device needs least."""
-        pool, order = self.local.pool, tuple(range(max(self.model.lane) + 1))
-        found: Step | None = None
-        least = math.inf
-        for each in self.local.best(_CHECKED):
-            if found is not None and each.step_s > found.step_s * (1 + 1e-9):
-                break
-            assignment = self._assignment(pool, each.chain)
-            costs = check(self.problem, assignment, stages=self.model.stages if self.empty else None)
-            better = found is None or costs.step_s < found.step_s * (1 - 1e-9)
-            if _fits(self.problem, costs) and (better or max(costs.device_bytes) < least):
-                found, least = Step(assignment, order, costs.step_s, lower), max(costs.device_bytes)
-        return found or Step((), order, math.inf, lower)
-
-    def _assignment(self, pool: StagePool, chain: tuple[int, ...]) -> tuple[int, ...]:
-        stage = pool.stage_of(np.array([chain], dtype=np.int64))[0].tolist()
-        return tuple(stage[group] for group in self.graph.group_of)
-
-    def _ideals_of(self, assignment: tuple[int, ...]) -> tuple[int, ...]:
-        members = [0] * self.model.stages
-        for group, own in dict(zip(self.graph.group_of, assignment, strict=True)).items():
-            members[own] |= 1 << group
-        return (0, *accumulate(members, or_))
-
-
-def _chain(pool: StagePool, ideals: Sequence[int]) -> tuple[int, ...]:
-    places = {ideal: place for place, ideal in enumerate(pool.table.ideals)}
-    return tuple(places[ideal] for ideal in ideals)
-
-
-def _fits(problem: Problem, costs: Costs) -> bool:
-    capacity = problem.capacity_bytes or (None,) * len(costs.order)
-    pairs = zip(costs.device_bytes, (capacity[device] for device in costs.order), strict=True)
-    return all(limit is None or needed <= limit for needed, limit in pairs)
+    def _is_legal(self, stages: Stages) -> bool:
+        return self.empty or len(set(stages.tolist())) == self.stages

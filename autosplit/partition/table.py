@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.cuts import Cuts
 from autosplit.partition.graph import Graph
 
 Floats = NDArray[np.float64]
@@ -155,9 +154,10 @@ class Table:
         self.full: Ints = np.argmax(self.worst.bits != ~np.uint64(0), axis=1)
 
     @cached_property
-    def tensors(self) -> Cuts:
+    def tensors(self) -> Pins:
         """What crosses cuts in time."""
-        return Cuts(self.columns, self.graph.tensors)
+        rows = (Row(tensor.cost_s, tensor.producer, tensor.consumers) for tensor in self.graph.tensors)
+        return Pins.of(self.columns, rows)
 
     @cached_property
     def storages(self) -> Pins:

@@ -18,7 +18,7 @@ from autosplit.partition.chains import Chain, best_chain
 from autosplit.partition.clock import FOREVER, Clock, OutOfTime
 from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, base_graph, merge
-from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
+from autosplit.partition.ideals import all_ideals, in_runs, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.problem import Problem
 from autosplit.partition.search import TOLERANCE, Found, search
 from autosplit.partition.shared import best_shared
@@ -30,8 +30,6 @@ _WIDTHS = (16, 64, 256)
 _ROUNDS = 8
 _MANY_GROUPS = 600
 """Above this many groups the pool of all prefixes of several orders is too large."""
-_MOST_GROUPS = 2_000
-"""Above this many groups first solutions are looked for among runs of the model's order."""
 _ENTRIES = 25_000_000
 """No table has more entries, ideals times groups."""
 
@@ -142,8 +140,7 @@ class _Search:
     def _prefixes(self) -> None:
         start = self._condensed(self.base, loads=self.least == "load", bytes_=self.bytes)
         for graph in (start, self.base) if start.size < self.goal.stages else (start,):
-            if graph.size > _MOST_GROUPS:
-                graph = _in_runs(graph)
+            graph = in_runs(graph)
             orders = some_orders(graph)
             self._try(graph, prefix_ideals(orders if graph.size <= _MANY_GROUPS else orders[:1]))
         if self.best is not None and self.least == "load":
@@ -273,17 +270,3 @@ class _Search:
         each = self.goal.stages / self.problem.places(self.goal.stages)
         whole = sum(self.base.times_s) * each / sum(shared)
         return max(whole, min(own.work for own in terms) * max(self.base.times_s))
-
-
-def _in_runs(graph: Graph) -> Graph:
-    """Return the graph with neighbours in the model's order merged, so that runs take about equally long."""
-    half = _MOST_GROUPS // 2
-    each_s = (sum(graph.times_s) or 1.0) / half
-    so_far_s = 0.0
-    first: dict[tuple[int, int], int] = {}
-    runs: list[int] = []
-    for group, time_s in enumerate(graph.times_s):
-        # A run ends with its share of the time, or of the groups.
-        runs.append(first.setdefault((int(so_far_s / each_s), group * half // graph.size), group))
-        so_far_s += time_s
-    return merge(graph, runs)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import networkx as nx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autosplit.errors import InputError
@@ -24,8 +24,8 @@ MOST_MS = 1e12
 MOST_BYTES = 2**53
 """The most bytes of all nodes together: up to here sums of bytes are exact in floating point."""
 
-_CYCLE_VISITS = 2_000_000
-"""How many edges are followed to find a shorter cycle than the first."""
+_CYCLE_FLOWS = 100
+"""Through so many edges of kind f a shorter cycle is looked for than the first."""
 _SHOWN_NODES = 12
 _SHOWN_CHARACTERS = 60
 _EDGE = ("src", "dst", "tensor", "ms", "kind")
@@ -185,7 +185,7 @@ def _nets(file: _File) -> tuple[tuple[Net, ...], tuple[tuple[int, int], ...]]:
             tensors.setdefault(tensor, []).append((index, edge))
         if kind == "f":
             flows[tail, head] = None
-    cycle = shortest_cycle(flows, order, count=len(file.nodes))
+    cycle = shortest_cycle(flows, order)
     if cycle is not None:
         raise _Refused(
             f"edges of kind f and o form a cycle: {_named(file.nodes, cycle)}; nodes that need each other's results "
@@ -235,78 +235,18 @@ def _net(edges: Sequence[tuple[int, _Edge]]) -> tuple[Net | None, list[tuple[int
     return Net(producer, consumers, forward_s, backward_s, ordered=False), pairs
 
 
-def shortest_cycle(
-    flows: Iterable[tuple[int, int]], order: Iterable[tuple[int, int]], *, count: int
-) -> list[int] | None:
-    """Return a cycle of ``flows`` and ``order``, pairs of ``0..count-1``, that has a flow in it; None without one.
+def shortest_cycle(flows: Iterable[tuple[int, int]], order: Iterable[tuple[int, int]]) -> list[int] | None:
+    """Return a shortest cycle of ``flows`` and ``order`` that has a flow in it, begun with one; None without one.
 
-    It is a shortest one where few pairs lie on cycles, else the shortest among those that were looked at.
+    Where very many flows lie on cycles it is the shortest through some of them.
     """
-    begins: list[list[int]] = [[] for _ in range(count)]
-    for tail, head in flows:
-        begins[tail].append(head)
-    after = [list(heads) for heads in begins]
-    for tail, head in order:
-        after[tail].append(head)
-    after = _without_ends(_without_ends(after))
-    best: list[int] | None = None
-    visits = 0
-    for start in range(count):
-        if after[start] and (best is None or visits < _CYCLE_VISITS):
-            limit = count + 1 if best is None else len(best)
-            found, seen = _cycle_through(start, begins[start], after, shorter_than=limit)
-            best, visits = found or best, visits + seen
-    return best
-
-
-def _without_ends(after: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return a graph turned around, without the vertices that no cycle leads to: Kahn's order, and what it leaves."""
-    waiting = [0] * len(after)
-    for heads in after:
-        for head in heads:
-            waiting[head] += 1
-    ready = [vertex for vertex, count in enumerate(waiting) if not count]
-    for vertex in ready:
-        for head in after[vertex]:
-            waiting[head] -= 1
-            if not waiting[head]:
-                ready.append(head)
-    gone = set(ready)
-    before: list[list[int]] = [[] for _ in after]
-    for tail, heads in enumerate(after):
-        if tail not in gone:
-            for head in heads:
-                before[head].append(tail)
-    return before
-
-
-def _cycle_through(
-    start: int, heads: Sequence[int], after: Sequence[Sequence[int]], *, shorter_than: int
-) -> tuple[list[int] | None, int]:
-    """Return the shortest cycle from a vertex over one of ``heads``, and how many pairs were followed.
-
-    None stands for a cycle that is not shorter than asked for.
-    """
-    if start in heads:
-        return ([start] if shorter_than > 1 else None), 0
-    parent = dict.fromkeys(heads, start)
-    queue = deque((head, 2) for head in parent)
-    visits = 0
-    while queue:
-        vertex, length = queue.popleft()
-        if length >= shorter_than:
-            break
-        for head in after[vertex]:
-            visits += 1
-            if head == start:
-                cycle = [vertex]
-                while cycle[-1] != start:
-                    cycle.append(parent[cycle[-1]])
-                return cycle[::-1], visits
-            if head not in parent:
-                parent[head] = vertex
-                queue.append((head, length + 1))
-    return None, visits
+    flows = sorted(flows)
+    graph = nx.DiGraph([*flows, *order])
+    component = {node: index for index, own in enumerate(nx.strongly_connected_components(graph)) for node in own}
+    inside = [(tail, head) for tail, head in flows if component[tail] == component[head]]
+    ways = (nx.shortest_path(graph, head, tail) for tail, head in inside[:_CYCLE_FLOWS])
+    way = min(ways, key=len, default=None)
+    return None if way is None else [way[-1], *way[:-1]]
 
 
 def _named(nodes: Sequence[_Node], cycle: Sequence[int]) -> str:

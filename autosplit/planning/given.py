@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from autosplit.partition.clock import Clock
 from autosplit.partition.costs import check
 from autosplit.partition.problem import Problem
-from autosplit.partition.solve import Objective, Partition, solve
+from autosplit.partition.solve import Objective, Partition, solve, step_lower_bound
 from autosplit.planning.apply import assign
 from autosplit.planning.profiled_problem import ProfiledProblem
 
@@ -34,9 +35,11 @@ def as_given(
     used = max(assignment) + 1
     again = list(recompute) * used if len(recompute) == 1 else list(recompute[:used])
     costs = check(problem, assignment, recompute=again)
-    free = tuple(replace(device, capacity_bytes=None) for device in problem.devices or ())
-    bound_s = solve(replace(problem, devices=free), objective=objective, time_limit_s=_BOUND_S).lower_bound_s
-    value_s = costs.step_s if objective == "step_time" else costs.bottleneck_s
+    if objective == "step_time":
+        value_s, bound_s = costs.step_s, step_lower_bound(problem, stages=used, clock=Clock.start(_BOUND_S))
+    else:
+        free = replace(problem, devices=tuple(replace(own, capacity_bytes=None) for own in problem.devices or ()))
+        value_s, bound_s = costs.bottleneck_s, solve(free, time_limit_s=_BOUND_S).lower_bound_s
     return Partition(
         assignment=tuple(assignment),
         objective=objective,

@@ -180,6 +180,8 @@ class Sweep:
                 return None
             return Entry(sized, options, settled, scheduled(sized.coarse.problem, settled))
         except ScheduleError:
+            if len(self.space.schedules) == 1:
+                raise
             return None
 
     def _wide(self) -> bool:
@@ -199,4 +201,4 @@ class Sweep:
             return [["never"], list(RECOMPUTE), *([option] for option in RECOMPUTE if option != "never")]
         if len(asked) == 1:
             return [list(asked)]
-        return [asked] if len(asked) == stages else []
+        return [asked[:stages]] if len(asked) >= stages else []

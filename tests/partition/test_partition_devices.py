@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition import uneven
+from autosplit.partition import ideals, uneven
 from autosplit.partition.costs import check
 from autosplit.partition.problem import Device, Hold, Net, Problem, Work
 from autosplit.partition.solve import solve
@@ -130,7 +130,7 @@ def test_the_same_problem_has_the_same_cut_every_time(ideal_limit: int) -> None:
 def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(random_problem(seed, Mix(24)), devices=(Device(), Device(2.0), Device()))
     exact = solve(problem)
-    monkeypatch.setattr(uneven, "_MOST_GROUPS", 8)
+    monkeypatch.setattr(ideals, "_MOST_GROUPS", 8)
     monkeypatch.setattr(uneven, "_ENTRIES", 200)
     rough = solve(problem)
     assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)

@@ -7,13 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from autosplit.partition.clock import FOREVER
 from autosplit.partition.costs import check
-from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Net, Problem, Work
+from autosplit.partition.solve import step_lower_bound
 from autosplit.partition.step_bound import families, simple_bound
-from autosplit.partition.step_model import StepModel
-from autosplit.partition.step_relax import relaxed_bound
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.simulate import simulate
 
@@ -58,7 +55,14 @@ def test_bounds_without_ideals_hold_for_every_cut(name: str, seed: int) -> None:
     problem = Problem(works, nets, microbatches=chance.choice((2, 4, 12)), schedule=name)
     cuts = [sorted(chance.sample(range(1, 16), 2)) for _ in range(60)]
     steps = [check(problem, tuple(sum(index >= end for end in cut) for index in range(16))).step_s for cut in cuts]
-    model = StepModel(problem, base_graph(problem), stages=3)
-    bound = relaxed_bound(model, upper=min(steps), clock=FOREVER)
-    assert 0.5 * min(steps) < bound <= min(steps)
     assert 0.5 * min(steps) < simple_bound(problem, stages=3) <= min(steps)
+    assert simple_bound(problem, stages=3) <= step_lower_bound(problem, stages=3) <= min(steps)
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_a_long_work_that_cannot_be_cut_raises_the_bound(name: str) -> None:
+    works = tuple(Work(f"w{index}", 9.0 if index == 2 else 1.0, 18.0 if index == 2 else 2.0) for index in range(6))
+    problem = Problem(works, (), microbatches=8, schedule=name, order=tuple((i, i + 1) for i in range(5)))
+    steps = [check(problem, cut).step_s for cut in ((0, 0, 1, 2, 2, 2), (0, 1, 1, 2, 2, 2), (0, 1, 2, 2, 2, 2))]
+    longest_s = 9.0 if name == "forward" else 27.0
+    assert 8 * longest_s * (1 - 1e-9) <= step_lower_bound(problem, stages=3) <= min(steps)
