@@ -36,7 +36,7 @@ def as_given(
     again = list(recompute) * used if len(recompute) == 1 else list(recompute[:used])
     costs = check(problem, assignment, recompute=again)
     if objective == "step_time":
-        value_s, bound_s = costs.step_s, step_lower_bound(problem, stages=used, clock=Clock.start(_BOUND_S))
+        value_s, bound_s = costs.step_s, step_lower_bound(problem, stages=len(costs.lane), clock=Clock.start(_BOUND_S))
     else:
         free = replace(problem, devices=tuple(replace(own, capacity_bytes=None) for own in problem.devices or ()))
         value_s, bound_s = costs.bottleneck_s, solve(free, time_limit_s=_BOUND_S).lower_bound_s
