@@ -37,7 +37,7 @@ from autosplit.progress import phase, update
 from autosplit.trace.inputs import batch_rows
 from autosplit.trace.ladder import Trace
 
-__all__ = ["Space", "choose_plan", "weigh"]
+__all__ = ["Space", "choose_plan"]
 
 _REPLAYS = 10
 """How many cuts are replayed at most before the leanest is taken."""
@@ -118,15 +118,6 @@ class Choice:
 def min_memory_cut(sweep: Sweep) -> Finished | None:
     """Return the best of the few cuts of a sweep's configurations that need the least; None without any."""
     return _Search(sweep, None).leanest()
-
-
-def weigh(
-    model: nn.Module, found: Trace, options: Options, space: Space, *, rows: int | None = None
-) -> tuple[Alternative, ...]:
-    """Return the best cut of every configuration by the additive formula, nothing of it replayed, the fastest first."""
-    search = _Search(Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs)), None)
-    search.weigh()
-    return tuple(sorted(search.alternatives(), key=lambda each: (each.step_s, each.peak_bytes)))
 
 
 @dataclass(frozen=True)

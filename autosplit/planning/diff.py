@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
+from autosplit.planning.plan_record import PlanRecord
 from autosplit.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autosplit.planning.plan import Plan
 
 _SHOWN = 24
 _CHOICES = ("devices", "chunks", "microbatch_rows", "schedule", "virtual_stages", "optimizer", "precision", "machine")
@@ -82,7 +80,7 @@ class PlanDiff:
             yield f"Also different: {', '.join(self.others)}"
 
 
-def diff(before: Plan, after: Plan) -> PlanDiff:
+def diff(before: PlanRecord, after: PlanRecord) -> PlanDiff:
     """Return what has to be said of ``before`` so that it becomes ``after``."""
     model = tuple(_models(before, after))
     moved = tuple(_moved(before.stage_of(), after.stage_of()))
@@ -109,7 +107,7 @@ def _split(entry: str) -> tuple[str, str]:
     return name, bracket + shape
 
 
-def _models(before: Plan, after: Plan) -> Iterator[str]:
+def _models(before: PlanRecord, after: PlanRecord) -> Iterator[str]:
     one, other = before.fingerprint, after.fingerprint
     if one.model != other.model:
         yield f"it is a {other.model}, and was a {one.model}"
@@ -144,7 +142,7 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def _stages(before: Plan, after: Plan) -> Iterator[Changed]:
+def _stages(before: PlanRecord, after: PlanRecord) -> Iterator[Changed]:
     one, other = len(before.stages), len(after.stages)
     if one != other:
         yield Changed("stages", one, other)

@@ -11,21 +11,18 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from autosplit.checks import EXPORTS, not_available
 from autosplit.errors import InputError
+from autosplit.planning.plan_record import PlanRecord
 from autosplit.schedule.files import dump_actions
-
-if TYPE_CHECKING:
-    from autosplit.planning.plan import Plan
 
 _NAMED = 4
 _RUN = 3
 """So many equal stages of a layout are written as one and a number."""
 
 
-def export(plan: Plan, form: str) -> str:
+def export(plan: PlanRecord, form: str) -> str:
     """Return the plan in one of ``EXPORTS``; raises InputError for any other, and where a form cannot say the plan."""
     if form == "torch-csv":
         return dump_actions(plan.schedule_for(plan.chunks))
@@ -36,7 +33,7 @@ def export(plan: Plan, form: str) -> str:
     raise InputError(not_available(f"export({form!r})", form, EXPORTS))
 
 
-def _torchtitan(plan: Plan) -> str:
+def _torchtitan(plan: PlanRecord) -> str:
     """Return a list of module names per stage, as JSON, which is a list in TOML and in Python too.
 
     Names are those of the model: the entries of its lists of modules (``layers.0``), and other modules that have one
@@ -47,7 +44,7 @@ def _torchtitan(plan: Plan) -> str:
     return "[\n" + ",\n".join(f"  {json.dumps(part)}" for part in parts) + "\n]\n"
 
 
-def _megatron(plan: Plan) -> str:
+def _megatron(plan: PlanRecord) -> str:
     """Return the layout: E embedding, t a block, L loss, | between stages; ``t*3`` is ttt, ``(t|)*3`` t|t|t|."""
     looped = [index % len(plan.devices) for index in range(len(plan.stages))]
     placed = [stage.lane for stage in plan.stages]
@@ -87,7 +84,7 @@ def _runs(stages: Sequence[str]) -> str:
     return text
 
 
-def _placed(plan: Plan) -> dict[str, int]:
+def _placed(plan: PlanRecord) -> dict[str, int]:
     """Map whole modules to stages, in model order; warn of blocks that the plan cuts inside."""
     nodes = plan.stage_of()
     owners: dict[str, Counter[int]] = {}
@@ -134,7 +131,7 @@ def _whole(path: str, owners: dict[str, Counter[int]], holders: set[str], around
     return next(alone, path if path and path not in around else None)
 
 
-def _unit_seconds(plan: Plan) -> dict[str, Counter[int]]:
+def _unit_seconds(plan: PlanRecord) -> dict[str, Counter[int]]:
     """Map modules to the seconds that each stage spends in them, where the plan has its units."""
     found: dict[str, Counter[int]] = {}
     for unit in plan.units:

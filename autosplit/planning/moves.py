@@ -6,12 +6,12 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from autosplit.errors import InputError, PlanError
+from autosplit.planning.plan_record import PlanRecord
 
-if TYPE_CHECKING:
-    from autosplit.planning.plan import Plan
+PlanT = TypeVar("PlanT", bound=PlanRecord)
 
 _NEAR = 3
 
@@ -31,7 +31,7 @@ def parse_moves(texts: Iterable[str]) -> dict[str, int]:
     return moves
 
 
-def choices_of(plan: Plan) -> str:
+def choices_of(plan: PlanRecord) -> str:
     """Return a hash over what a plan chose: where each node runs, in which schedule, and what is recomputed."""
     chosen = {
         "stages": [[stage.lane, stage.recompute, sorted(stage.nodes)] for stage in plan.stages],
@@ -42,12 +42,12 @@ def choices_of(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]
 
 
-def sealed(plan: Plan) -> Plan:
+def sealed(plan: PlanT) -> PlanT:
     """Return a plan that knows what it chose: a later edit of that shows."""
     return plan.model_copy(update={"fingerprint": plan.fingerprint.model_copy(update={"choices": choices_of(plan)})})
 
 
-def moved(plan: Plan, moves: Mapping[str, int]) -> Plan:
+def moved(plan: PlanT, moves: Mapping[str, int]) -> PlanT:
     """Return the plan with modules (``decoder.3``) or nodes (``decoder.3#0/add``) in other stages; see `Plan.move`."""
     stage_of = plan.stage_of()
     for name, target in moves.items():

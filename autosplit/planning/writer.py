@@ -20,14 +20,13 @@ from autosplit.planning.crossing import boundaries_of, sent_s
 from autosplit.planning.curves import lane_curves
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import state_bytes
-from autosplit.planning.issue import issue_threads, kernel_issue_s
 from autosplit.planning.memory import Cut, Fullest, fullest_moments
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
 from autosplit.planning.profiled_problem import ProfiledProblem
 from autosplit.planning.ranges import peak_ranges
 from autosplit.planning.records import StageMemory, StagePlan, Transfer
-from autosplit.planning.specs import notes_on_unknown
+from autosplit.planning.specs import issue_threads, kernel_issue_s, notes_on_unknown
 from autosplit.planning.step_overhead import overhead_s
 from autosplit.planning.throughput import model_flops, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.verdicts import verdict_of
