@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
 
 from cost_models.faults import describe
@@ -25,6 +26,8 @@ _FEWEST = 4
 """With fewer measurements than this a class is not fitted."""
 
 _ROUNDS, _TOLERANCE, _EPSILON = 8, 0.15, 1e-10
+
+Array = npt.NDArray[np.float64]
 
 
 class Curve(Record):
@@ -177,7 +180,7 @@ def _fitted(key: tuple[str, DType], samples: Sequence[tuple[OpWork, float]]) -> 
     rows = [_amounts(work, knots) for work, _ in samples]
     times = [seconds for _, seconds in samples]
     costs = robust_costs(rows, times)
-    errors = [abs(_dot(costs, row) / seconds - 1) for row, seconds in zip(rows, times, strict=True)]
+    errors = np.abs(np.array(rows) @ np.array(costs) / np.array(times) - 1)
     return Curve(
         kind=kind,
         dtype=dtype,
@@ -186,7 +189,7 @@ def _fitted(key: tuple[str, DType], samples: Sequence[tuple[OpWork, float]]) -> 
         byte_s=tuple(costs[2:]),
         knots_bytes=knots,
         samples=len(samples),
-        median_error=statistics.median(errors),
+        median_error=float(np.median(errors)),
     )
 
 
@@ -198,85 +201,43 @@ def robust_costs(
     Least squares of relative errors, repeated with errors above 15% weighted down (Huber, Ann. Math. Stat. 1964).
     Errors are relative to the times, or to ``parts_of_s``, where the times are parts of longer ones.
     """
-    scales = [1 / (seconds + _NOISE_S) for seconds in (times_s if parts_of_s is None else parts_of_s)]
-    weights = [1.0] * len(rows)
-    costs: list[float] = []
+    amounts, times = np.array(rows, dtype=float), np.array(times_s, dtype=float)
+    scales = 1 / (np.array(times_s if parts_of_s is None else parts_of_s, dtype=float) + _NOISE_S)
+    factors = scales
+    costs = np.zeros(amounts.shape[1])
     for _ in range(_ROUNDS):
-        factors = [scale * weight**0.5 for scale, weight in zip(scales, weights, strict=True)]
-        costs = _non_negative(
-            [[factor * amount for amount in row] for factor, row in zip(factors, rows, strict=True)],
-            [factor * seconds for factor, seconds in zip(factors, times_s, strict=True)],
-        )
-        errors = [
-            abs(_dot(costs, row) - seconds) * scale for row, seconds, scale in zip(rows, times_s, scales, strict=True)
-        ]
-        weights = [min(1.0, _TOLERANCE / error) if error else 1.0 for error in errors]
-    return costs
+        costs = _non_negative(amounts * factors[:, None], times * factors)
+        errors = np.abs(amounts @ costs - times) * scales
+        factors = scales * np.sqrt(np.minimum(1.0, _TOLERANCE / np.maximum(errors, _EPSILON)))
+    return [float(cost) for cost in costs]
 
 
-def _non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
+def _non_negative(rows: Array, targets: Array) -> Array:
     """Return the non-negative least-squares solution (Lawson and Hanson, Solving Least Squares Problems, 1974)."""
-    columns = list(zip(*rows, strict=True))
-    norms = [_dot(column, column) ** 0.5 or 1.0 for column in columns]
-    unit = [[value / norm for value in column] for column, norm in zip(columns, norms, strict=True)]
-    gram = [[_dot(first, second) for second in unit] for first in unit]
-    wanted = [_dot(column, targets) for column in unit]
-    found, free = [0.0] * len(unit), set[int]()
-    for _ in range(3 * len(unit)):
-        slopes = {
-            place: wanted[place] - _dot(gram[place], found)
-            for place in range(len(unit))
-            if place not in free and gram[place][place] > 0
-        }
-        steepest = max(slopes, key=slopes.__getitem__, default=None)
-        if steepest is None or slopes[steepest] <= _EPSILON * max(wanted):
+    norms = np.linalg.norm(rows, axis=0)
+    norms[norms == 0] = 1.0
+    gram, wanted = (rows / norms).T @ (rows / norms), (rows / norms).T @ targets
+    found, free = np.zeros(len(norms)), np.zeros(len(norms), dtype=bool)
+    for _ in range(3 * len(norms)):
+        slopes = np.where(free | (gram.diagonal() == 0), -np.inf, wanted - gram @ found)
+        steepest = int(slopes.argmax())
+        if slopes[steepest] <= _EPSILON * wanted.max():
             break
-        free.add(steepest)
+        free[steepest] = True
         found = _walked(found, gram, wanted, free)
-    return [value / norm for value, norm in zip(found, norms, strict=True)]
+    return found / norms
 
 
-def _walked(
-    found: Sequence[float], gram: Sequence[Sequence[float]], wanted: Sequence[float], free: set[int]
-) -> list[float]:
+def _walked(found: Array, gram: Array, wanted: Array, free: npt.NDArray[np.bool_]) -> Array:
     """Return the best point in which only ``free`` places are above zero; drops from it those that would go below."""
     while True:
-        places = sorted(free)
-        best = dict(
-            zip(
-                places,
-                _solved([[gram[a][b] for b in places] for a in places], [wanted[a] for a in places]),
-                strict=False,
-            )
-        )
-        below = [place for place in places if best[place] <= 0]
-        if not below:
-            return [best.get(place, 0.0) for place in range(len(found))]
+        ridge = _EPSILON * np.eye(int(free.sum()))  # keeps the system regular
+        best = np.zeros(len(found))
+        best[free] = np.linalg.solve(gram[np.ix_(free, free)] + ridge, wanted[free])
+        below = np.flatnonzero(free & (best <= 0))
+        if not below.size:
+            return best
         share = min(found[place] / (found[place] - best[place]) if found[place] > 0 else 0.0 for place in below)
-        found = [old + share * (best.get(place, 0.0) - old) for place, old in enumerate(found)]
-        dropped = min(below, key=lambda place: (found[place], place))
-        free.discard(dropped)
-        found = [value if place in free else 0.0 for place, value in enumerate(found)]
-
-
-def _solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Return the solution of a symmetric, positive system, by elimination with a ridge that keeps it regular."""
-    size = len(matrix)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for place in range(size):
-        rows[place][place] += _EPSILON
-    for place in range(size):
-        pivot = max(range(place, size), key=lambda row: abs(rows[row][place]))
-        rows[place], rows[pivot] = rows[pivot], rows[place]
-        for row in range(place + 1, size):
-            factor = rows[row][place] / rows[place][place]
-            rows[row] = [a - factor * b for a, b in zip(rows[row], rows[place], strict=True)]
-    solution = [0.0] * size
-    for place in reversed(range(size)):
-        known = _dot(rows[place][place + 1 : size], solution[place + 1 :])
-        solution[place] = (rows[place][size] - known) / rows[place][place]
-    return solution
-
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+        found = found + share * (best - found)
+        free[below[found[below].argmin()]] = False
+        found[~free] = 0.0

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from autosplit.errors import is_internal
 from autosplit.options import Sample
 from autosplit.profile.ledger import Ledger
 from autosplit.profile.types import NodeTimes
@@ -82,8 +83,8 @@ def module_costs(model: nn.Module, sample: Sample, *, measure: bool, device: str
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:
             first, wrote = _first_run(model, sample, device)
-        except Exception:
-            if not meta:
+        except Exception as error:  # whatever its author wrote, or torch lacks on meta tensors
+            if not meta or is_internal(error):
                 raise
             return ModuleCosts(_by_size(model), measured=False)
         if meta or not measure:
