@@ -14,7 +14,6 @@ from autosplit import autosplit
 from autosplit.runtime import ops
 from autosplit.runtime.lanes import caller_lane, lane
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Skips, assert_close, loss, plain
-from tests.runtime.lane_programs import Program
 
 pytestmark = pytest.mark.cuda
 CPU = torch.device("cpu")
@@ -26,38 +25,6 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-class Late(nn.Module):
-    """A stage whose work starts late, forward and backward: who does not wait for it reads what was there before."""
-
-    def __init__(self, stage: nn.Module) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, *args: Any) -> Any:
-        torch.cuda._sleep(2_000_000)
-        sent = self.stage(*args)
-        for tensor in (tensor for bundle in sent.values() for tensor in bundle if tensor.requires_grad):
-            tensor.register_hook(lambda gradient: torch.cuda._sleep(2_000_000))
-        return sent
-
-
-@pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("model", MODELS)
-def test_equal_to_the_plain_model_on_a_device(model: Callable[[], nn.Module], devices: list[str]) -> None:
-    places = [torch.device(device) for device in devices]
-    own = model()
-    reference = copy.deepcopy(own)
-    program = Program(own, (torch.zeros(ROWS, WIDTH),), [lane(d) for d in places], chunks=3, devices=places, wrap=Late)
-    for step in range(5):
-        value = torch.randn(ROWS, WIDTH)
-        place = places[0] if step % 2 else CPU
-        outputs = program(value.to(place), caller=caller_lane(place))
-        loss(outputs).backward()
-        gradients = [p.grad for p in own.parameters() if p.grad is not None]
-        assert_close([*(output.detach() for output in outputs), *gradients], plain(reference, value))
-        own.zero_grad(set_to_none=True)
 
 
 def own(output: Any, target: torch.Tensor) -> torch.Tensor:
