@@ -378,6 +378,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     assert script(FORK) == "[7, 8]\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc here")
 def test_a_thousand_steps_leave_threads_memory_and_objects_as_they_are() -> None:
     assert script(GROWTH) == "flat\n"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,17 +158,6 @@ def test_lanes_on_late_streams_say_the_same() -> None:
     assert len(touched) == 4  # two compute streams, the copy out and the copy in
 
 
-@pytest.mark.parametrize("what", ["wait", "keep"])
-def test_late_streams_leave_out_what_they_are_told(what: str) -> None:
-    streams = RecordingStreams()
-    late = races.Late(streams, lambda stream: None, forget=[what])
-    stream = late.new(torch.device("cuda:0"))
-    value = streams.put(torch.zeros(2), torch.device("cuda:0"))
-    late.wait(stream, late.event(stream))
-    late.keep(value, stream)
-    assert {type(entry) for entry in streams.log} & {Wait, Keep} == {Keep if what == "wait" else Wait}
-
-
 def test_the_hunt_on_threads() -> None:
     torch.set_default_dtype(torch.float32)
     found = races.run(Setting(CPU, small=True), programs=1)
@@ -192,68 +178,6 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = races.run(Setting(CPU, small=True), only=1)
     assert [check.ok for check in found.checks] == [False]
     assert found.figures[0]["which"][0].startswith("1: ")
-
-
-def test_a_plan_that_is_known_gives_the_same_bits_and_is_not_searched_again() -> None:
-    torch.set_default_dtype(torch.float32)
-    case, known = case_of(3, seed=0, places=races.places(Setting(CPU))), races.Known()
-    expected = races.once(case, None, known=known)
-    (plan,) = known.plans.values()
-    assert races.same(races.once(case, None, known=known), expected)
-    assert races.same(races.once(case, None), expected)
-    assert [kept is plan for kept in known.plans.values()] == [True]
-
-
-def test_a_hunt_ends_in_time_and_counts_the_programs_that_ran() -> None:
-    setting = Setting(CPU)
-    cases = [case_of(number, seed=0, places=races.places(setting)) for number in range(3)]
-    found = races.hunt(setting, cases, races.Known(), seed=0, limit_s=0.0)
-    assert (found.settings["programs"], found.checks) == (0, [])
-    assert found.missing == ["3 of 3 programs: 0 s were over"]
-
-
-def test_a_program_that_fails_is_said_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(races, "once", fails)
-    found = races.run(Setting(CPU, small=True))
-    assert found.settings["programs"] == 0
-    assert len(found.failed) == races.SMALL_PROGRAMS
-
-
-def test_a_hunt_by_itself_writes_what_it_has_whenever_a_program_is_done(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path, seen = tmp_path / "races.json", []
-
-    def fails(*_: Any, **__: Any) -> None:
-        if path.exists():
-            seen.append(json.loads(path.read_text())["finished"])
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(races, "once", fails)
-    monkeypatch.setattr("sys.argv", ["races", "--programs", "3", "--device", "cpu", "--json", str(path)])
-    races.main()
-    assert seen == [False, False]
-    assert json.loads(path.read_text())["finished"]
-
-
-@pytest.mark.parametrize("total", [256 * 2**20, 85_029_158_912, 150_121_545_728])
-@pytest.mark.parametrize("peak", [2 * 2**20, 22 * 2**20, 106 * 2**20])
-def test_a_cramped_process_has_what_it_took_and_its_room_back(
-    monkeypatch: pytest.MonkeyPatch, total: int, peak: int
-) -> None:
-    shares: list[float] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: shares.append(-1.0))
-    with pytest.raises(RuntimeError, match="a kernel"), races.cramped(Setting(torch.device("cuda:0"))):
-        raise RuntimeError("a kernel")
-    emptied, share, restored = shares
-    assert (emptied, restored) == (-1.0, 1.0), "the cache is given back first: it counts as reserved"
-    assert int(share * total) in (peak, peak + 1), "the allocator rounds a share down to bytes: never below the peak"
 
 
 @pytest.mark.cuda
