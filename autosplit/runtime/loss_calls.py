@@ -41,9 +41,11 @@ class Counted:
 
     @classmethod
     def of(cls, call: LossCall) -> Counted:
-        """Count a call on tensors."""
+        """Count a call on tensors; raises RuntimeError where weights of the batch's rows meet a microbatch's."""
         probabilities = call.by_class and bool(call.given["target"].is_floating_point())
-        values = math.prod(call.shape(lambda tensor: tensor.shape, probabilities=probabilities) or ())
+        shape = call.shape(lambda tensor: tensor.shape, probabilities=probabilities) or ()
+        weights = [call.given.get(name) for name in ("weight", "pos_weight")] if call.elementwise else []
+        values = math.prod(torch.broadcast_shapes(shape, *(w.shape for w in weights if w is not None)))
         if call.reduction == "batchmean":
             return cls(values, call.first.shape[0] if call.first.dim() else 1)
         if call.weighted:

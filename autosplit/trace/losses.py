@@ -98,6 +98,11 @@ class LossCall:
         return any(self.function is known for known in (*BY_CLASS, *_NEW))
 
     @property
+    def elementwise(self) -> bool:
+        """Whether there is a value for every element of the operands together."""
+        return any(self.function is known for known in ELEMENTWISE)
+
+    @property
     def weighted(self) -> bool:
         """Whether the mean divides by the sum of the elements' weights."""
         return self.weight is not None and any(self.function is known for known in _WEIGHTED)
