@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from autosplit.memory.pieces import MemoryKind
-from autosplit.planning.memory import Fullest
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import LaneCurve
 from autosplit.schedule.action import Schedule
+
+if TYPE_CHECKING:
+    from autosplit.planning.memory import Fullest
 
 MOST_ACTIONS = 40_000
 """Of a longer step no curves are kept: they would be the larger part of the plan."""
