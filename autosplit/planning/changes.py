@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Literal
+from typing import Literal, cast
 
 from autosplit.checks import resolve_machine
 from autosplit.errors import TraceError
 from autosplit.planning.choose import Choice, Space, choose_plan, min_memory_cut
 from autosplit.planning.finish import Finished
-from autosplit.planning.hardware import device_counts, larger
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Change
 from autosplit.planning.verdicts import Verdict, binding
 from autosplit.units import format_bytes, format_seconds
+from cost_models import registry
+from cost_models.specs import DeviceSpec
 
 Kind = Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device"]
 Arguments = Mapping[str, str | int]
@@ -344,3 +345,29 @@ def _precision(plan: Plan, request: Request) -> Iterator[Candidate]:
 
 
 _KINDS = (_recompute, _chunks, _schedule, _batch, _devices, _device, _optimizer, _precision)
+
+
+_MOST_DEVICES = 4096
+_PER_HOST = 8
+
+
+def device_counts(name: str, *, more_than: int, per_host: int | None = None) -> Iterator[tuple[int, str]]:
+    """Yield how many devices of a kind there may be, and the machine's text: up to one host's, then whole hosts."""
+    own = per_host or registry.device(name).peer_group or _PER_HOST
+    for count in range(max(1, more_than + 1), own + 1):
+        yield count, f"{count}x{name}"
+    for hosts in range(max(2, more_than // own + 1), _MOST_DEVICES // own + 1):
+        yield hosts * own, f"{hosts}x{own}x{name}"
+
+
+def larger(present: DeviceSpec) -> Sequence[DeviceSpec]:
+    """Return the devices of the same maker with more memory, the smallest first."""
+    cuda = not (present.compute_capability or "").startswith("gfx")
+    others = (registry.device(name) for name in registry.names())
+    fitting = [
+        spec
+        for spec in others
+        if (spec.usable_bytes or 0) > (present.usable_bytes or 0)
+        and cuda is not (spec.compute_capability or "").startswith("gfx")
+    ]
+    return sorted(fitting, key=lambda spec: (cast(int, spec.usable_bytes), spec.name))

@@ -23,9 +23,8 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.partition.line_search import LineCut
-from autosplit.planning.apply import Wires, assign
+from autosplit.planning.apply import DataflowIndex, assign, cut_sent_s
 from autosplit.planning.between import note_on_inside
-from autosplit.planning.crossing import cut_sent_s
 from autosplit.planning.finish import Finished, finish, refined
 from autosplit.planning.plan import Plan
 from autosplit.planning.profiled_problem import Shared
@@ -141,7 +140,7 @@ class _Search:
         self.above: dict[frozenset[str], float] = {}
         self.cut_of: dict[Alternative, tuple[Entry, LineCut]] = {}
         self.sent: dict[tuple[int, LineCut], float] = {}
-        self.wires = Wires(sweep.found.graph)
+        self.index = DataflowIndex(sweep.found.graph)
 
     def weigh(self) -> None:
         """Find the best cuts of every configuration by the formula; raises InputError where none can be built."""
@@ -296,8 +295,8 @@ class _Search:
             graph, sized = self.sweep.found.graph, entry.sized
             pairs = zip(sized.case.names, sized.coarse.assignment(cut.bounds), strict=True)
             solved = {name: stage for names, stage in pairs for name in names}
-            stage_of = assign(graph, solved, stages=entry.settled.stages, wires=self.wires)
-            self.sent[id(entry), cut] = cut_sent_s(self.wires, sized.case.costs, stage_of, entry.options)
+            stage_of = assign(graph, solved, stages=entry.settled.stages, index=self.index)
+            self.sent[id(entry), cut] = cut_sent_s(self.index, sized.case.costs, stage_of, entry.options)
         return self.sent[id(entry), cut]
 
     def _alternative(

@@ -11,13 +11,13 @@ from autosplit.planning.records import LaneCurve
 from autosplit.schedule.action import Schedule
 
 if TYPE_CHECKING:
-    from autosplit.planning.memory import Fullest
+    from autosplit.planning.memory import DevicePeak
 
 MOST_ACTIONS = 40_000
 """Of a longer step no curves are kept: they would be the larger part of the plan."""
 
 
-def lane_curves(fullest: Sequence[Fullest], schedule: Schedule) -> tuple[LaneCurve, ...]:
+def lane_curves(fullest: Sequence[DevicePeak], schedule: Schedule) -> tuple[LaneCurve, ...]:
     """Return what each device holds at the fullest moment of each of its actions, and in the optimizer's step.
 
     Empty where nothing was replayed, or the step has more than :data:`MOST_ACTIONS` actions.
@@ -27,7 +27,7 @@ def lane_curves(fullest: Sequence[Fullest], schedule: Schedule) -> tuple[LaneCur
     return tuple(_curve(device, actions=len(lane)) for device, lane in zip(fullest, schedule.lanes, strict=False))
 
 
-def _curve(device: Fullest, *, actions: int) -> LaneCurve:
+def _curve(device: DevicePeak, *, actions: int) -> LaneCurve:
     moments: list[Mapping[MemoryKind, int]] = [*device.over_step]
     if len(moments) == actions:  # no optimizer's step: what is left stays
         moments.append(device.left)

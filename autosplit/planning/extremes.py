@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from autosplit.checks import resolve_machine
 from autosplit.errors import DeviceError, InputError
-from autosplit.planning.changes import MOST_DEVICES, Request, least
+from autosplit.planning.changes import MOST_DEVICES, Request, device_counts, least
 from autosplit.planning.choose import Space
-from autosplit.planning.hardware import device_counts
 from autosplit.planning.paper import OnPaper, stand_ins
 from autosplit.planning.plan import Plan
 from autosplit.planning.verdicts import binding
@@ -55,6 +54,8 @@ class _Edge:
 
     def ratio(self, number: int, *, like: Plan) -> float:
         """Return how full the fullest device is at least, relative to its limit, with the chunks of another plan."""
+        if binding(like) is None:  # without a known capacity nothing surely fits
+            return math.inf
         leanest = self.request(number).narrowed(like).min_memory()
         return math.inf if leanest is None else leanest.fullest
 

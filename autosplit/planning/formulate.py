@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
 
 import torch
 
@@ -19,14 +17,11 @@ from autosplit.options import Options
 from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
 from autosplit.planning.outline import Outline
 from autosplit.planning.schedules import ResolvedSchedule
-from autosplit.planning.specs import driver_name, spec_of
+from autosplit.planning.specs import link_factors, link_seconds
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.trace.graph import TracedGraph, TracedNode
-from cost_models import registry
-from cost_models.specs import LinkSpec
 
 EPILOGUE = "epilogue"
-_TYPICAL_BYTES = 2**25
 
 
 @dataclass(frozen=True)
@@ -92,37 +87,6 @@ def tied_states(traced: TracedGraph, profile: Profile) -> list[StateProfile]:
     parameters = dict(traced.root.named_parameters(remove_duplicate=False))
     tied = {id(parameters[name]) for name in traced.tied}
     return [s for s in profile.state.values() if s.is_parameter and id(parameters[s.name]) in tied]
-
-
-def link_seconds(options: Options, count: int) -> float:
-    """Return how long ``count`` bytes take between two neighbours, the slowest pair of them.
-
-    Lanes of one device pass them by reference.
-    """
-    if len(set(options.devices)) == 1:
-        return 0.0
-    if options.machine is not None:
-        return max(link.transfer_s(count) for link in options.links)
-    neighbours = {pair for pair in pairwise(options.devices) if pair[0] != pair[1]}
-    pairs = {(driver_name(first), driver_name(second)) for first, second in neighbours}
-    return max(_link(*pair).transfer_s(count) for pair in pairs)
-
-
-def link_factors(options: Options) -> tuple[float, ...] | None:
-    """Return how many times as long as by `link_seconds` a transfer takes between each two neighbours on paper.
-
-    None where it is the same for all of them. Latencies are taken as they are for values of 32 MiB.
-    """
-    if len(set(options.links)) < 2 or len(set(options.devices)) == 1:
-        return None
-    slowest_s = link_seconds(options, _TYPICAL_BYTES)
-    return tuple(link.transfer_s(_TYPICAL_BYTES) / slowest_s for link in options.links)
-
-
-@lru_cache
-def _link(first: str, second: str) -> LinkSpec:
-    """Return the link between two devices by the names that their drivers give them; the CPU has none."""
-    return registry.link(spec_of(first), spec_of(second))
 
 
 class _Formulator:

@@ -89,7 +89,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Fullest:
+class DevicePeak:
     """A device at the moment of the step at which it holds the most."""
 
     moment: Moment
@@ -134,7 +134,7 @@ class ReplayedStage:
 
 
 @phase("replaying memory")
-def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest, ...]:
+def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DevicePeak, ...]:
     """Return each device's fullest moment in one training step, the optimizer's among them.
 
     ``memo`` holds what was traced for other cuts of the same recording, and takes what is traced now. Raises whatever a
@@ -147,7 +147,7 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[Fullest
     found = replay(schedule, traces, [own.static for own in stages.values()], finish=finish)
     last, epilogue = schedule.stage_lane[-1], _epilogue_bytes(cut)
     return tuple(
-        Fullest(
+        DevicePeak(
             _called(device.peak, stages),
             device.held,
             epilogue if lane == last else 0,

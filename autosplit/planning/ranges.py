@@ -14,7 +14,7 @@ from autosplit.memory.play import device_changes
 from autosplit.memory.range import PeakRange, peak_range
 from autosplit.memory.replay import StaticBytes
 from autosplit.options import Options
-from autosplit.planning.memory import Cut, Fullest, finish_of, replayed_stages
+from autosplit.planning.memory import Cut, DevicePeak, finish_of, replayed_stages
 from autosplit.profile.trace_memo import TraceMemo
 from autosplit.profile.workspaces import cublas_workspace_bytes
 
@@ -24,7 +24,7 @@ _MOST_CHANGES = 200_000
 """How many changes of a step are played through the simulated allocator."""
 
 
-def peak_ranges(cut: Cut, fullest: Sequence[Fullest], *, memo: TraceMemo) -> Mapping[int, PeakRange]:
+def peak_ranges(cut: Cut, fullest: Sequence[DevicePeak], *, memo: TraceMemo) -> Mapping[int, PeakRange]:
     """Return the range of each device's peak, by lane, for CUDA devices whose own memory is the limit.
 
     The share of fragments is that of the device with the largest peak, taken for all.
@@ -53,11 +53,11 @@ def _has_range(options: Options, lane: int) -> bool:
     return options.memory_limit is None and options.devices[lane].type == "cuda"
 
 
-def _states_bytes(device: Fullest) -> int:
+def _states_bytes(device: DevicePeak) -> int:
     return sum(device.of(stage, "parameters", "optimizer") for stage in device.held)
 
 
-def _lists_bytes(device: Fullest, options: Options) -> int:
+def _lists_bytes(device: DevicePeak, options: Options) -> int:
     """Return by how much a device's peak is above what it would be with a fused optimizer."""
     if device.moment.action is not None or options.optimizer not in _FUSED:
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import get_args
 
 import torch
@@ -12,9 +13,10 @@ from autosplit.options import Options
 from autosplit.profile.calibrate import default_path
 from cost_models import registry
 from cost_models.calibration import Calibrated
-from cost_models.specs import DeviceSpec
+from cost_models.specs import DeviceSpec, LinkSpec
 from cost_models.work import DType
 
+_TYPICAL_BYTES = 2**25
 _UNKNOWN = "A100-PCIe-80GB"
 """What a GPU that no data sheet names is taken for: its link is PCIe 4.0."""
 
@@ -79,3 +81,34 @@ def issue_threads(options: Options) -> int:
     if options.machine is None:
         return 1
     return len(options.machine.host_devices) * options.machine.host.issue_threads
+
+
+def link_seconds(options: Options, count: int) -> float:
+    """Return how long ``count`` bytes take between two neighbours, the slowest pair of them.
+
+    Lanes of one device pass them by reference.
+    """
+    if len(set(options.devices)) == 1:
+        return 0.0
+    if options.machine is not None:
+        return max(link.transfer_s(count) for link in options.links)
+    neighbours = {pair for pair in pairwise(options.devices) if pair[0] != pair[1]}
+    pairs = {(driver_name(first), driver_name(second)) for first, second in neighbours}
+    return max(_link(*pair).transfer_s(count) for pair in pairs)
+
+
+def link_factors(options: Options) -> tuple[float, ...] | None:
+    """Return how many times as long as by `link_seconds` a transfer takes between each two neighbours on paper.
+
+    None where it is the same for all of them. Latencies are taken as they are for values of 32 MiB.
+    """
+    if len(set(options.links)) < 2 or len(set(options.devices)) == 1:
+        return None
+    slowest_s = link_seconds(options, _TYPICAL_BYTES)
+    return tuple(link.transfer_s(_TYPICAL_BYTES) / slowest_s for link in options.links)
+
+
+@lru_cache
+def _link(first: str, second: str) -> LinkSpec:
+    """Return the link between two devices by the names that their drivers give them; the CPU has none."""
+    return registry.link(spec_of(first), spec_of(second))

@@ -14,10 +14,11 @@ from autosplit.options import Options, Sample
 from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
 from autosplit.partition.solve import Partition, solve
 from autosplit.planning.fingerprint import fingerprint_of
-from autosplit.planning.formulate import link_seconds, state_bytes
+from autosplit.planning.formulate import state_bytes
 from autosplit.planning.given import as_given
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Boundary, StageMemory, StagePlan
+from autosplit.planning.specs import link_seconds
 from autosplit.planning.writer import covered_modules, fit_of
 from autosplit.profile.module_costs import ModuleCosts, module_costs
 from autosplit.profile.types import StateProfile

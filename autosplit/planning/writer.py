@@ -15,12 +15,11 @@ from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, again_share
 from autosplit.partition.solve import Partition
 from autosplit.planning.advice import advice, note_on_training
-from autosplit.planning.apply import Wires, assign
-from autosplit.planning.crossing import boundaries_of, sent_s
+from autosplit.planning.apply import DataflowIndex, assign, boundaries_of, sent_s
 from autosplit.planning.curves import lane_curves
 from autosplit.planning.fingerprint import fingerprint
 from autosplit.planning.formulate import state_bytes
-from autosplit.planning.memory import Cut, Fullest, fullest_moments
+from autosplit.planning.memory import Cut, DevicePeak, fullest_moments
 from autosplit.planning.moves import sealed
 from autosplit.planning.plan import Plan
 from autosplit.planning.profiled_problem import ProfiledProblem
@@ -52,12 +51,12 @@ class Writer:
         self.lane = self.schedule.stage_lane
         pairs = zip(case.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
-        self._wires = Wires(self.traced)
-        self.stage_of = assign(self.traced, solved, stages=partition.stages, wires=self._wires)
+        self._index = DataflowIndex(self.traced)
+        self.stage_of = assign(self.traced, solved, stages=partition.stages, index=self._index)
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
         self.fullest, self.unreplayed = self._replayed()
 
-    def _replayed(self) -> tuple[tuple[Fullest, ...], str | None]:
+    def _replayed(self) -> tuple[tuple[DevicePeak, ...], str | None]:
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
                 return fullest_moments(self._cut, memo=self.case.memo), None
@@ -100,7 +99,7 @@ class Writer:
     def plan(self, *notes: str) -> Plan:
         """Return the plan with its prediction; further notes come behind its own."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
-        boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of, wires=self._wires))
+        boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of, index=self._index))
         transfers = self.partition.costs.transfers
         timeline = simulate(
             self.schedule,

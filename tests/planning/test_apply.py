@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autosplit.options import Sample
-from autosplit.planning.apply import Wires, assign, sources
+from autosplit.planning.apply import DataflowIndex, assign, sources
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
 
@@ -58,7 +58,7 @@ def test_stages_are_the_lowest_that_are_legal(traced: TracedGraph, seed: int) ->
     draw = random.Random(seed)
     names = [info.name for _, info in traced.compute_nodes()]
     wanted = {name: draw.randrange(4) if draw.random() < 0.3 else 0 for name in names}
-    placed = assign(traced, wanted, stages=4, wires=Wires(traced))
+    placed = assign(traced, wanted, stages=4, index=DataflowIndex(traced))
     expected = lowest(traced, wanted)
     assert {name: placed[name] for name in expected} == expected
     assert placed.keys() == set(names)

@@ -11,7 +11,7 @@ from torch import nn
 
 import autosplit
 from autosplit.checks import resolve_machine
-from autosplit.planning.hardware import device_counts
+from autosplit.planning.changes import device_counts
 from autosplit.planning.records import Change
 
 WIDTH, ROWS = 64, 32

@@ -180,3 +180,9 @@ def test_what_cannot_be_searched_is_said(
 def test_a_batch_without_a_limit_has_no_largest() -> None:
     with pytest.raises(InputError, match="no capacity is known, so any batch fits; give memory_limit="):
         planned("2xcpu-lane", find="largest_batch")
+
+
+def test_without_a_known_capacity_no_number_of_devices_surely_holds() -> None:
+    found = planned("2xcpu-lane", find="smallest")
+    assert found.verdict == "borderline"
+    assert found.reasons[0].endswith("no capacity is known")
