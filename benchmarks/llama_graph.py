@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Work
 from cost_models import OpWork, Roofline, machine
 
 MACHINE = "2x8xH100-SXM5-80GB"
@@ -111,7 +111,7 @@ class _Builder:
             if consumers:
                 size = self.sizes[producer]
                 transfer_s = self.link.latency_s + size / self.link.bandwidth_bytes_per_s
-                nets.append(Net(producer, tuple(consumers), transfer_s, transfer_s))
+                nets.append(TensorEdge(producer, tuple(consumers), transfer_s, transfer_s))
                 holds.append(Hold(size, producer, tuple(consumers), tuple(self.savers[producer])))
         return Problem(tuple(self.works), tuple(nets), tuple(holds), microbatches=microbatches)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals import all_ideals
-from autosplit.partition.problem import Net, Problem, Work
+from autosplit.partition.problem import Problem, TensorEdge, Work
 from autosplit.partition.solve import solve, step_lower_bound
 from autosplit.partition.step_model import StepModel
 from autosplit.partition.step_time import least_step
@@ -45,7 +45,9 @@ def chain(seed: int) -> tuple[Problem, int]:
     count = chance.randint(stages + 3, 20 if stages < 7 else 18)
     works = _works(chance, count)
     dear = chance.choice(_DEAR) * statistics.mean(work.forward_s for work in works)
-    nets = (Net(index, (index + 1,), chance.uniform(0, dear), chance.uniform(0, dear)) for index in range(count - 1))
+    nets = (
+        TensorEdge(index, (index + 1,), chance.uniform(0, dear), chance.uniform(0, dear)) for index in range(count - 1)
+    )
     return _problem(chance, works, tuple(nets), stages), stages
 
 
@@ -63,7 +65,7 @@ def dag(seed: int) -> tuple[Problem, int]:
         if chance.random() < 0.08:
             ends.add(chance.randint(index + 1, count - 1))
         if ends:
-            nets.append(Net(index, tuple(sorted(ends)), chance.uniform(0, dear), chance.uniform(0, dear)))
+            nets.append(TensorEdge(index, tuple(sorted(ends)), chance.uniform(0, dear), chance.uniform(0, dear)))
     return _problem(chance, works, tuple(nets), stages), stages
 
 
@@ -76,7 +78,7 @@ def _works(chance: random.Random, count: int) -> tuple[Work, ...]:
     return tuple(found)
 
 
-def _problem(chance: random.Random, works: tuple[Work, ...], nets: tuple[Net, ...], stages: int) -> Problem:
+def _problem(chance: random.Random, works: tuple[Work, ...], nets: tuple[TensorEdge, ...], stages: int) -> Problem:
     times = chance.choice((1, 2, 8))
     return Problem(works, nets, microbatches=stages * times, schedule=chance.choice(("gpipe", "1f1b")))
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from autosplit.compat.chain import PipeSequential
 from autosplit.compat.skip import on_their_own
-from autosplit.partition.problem import Net, Problem, Work
+from autosplit.partition.problem import Problem, TensorEdge, Work
 from autosplit.partition.solve import solve
 from autosplit.profile.ledger import Ledger
 from autosplit.trace.state import random_state
@@ -98,7 +98,7 @@ def _check(partitions: int, module: nn.Sequential) -> None:
 
 def _balance(costs: Sequence[float], partitions: int) -> list[int]:
     works = tuple(Work(str(index), cost, 0.0) for index, cost in enumerate(costs))
-    nets = tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(len(costs) - 1))
+    nets = tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(len(costs) - 1))
     assignment = solve(Problem(works, nets, microbatches=1), stages=partitions).assignment
     return [assignment.count(stage) for stage in range(partitions)]
 

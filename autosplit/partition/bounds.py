@@ -36,10 +36,10 @@ import numpy as np
 from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.graph import Graph
 from autosplit.partition.labelling import labelling
-from autosplit.partition.profile import Front, ideal, profile
+from autosplit.partition.profile import ParetoFront, ideal, profile
 from autosplit.partition.skipping import PRICES, SHARES, Floats, Skips, leads, skips
 
-_DEAR = (0.2, 0.8)
+_CROSSING_LIMITS = (0.2, 0.8)
 """Boundaries that cost more than this part of the known load are not told apart; the second if the first matters."""
 
 _WORK = 2**22
@@ -72,7 +72,7 @@ def bound(graph: Graph, *, stages: int, upper_s: float, clock: Clock = FOREVER) 
         labels = labelling(replace(graph, tensors=left))
     upper, total = upper_s / labels.quantum_s, sum(labels.times)
     skipping = skips(labels, clock=clock)
-    for part in _DEAR:
+    for part in _CROSSING_LIMITS:
         front = profile(labels, dear=part * upper, work=_WORK, clock=clock)
         if front is None:
             return None
@@ -99,7 +99,7 @@ def _largest_load(graph: Graph, chain: tuple[int, ...]) -> float:
 class _Race:
     """How far stages get under a load limit."""
 
-    def __init__(self, front: Front, skipping: Skips, *, total: float, stages: int, dear: float) -> None:
+    def __init__(self, front: ParetoFront, skipping: Skips, *, total: float, stages: int, dear: float) -> None:
         self.front = front
         self.skipping = skipping
         self.total = total

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.goal import Goal
-from autosplit.partition.moves import Moves, Wave
+from autosplit.partition.moves import Moves, Transitions
 from autosplit.partition.stage_costs import StageCosts
 from autosplit.partition.table import Floats, Ints, Table
 
@@ -74,7 +74,7 @@ class _Search:
         state = min(np.flatnonzero(self.final).tolist(), key=lambda state: float(self.best[last, state]))
         return self._trace(state) if self.best[last, state] < np.inf else None
 
-    def _extend(self, ideal: int, waves: Sequence[Wave]) -> None:
+    def _extend(self, ideal: int, waves: Sequence[Transitions]) -> None:
         """Try the stages from ``ideal`` to larger ones by all these moves."""
         larger = self._candidates(ideal, waves)
         if not len(larger):
@@ -87,7 +87,7 @@ class _Search:
             rows = np.searchsorted(used, wave.place)
             self._update(ideal, larger, wave, costs=costs[rows] if len(used) > 1 else costs)
 
-    def _candidates(self, ideal: int, waves: Sequence[Wave]) -> Ints:
+    def _candidates(self, ideal: int, waves: Sequence[Transitions]) -> Ints:
         """Return the ideals that may end such a stage: not too much weight, and what is left must fit elsewhere."""
         weight, last = self.table.weight, len(self.table) - 1
         room = max(int(self.room[wave.target].max()) for wave in waves)
@@ -98,7 +98,7 @@ class _Search:
             start = max(start, last)
         return self.table.supersets(ideal, start=start, stop=stop) if start < stop else np.empty(0, dtype=np.int64)
 
-    def _update(self, ideal: int, larger: Ints, wave: Wave, *, costs: Floats) -> None:
+    def _update(self, ideal: int, larger: Ints, wave: Transitions, *, costs: Floats) -> None:
         """Take what is better: ``costs`` has a row for each move, or one for all."""
         before = self.best[ideal, wave.origin]
         if len(before) == 1:

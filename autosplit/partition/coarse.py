@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autosplit.partition.graph import Graph
-from autosplit.partition.problem import Hold, Net, Problem, Tie, Work
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -84,7 +84,7 @@ def coarsened(problem: Problem, unit_of: Sequence[int]) -> Coarse:
         problem,
         works=_units(problem, unit_of, count),
         nets=tuple(
-            Net(producer, others, seconds[0], seconds[1], ordered)
+            TensorEdge(producer, others, seconds[0], seconds[1], ordered)
             for (producer, others, ordered), seconds in nets.items()
         ),
         holds=tuple(Hold(size, *pins) for pins, size in holds.items()),

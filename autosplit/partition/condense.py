@@ -42,7 +42,7 @@ _MANY = 8
 
 
 @dataclass(frozen=True)
-class Concern:
+class MergeObjective:
     """What a merge must not make worse in any stage: its load, its bytes, or both.
 
     ``pinned`` works are never moved, though others may join them: those whose place costs something that the graph does
@@ -54,7 +54,7 @@ class Concern:
     pinned: frozenset[int] = frozenset()
 
 
-def condense(graph: Graph, *, concern: Concern) -> Graph:
+def condense(graph: Graph, *, concern: MergeObjective) -> Graph:
     """Return the graph after all merges that keep the best value over any number of non-empty stages."""
     while True:
         labels = _Moves(graph, concern).labels()
@@ -63,7 +63,7 @@ def condense(graph: Graph, *, concern: Concern) -> Graph:
         graph = merge(graph, labels)
 
 
-def glue_costly(graph: Graph, *, bound_s: float) -> Graph:
+def merge_inseparable(graph: Graph, *, bound_s: float) -> Graph:
     """Merge what a solution no worse than ``bound_s`` cannot separate.
 
     Were two groups in different stages, each of these stages would pay for the tensors of both, besides its own group.
@@ -107,7 +107,7 @@ class _Reach:
 class _Moves:
     """Which group may join which."""
 
-    def __init__(self, graph: Graph, concern: Concern) -> None:
+    def __init__(self, graph: Graph, concern: MergeObjective) -> None:
         self.graph = graph
         self.concern = concern
         self.pinned = {graph.group_of[work] for work in concern.pinned}

@@ -51,7 +51,7 @@ class Improved:
     chain: Chain | None
 
 
-def improve(lattice: Lattice, *, stages: int, lower: float, upper: float, clock: Clock = FOREVER) -> Improved:
+def threshold_search(lattice: Lattice, *, stages: int, lower: float, upper: float, clock: Clock = FOREVER) -> Improved:
     """Return how far the bounds ``lower`` and ``upper`` of the largest load can be brought together.
 
     First it is asked whether anything is better than ``upper`` at all, which settles most cases; then by bisection.

@@ -34,7 +34,7 @@ class Place:
     limit: float | None
 
 
-class Bands:
+class IntervalDP:
     """Lengths of the stages at each place, by how many units they have and where they end: places alike share one."""
 
     def __init__(self, line: Line, places: Sequence[Place], *, widest: int, least_bytes: bool = False) -> None:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from autosplit.partition.graph import Graph
 from autosplit.partition.line import Line
-from autosplit.partition.line_bands import Bands, Place
+from autosplit.partition.line_bands import IntervalDP, Place
 from autosplit.partition.line_bytes import LineBytes
 from autosplit.partition.line_moves import RANGED, Paths, Redone, Rows, paired, rows, stages_of
-from autosplit.partition.problem import Problem, again_share
+from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.step_model import StepModel
 
 Floats = NDArray[np.float64]
@@ -79,16 +79,15 @@ class LineSearch:
         room: Sequence[float] | None = None,
         *,
         near: LineCut | None = None,
-        move: bool = True,
     ) -> LineCut | None:
         """Return the cut with the shortest step whose devices hold no more than ``room``, None where none is found.
 
         Every stage takes of ``options`` the fastest with which its device has room. The neighbours of ``near`` are
-        looked at too. Without ``move`` its boundaries are not moved.
+        looked at too.
         """
         ranked = sorted(options, key=self.share)
         if room is not None or near is not None:
-            return self._fastest(ranked, room, near, move=move)
+            return self._fastest(ranked, room, near)
         # Without limits it is the same cut whatever stages keep, as long as they do as much again.
         again = self.share(ranked[0])
         if again not in self._free:
@@ -97,7 +96,7 @@ class LineSearch:
         if free is None:
             return None
         own = self._as(free, [ranked[0]] * self.stages)
-        return self._moved(own, ranked[:1], None) if move else own
+        return self._moved(own, ranked[:1], None)
 
     def listed(
         self,
@@ -105,15 +104,9 @@ class LineSearch:
         room: Sequence[float] | None = None,
         *,
         near: LineCut | None = None,
-        move: bool = True,
     ) -> LineCut | None:
         """Return the like cut whose stages recompute as listed, one entry per stage."""
-        return self._fastest(tuple(recompute), room, near, move=move)
-
-    def moved(self, cut: LineCut, options: Sequence[str], room: Sequence[float] | None) -> LineCut:
-        """Return a cut with its boundaries moved while that is faster; stages take of a list, or what a tuple lists."""
-        ranked = options if isinstance(options, tuple) else sorted(options, key=self.share)
-        return self._moved(cut, ranked, room)
+        return self._fastest(tuple(recompute), room, near)
 
     def _fastest(
         self,
@@ -141,7 +134,7 @@ class LineSearch:
         single = rows(self.stages, further=False).legal(bounds).chains(bounds)
         return np.concatenate([bounds[None], single, paired(cut.bounds)])
 
-    def _bands(self, ranked: Sequence[str], room: Sequence[float] | None, *, least_bytes: bool = False) -> Bands:
+    def _bands(self, ranked: Sequence[str], room: Sequence[float] | None, *, least_bytes: bool = False) -> IntervalDP:
         places = []
         for place in range(self.stages):
             options = [ranked[place]] if isinstance(ranked, tuple) else ranked
@@ -149,7 +142,7 @@ class LineSearch:
             each = tuple((option, self.share(option)) for option in options)
             places.append(Place(float(self.model.scale[place]), self.in_flight[place], each, limit))
         widest = self.line.size if least_bytes else _widest(self)
-        return Bands(self.line, places, widest=widest, least_bytes=least_bytes)
+        return IntervalDP(self.line, places, widest=widest, least_bytes=least_bytes)
 
     def leanest(self, options: Sequence[str], room: Sequence[float]) -> LineCut:
         """Return the cut whose fullest device is fullest by least, relative to its room.
@@ -171,7 +164,7 @@ class LineSearch:
 
     def share(self, option: str) -> float:
         """Return which part of its forwards a stage does again."""
-        return again_share(option, microbatches=self.problem.microbatches)
+        return recompute_fraction(option, microbatches=self.problem.microbatches)
 
     def _again(self, recompute: Sequence[str]) -> Floats:
         return np.array([self.share(option) for option in recompute])

@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Wave:
+class Transitions:
     """Moves to different states, ascending: from which state, to which, and with which slot and place."""
 
     origin: Ints
@@ -40,10 +40,12 @@ class Wave:
     slot: Ints
     place: Ints
 
-    def among(self, alive: NDArray[np.bool_]) -> Wave:
+    def among(self, alive: NDArray[np.bool_]) -> Transitions:
         """Return the moves from states that are alive."""
         kept = alive[self.origin]
-        return self if kept.all() else Wave(self.origin[kept], self.target[kept], self.slot[kept], self.place[kept])
+        return (
+            self if kept.all() else Transitions(self.origin[kept], self.target[kept], self.slot[kept], self.place[kept])
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Moves:
 
     places: tuple[Place, ...]
     used: Ints
-    waves: tuple[Wave, ...]
+    waves: tuple[Transitions, ...]
     stages: int
     kinds: tuple[tuple[int, ...], ...]
     """The slots of each kind; one slot per kind in fixed order."""
@@ -87,7 +89,7 @@ class Moves:
         return cls(
             places=tuple(places),
             used=np.array([sum(own) for own in taken]),
-            waves=tuple(Wave(*np.array(moves, dtype=np.int64).T) for moves in waves if moves),
+            waves=tuple(Transitions(*np.array(moves, dtype=np.int64).T) for moves in waves if moves),
             stages=goal.stages,
             kinds=kinds,
             taken=tuple(taken),

@@ -41,7 +41,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Net:
+class TensorEdge:
     """One tensor: its producer and consumers (indices of works), and what a transfer costs each stage it touches.
 
     A stage pays once when it holds the producer and not all consumers, or a consumer and not the producer. Where the
@@ -118,7 +118,7 @@ class Problem:
     """
 
     works: tuple[Work, ...]
-    nets: tuple[Net, ...]
+    nets: tuple[TensorEdge, ...]
     holds: tuple[Hold, ...] = ()
     order: tuple[tuple[int, int], ...] = ()
     ties: tuple[Tie, ...] = ()
@@ -223,7 +223,7 @@ class Problem:
         """Return how many devices so many stages take, the last perhaps not full."""
         return -(-stages // self.virtual_stages) if self.own is None else len(self.own.lanes)
 
-    def whole(self, stages: int) -> int:
+    def max_stages(self, stages: int) -> int:
         """Return the most stages, up to ``stages``, that the schedule can be made for; 0 where there are none."""
         if self.own is None:
             return stages // self.virtual_stages * self.virtual_stages
@@ -250,7 +250,7 @@ class Problem:
         return frozenset(flows | set(self.order))
 
 
-def again_share(option: str, *, microbatches: int) -> float:
+def recompute_fraction(option: str, *, microbatches: int) -> float:
     """Return which part of its forwards a stage does again in its backwards."""
     return {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(option, 1.0)
 

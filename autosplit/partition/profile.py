@@ -33,7 +33,7 @@ _SUMS = 2**21
 
 
 @dataclass(frozen=True)
-class Front:
+class ParetoFront:
     """Points, ascending in both numbers: ``ends`` = time + crossing and ``starts`` = time - crossing, in quanta.
 
     ``parts`` are the choices that the points come from, ``part`` and ``index`` which of them and where in it.
@@ -55,19 +55,19 @@ class Part:
 
     variable: int
     label: int
-    fronts: tuple[Front, ...]
+    fronts: tuple[ParetoFront, ...]
 
 
 @dataclass(frozen=True)
 class _Term:
     scope: tuple[int, ...]
-    table: dict[tuple[int, ...], Front]
+    table: dict[tuple[int, ...], ParetoFront]
 
 
-_NOTHING = Front(np.zeros(1), np.zeros(1))
+_NOTHING = ParetoFront(np.zeros(1), np.zeros(1))
 
 
-def profile(labels: Labelling, *, dear: float, work: int, clock: Clock = FOREVER) -> Front | None:
+def profile(labels: Labelling, *, dear: float, work: int, clock: Clock = FOREVER) -> ParetoFront | None:
     """Return the front of the ideals whose crossing costs at most ``dear``, None if more than ``work`` points arise."""
     terms: list[list[_Term]] = [[] for _ in labels.times]
     place = {step.variable: index for index, step in enumerate(labels.steps)}
@@ -95,7 +95,7 @@ def profile(labels: Labelling, *, dear: float, work: int, clock: Clock = FOREVER
     return whole
 
 
-def ideal(front: Front, point: int, *, groups: int) -> int:
+def ideal(front: ParetoFront, point: int, *, groups: int) -> int:
     """Return an ideal that has the numbers of a point, or nearly so where points were thinned."""
     found, waiting = 0, [(front, point)]
     while waiting:
@@ -111,8 +111,8 @@ def ideal(front: Front, point: int, *, groups: int) -> int:
     return found
 
 
-def _point(ends: float, starts: float) -> Front:
-    return Front(np.array([ends]), np.array([starts]))
+def _point(ends: float, starts: float) -> ParetoFront:
+    return ParetoFront(np.array([ends]), np.array([starts]))
 
 
 def _eliminate(step: Step, terms: Sequence[_Term], *, dear: float) -> _Term:
@@ -125,13 +125,13 @@ def _eliminate(step: Step, terms: Sequence[_Term], *, dear: float) -> _Term:
     return _Term(step.scope, {key: front for key, front in fronts_of.items() if len(front)})
 
 
-def _joint(terms: Sequence[_Term]) -> Iterator[tuple[dict[int, int], list[Front]]]:
+def _joint(terms: Sequence[_Term]) -> Iterator[tuple[dict[int, int], list[ParetoFront]]]:
     """Yield the labellings on which all terms agree, with each term's front."""
-    rows: list[tuple[dict[int, int], list[Front]]] = [({}, [])]
+    rows: list[tuple[dict[int, int], list[ParetoFront]]] = [({}, [])]
     seen: set[int] = set()
     for term in terms:
         shared = [axis for axis, variable in enumerate(term.scope) if variable in seen]
-        entries: dict[tuple[int, ...], list[tuple[tuple[int, ...], Front]]] = {}
+        entries: dict[tuple[int, ...], list[tuple[tuple[int, ...], ParetoFront]]] = {}
         for key, front in term.table.items():
             entries.setdefault(tuple(key[axis] for axis in shared), []).append((key, front))
         following = []
@@ -143,7 +143,7 @@ def _joint(terms: Sequence[_Term]) -> Iterator[tuple[dict[int, int], list[Front]
     yield from rows
 
 
-def _front(parts: Sequence[Part], *, dear: float) -> Front:
+def _front(parts: Sequence[Part], *, dear: float) -> ParetoFront:
     """Return what is left of all sums of a point from each front of one of the parts."""
     sums = [_sums(part) for part in parts]
     ends, starts = np.concatenate([each[0] for each in sums]), np.concatenate([each[1] for each in sums])
@@ -158,7 +158,7 @@ def _front(parts: Sequence[Part], *, dear: float) -> Front:
     order = order[left]
     part = np.repeat(np.arange(len(parts)), lengths)[order]
     first = np.cumsum([0, *lengths[:-1]])[part]
-    return _thin(Front(ends[order], starts[order], tuple(parts), part, order - first), points=_POINTS)
+    return _thin(ParetoFront(ends[order], starts[order], tuple(parts), part, order - first), points=_POINTS)
 
 
 def _unbeaten(ends: Floats, starts: Floats) -> NDArray[np.bool_]:
@@ -180,7 +180,7 @@ def _sums(part: Part) -> tuple[Floats, Floats]:
     return ends, starts
 
 
-def _thinner(fronts: Sequence[Front]) -> tuple[Front, ...]:
+def _thinner(fronts: Sequence[ParetoFront]) -> tuple[ParetoFront, ...]:
     """Thin the largest fronts until there are not too many sums."""
     fronts = list(fronts)
     while np.prod([float(len(front)) for front in fronts]) > _SUMS:
@@ -189,7 +189,7 @@ def _thinner(fronts: Sequence[Front]) -> tuple[Front, ...]:
     return tuple(fronts)
 
 
-def _thin(front: Front, *, points: int) -> Front:
+def _thin(front: ParetoFront, *, points: int) -> ParetoFront:
     """Join neighbours: the least ``ends`` with the most ``starts`` of them stand for all."""
     if len(front) <= points or front.part is None or front.index is None:
         return front
@@ -197,4 +197,4 @@ def _thin(front: Front, *, points: int) -> Front:
     cell = np.minimum(np.floor((front.ends - front.ends[0]) / width), points - 1)
     first = np.flatnonzero(np.diff(cell, prepend=-1.0))
     last = np.append(first[1:], len(front)) - 1
-    return Front(front.ends[first], front.starts[last], front.parts, front.part[last], front.index[last])
+    return ParetoFront(front.ends[first], front.starts[last], front.parts, front.part[last], front.index[last])

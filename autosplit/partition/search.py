@@ -21,11 +21,11 @@ from typing import Literal
 from autosplit.partition.bounds import bound
 from autosplit.partition.chains import Chain, best_chain
 from autosplit.partition.clock import FOREVER, Clock, OutOfTime
-from autosplit.partition.condense import Concern, condense, glue_costly
+from autosplit.partition.condense import MergeObjective, condense, merge_inseparable
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals import all_ideals, in_runs, neighbourhood, prefix_ideals, some_orders
-from autosplit.partition.large import improve
+from autosplit.partition.large import threshold_search
 from autosplit.partition.lattice import lattice
 from autosplit.partition.problem import Problem
 from autosplit.partition.swaps import best_nearby
@@ -59,7 +59,7 @@ _POOL = 8_000
 _SWAPPED = 64
 """Graphs of at most so many groups are searched by swaps."""
 
-_LOADS = Concern(loads=True, bytes=False)
+_LOADS = MergeObjective(loads=True, bytes=False)
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class _Search:
         count = stages if empty else min(stages, self.base.size)
         self.goal = Goal.of(problem, stages=count, least=least, empty=empty)
         self.capacity = self._binding_capacity() if least == "load" else None
-        self.concern = Concern(loads=least == "load", bytes=least == "bytes" or self.capacity is not None)
-        self.merged: dict[Concern, Graph] = {}
+        self.concern = MergeObjective(loads=least == "load", bytes=least == "bytes" or self.capacity is not None)
+        self.merged: dict[MergeObjective, Graph] = {}
         self.best: Found | None = None
         self.lower = self._first_bound()
         self.loads_known = self.exhaustive = False
@@ -156,7 +156,7 @@ class _Search:
         self._take(chain, start)
         self.clock.check()
         if self.best is not None and self.least == "load":
-            glued = glue_costly(self.base, bound_s=self.best.chain.value)
+            glued = merge_inseparable(self.base, bound_s=self.best.chain.value)
             if glued.size < self.base.size:
                 self.base = glued
                 self.merged.clear()
@@ -182,7 +182,7 @@ class _Search:
         if ideals is None:
             self._name_boundaries(graph, upper=upper)
             return
-        found = improve(ideals, stages=self.goal.stages, lower=self.lower, upper=upper, clock=self.clock)
+        found = threshold_search(ideals, stages=self.goal.stages, lower=self.lower, upper=upper, clock=self.clock)
         self.lower, self.loads_known = max(self.lower, found.lower_bound), True
         seed = found.chain or seed
         if seed is not None and self.capacity is None and self._is_legal(seed):
@@ -220,7 +220,9 @@ class _Search:
                 return
             small_s = fraction * self.best.chain.value
             reduced = condense(
-                glue_costly(without_small(self.base, goal=self.goal, small_s=small_s), bound_s=self.best.chain.value),
+                merge_inseparable(
+                    without_small(self.base, goal=self.goal, small_s=small_s), bound_s=self.best.chain.value
+                ),
                 concern=_LOADS,
             )
             ideals = self._few_ideals(reduced)
@@ -255,7 +257,7 @@ class _Search:
         """Among equally good chains take the one whose fullest stage is emptiest."""
         if self.best is None or self.least == "bytes" or not self.base.has_bytes:
             return
-        graph = self._condensed(Concern(loads=True, bytes=True))
+        graph = self._condensed(MergeObjective(loads=True, bytes=True))
         ideals = self._few_ideals(graph)
         if not ideals:
             graph = self.best.graph
@@ -338,7 +340,7 @@ class _Search:
             return replace(self.goal, load_limit_s=limit, capacity_bytes=self.capacity)
         return replace(self.goal, capacity_bytes=(limit,) * self.goal.stages)
 
-    def _condensed(self, concern: Concern) -> Graph:
+    def _condensed(self, concern: MergeObjective) -> Graph:
         """Return the graph without what need not be cut."""
         if concern not in self.merged:
             self.merged[concern] = condense(self.base, concern=concern)

@@ -13,7 +13,7 @@ from autosplit.errors import InfeasibleError
 from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.costs import Costs, check
 from autosplit.partition.infeasible import no_fit
-from autosplit.partition.problem import Problem, Work, again_share, without_room
+from autosplit.partition.problem import Problem, Work, recompute_fraction, without_room
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
@@ -168,24 +168,8 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -
     lower_s = simple_bound(problem, stages=stages, longest_s=answer.lower_bound)
     if problem.free_order:
         return lower_s
-    again = min(again_share(option, microbatches=problem.microbatches) for option in problem.recompute)
+    again = min(recompute_fraction(option, microbatches=problem.microbatches) for option in problem.recompute)
     return max(lower_s, spread_bound(problem, stages=stages, again=again))
-
-
-def solve_evenly(problem: Problem, *, stages: int | None = None, ideal_limit: int = IDEAL_LIMIT) -> Partition:
-    """Return the partition whose fullest stage needs the fewest bytes, whatever its time; capacities play no part."""
-    answer = _find(problem, stages=_stages(problem, stages), least="bytes", empty=False, ideal_limit=ideal_limit)
-    assert answer.assignment is not None, "without limits every graph can be cut"
-    costs = check(without_room(problem, stages=max(answer.assignment) + 1), answer.assignment)
-    return Partition(answer.assignment, "bottleneck", costs.bottleneck_s, 0.0, "bounded", costs)
-
-
-def smallest_capacity(problem: Problem, *, stages: int | None = None, ideal_limit: int = IDEAL_LIMIT) -> int:
-    """Return the least bytes per device for which a partition into ``stages`` stages exists, all devices being equal.
-
-    The problem's own capacities play no part. Where the ideals are more than ``ideal_limit`` it is the least found.
-    """
-    return max(solve_evenly(problem, stages=stages, ideal_limit=ideal_limit).costs.device_bytes)
 
 
 def _stages(problem: Problem, stages: int | None) -> int:

@@ -15,10 +15,8 @@ import numpy as np
 
 from autosplit.partition.goal import PLAIN, Goal, Terms
 from autosplit.partition.moves import Place
-from autosplit.partition.problem import RECOMPUTE, Hold, Problem, again_share
+from autosplit.partition.problem import RECOMPUTE, Hold, Problem, recompute_fraction
 from autosplit.partition.table import Floats, Ints, Pins, Row, Table, Worst
-
-NONE_FITS = -1
 
 
 class StageCosts:
@@ -35,7 +33,7 @@ class StageCosts:
         Where a stage is beyond a limit its cost is infinite.
         """
         if self.extras is not None:
-            costs = np.stack([self._chosen(ideal, larger, place)[0] for place in places])
+            costs = np.stack([self._chosen(ideal, larger, place) for place in places])
             kept = np.isfinite(costs).any(axis=0)
             return larger[kept], costs[:, kept]
         if not self._needs_loads:
@@ -52,13 +50,6 @@ class StageCosts:
             return larger, np.where(np.isfinite(loads), needed, np.inf)
         return larger, np.where(np.isfinite(needed), loads, np.inf)
 
-    def options(self, ideal: int, larger: Ints, place: Place) -> Ints:
-        """Return the recompute option of each stage, an index into RECOMPUTE, or NONE_FITS."""
-        if self.extras is not None:
-            return self._chosen(ideal, larger, place)[1]
-        kept = np.isfinite(self._plain_bytes(ideal, larger, (place,))[0])
-        return np.where(kept, 0, NONE_FITS)
-
     def _loads(self, ideal: int, larger: Ints, places: Sequence[Place]) -> Floats:
         """Return the loads, one row for all places where these are plain."""
         if all(place.terms == PLAIN for place in places):
@@ -74,11 +65,11 @@ class StageCosts:
         needed = fixed + in_flight * resident
         return np.where(needed <= capacity, needed, np.inf)
 
-    def _chosen(self, ideal: int, larger: Ints, place: Place) -> tuple[Floats, Ints]:
-        """Return the cost under the option that each stage takes, and that option."""
+    def _chosen(self, ideal: int, larger: Ints, place: Place) -> Floats:
+        """Return the cost under the option that each stage takes."""
         goal, extras = self.goal, self.extras
         assert extras is not None
-        cost, option = np.full(len(larger), np.inf), np.full(len(larger), NONE_FITS)
+        cost, open_ = np.full(len(larger), np.inf), np.ones(len(larger), dtype=np.bool_)
         loads = extras.loads(ideal, larger, place.terms) if self._needs_loads else None
         needed_bytes = goal.least == "bytes" or math.isfinite(place.capacity_bytes)
         leanest = goal.least == "bytes" and loads is None
@@ -92,12 +83,12 @@ class StageCosts:
                 value = needed if goal.least == "bytes" else own
             else:
                 own, value = needed, needed
-            take = fits & (value < cost) if leanest else fits & (option == NONE_FITS)
-            option[take] = index
+            take = fits & (value < cost) if leanest else fits & open_
+            open_ &= ~take
             cost[take] = value[take]
             if loads is not None:
                 cost[take & (own > goal.load_limit_s)] = np.inf
-        return cost, option
+        return cost
 
 
 class Extras:
@@ -106,7 +97,7 @@ class Extras:
     def __init__(self, table: Table, problem: Problem) -> None:
         self.table, self.problem = table, problem
         self.group_of = table.graph.group_of
-        self.again = again_shares(problem)
+        self.again = recompute_fractions(problem)
         self.forward_s = self._sum(work.forward_s for work in problem.works)
         self.sync_s = self._sum(work.sync_s for work in problem.works)
         users = [sorted({self.group_of[user] for user in tie.users}) for tie in problem.ties]
@@ -190,10 +181,10 @@ class Extras:
         return frozenset(self.group_of[work] for work in works)
 
 
-def again_shares(problem: Problem) -> list[tuple[int, float]]:
+def recompute_fractions(problem: Problem) -> list[tuple[int, float]]:
     """Return the recompute options, the fastest first: an index into RECOMPUTE, the part of the forward done again."""
     allowed = [(name, index) for index, name in enumerate(RECOMPUTE) if name in problem.recompute]
-    ranked = sorted((again_share(name, microbatches=problem.microbatches), index) for name, index in allowed)
+    ranked = sorted((recompute_fraction(name, microbatches=problem.microbatches), index) for name, index in allowed)
     return [(index, again) for again, index in ranked]
 
 

@@ -27,7 +27,7 @@ from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals import some_orders
 from autosplit.partition.line import Line
 from autosplit.partition.line_search import LineSearch
-from autosplit.partition.problem import Problem, again_share
+from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.step_model import StepModel
 
 _DEVICE_ORDERS = 6
@@ -74,7 +74,7 @@ def least_step(
     ``stages`` and ``empty`` are those of `solve`.
     """
     graph = base_graph(problem)
-    count = stages if empty else problem.whole(min(stages, graph.size))
+    count = stages if empty else problem.max_stages(min(stages, graph.size))
     costs = check(problem, assignment, order=order, stages=count if empty else None)
     best = Step(tuple(assignment), costs.order, costs.step_s)
     for devices in islice(_device_orders(problem, best.order, places=problem.places(count)), _DEVICE_ORDERS):
@@ -208,7 +208,7 @@ class _Search:
         self.left -= len(moves)
         again = np.zeros(self.stages)
         for stage, option in enumerate(self._costs(cut.stages).recompute):
-            again[stage] = again_share(option, microbatches=self.problem.microbatches)
+            again[stage] = recompute_fraction(option, microbatches=self.problem.microbatches)
         steps = self.model.steps(np.array(moves), np.tile(again, (len(moves), 1)))
         for place in np.argsort(steps, kind="stable")[:_CHECKED].tolist():
             found = self._costed(moves[place]) if steps[place] < cut.step_s * (1 - _GAIN) else None

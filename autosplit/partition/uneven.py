@@ -75,7 +75,7 @@ class _Search:
     ) -> None:
         self.problem, self.least, self.ideal_limit, self.clock = problem, least, ideal_limit, clock
         self.whole = self.base = base_graph(problem)
-        count = stages if empty else problem.whole(min(stages, self.base.size))
+        count = stages if empty else problem.max_stages(min(stages, self.base.size))
         if not count:
             raise InfeasibleError(
                 f"{problem.schedule} puts {problem.virtual_stages} stages on a device, and the works fall into "

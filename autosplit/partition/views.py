@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autosplit.partition.condense import Concern, condense, glue_costly
+from autosplit.partition.condense import MergeObjective, condense, merge_inseparable
 from autosplit.partition.goal import PLAIN, Goal, Terms
 from autosplit.partition.graph import Graph, merge
 from autosplit.partition.problem import Problem
-from autosplit.partition.stage_costs import again_shares, block_bytes
+from autosplit.partition.stage_costs import block_bytes, recompute_fractions
 
 
 def lossless(graph: Graph, *, goal: Goal, loads: bool, bytes_: bool) -> Graph:
@@ -26,18 +26,18 @@ def lossless(graph: Graph, *, goal: Goal, loads: bool, bytes_: bool) -> Graph:
     pinned: frozenset[int] = frozenset()
     if goal.extras is not None:
         pinned = _pinned(goal.extras, bytes_=bytes_)
-    coarse = condense(seen, concern=Concern(loads=loads, bytes=bytes_, pinned=pinned))
+    coarse = condense(seen, concern=MergeObjective(loads=loads, bytes=bytes_, pinned=pinned))
     return graph if coarse.size == graph.size else merge(graph, labels(graph, coarse))
 
 
 def glued(graph: Graph, *, goal: Goal, bound_s: float) -> Graph:
-    """Return the graph glued as `glue_costly` does, for the devices of the goal."""
+    """Return the graph glued as `merge_inseparable` does, for the devices of the goal."""
     if goal.terms is None:
-        return glue_costly(graph, bound_s=bound_s)
+        return merge_inseparable(graph, bound_s=bound_s)
     work, net = min(terms.work for terms in goal.terms), min(terms.net for terms in goal.terms)
     tensors = tuple(replace(tensor, cost_s=net * tensor.cost_s) for tensor in graph.tensors)
     cheapest = replace(graph, times_s=tuple(work * time_s for time_s in graph.times_s), tensors=tensors)
-    return merge(graph, labels(graph, glue_costly(cheapest, bound_s=bound_s)))
+    return merge(graph, labels(graph, merge_inseparable(cheapest, bound_s=bound_s)))
 
 
 def without_small(graph: Graph, *, goal: Goal, small_s: float) -> Graph:
@@ -65,7 +65,7 @@ def _cautious(graph: Graph, goal: Goal) -> Graph:
     again = 0.0
     transient = graph.transient_bytes
     if goal.extras is not None:
-        again = max(share for _, share in again_shares(goal.extras))
+        again = max(share for _, share in recompute_fractions(goal.extras))
         for work, group in enumerate(graph.group_of):
             forward_s[group] += goal.extras.works[work].forward_s
             sync_s[group] += goal.extras.works[work].sync_s

@@ -16,7 +16,7 @@ import networkx as nx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autosplit.errors import InputError
-from autosplit.partition.problem import Net, Problem, Work, devices_of
+from autosplit.partition.problem import Problem, TensorEdge, Work, devices_of
 
 FORMAT = "autosplit-workload/1"
 MOST_MS = 1e12
@@ -72,7 +72,7 @@ class Workload:
 
     name: str
     works: tuple[Work, ...]
-    nets: tuple[Net, ...]
+    nets: tuple[TensorEdge, ...]
     order: tuple[tuple[int, int], ...]
     capacity_bytes: int | None
 
@@ -167,7 +167,7 @@ def _check_id(nodes: Sequence[_Node], index: int) -> None:
     raise _Refused(f"the id of nodes[{index}] is {_number(own)}{again}; an id is the node's place in the list, {index}")
 
 
-def _nets(file: _File) -> tuple[tuple[Net, ...], tuple[tuple[int, int], ...]]:
+def _nets(file: _File) -> tuple[tuple[TensorEdge, ...], tuple[tuple[int, int], ...]]:
     """Return the tensors, each one net whatever the kinds of its edges, and the pairs that only order demands.
 
     Where only some of a tensor's edges set an order, the net is without one, and these edges are pairs: so the tensor
@@ -212,7 +212,7 @@ def _check_edge(index: int, edge: _Edge, *, nodes: int) -> None:
         )
 
 
-def _net(edges: Sequence[tuple[int, _Edge]]) -> tuple[Net | None, list[tuple[int, int]]]:
+def _net(edges: Sequence[tuple[int, _Edge]]) -> tuple[TensorEdge | None, list[tuple[int, int]]]:
     """Return the net of one tensor's edges, None where all stay with its producer, and the pairs that it orders."""
     first, (producer, _, tensor, cost_ms, _) = edges[0]
     for index, (tail, _, _, ms, _) in edges:
@@ -230,9 +230,9 @@ def _net(edges: Sequence[tuple[int, _Edge]]) -> tuple[Net | None, list[tuple[int
     cost_s = cost_ms / _MS_PER_S
     forward_s, backward_s = (cost_s, 0.0) if ordered else (0.0, cost_s)
     if ordered.issuperset(consumers):
-        return Net(producer, consumers, forward_s, backward_s), []
+        return TensorEdge(producer, consumers, forward_s, backward_s), []
     pairs = [(producer, head) for head in consumers if head in ordered]
-    return Net(producer, consumers, forward_s, backward_s, ordered=False), pairs
+    return TensorEdge(producer, consumers, forward_s, backward_s, ordered=False), pairs
 
 
 def shortest_cycle(flows: Iterable[tuple[int, int]], order: Iterable[tuple[int, int]]) -> list[int] | None:

@@ -8,7 +8,7 @@ from autosplit.partition.coarse import Coarse, coarsened, taken_apart
 from autosplit.partition.costs import check
 from autosplit.partition.line import Line
 from autosplit.partition.line_search import LineCut, LineSearch
-from autosplit.partition.problem import again_share
+from autosplit.partition.problem import recompute_fraction
 from autosplit.partition.solve import Partition
 from autosplit.partition.spread_bound import spread_bound
 from autosplit.partition.step_bound import simple_bound
@@ -176,7 +176,7 @@ def bounded(finished: Finished) -> Finished:
     """Return the same with a lower bound: of all cuts whose stages do as much again as the one that does least."""
     writer, problem = finished.writer, finished.writer.case.problem
     stages, costs = finished.entry.settled.stages, finished.writer.partition.costs
-    least = min(again_share(option, microbatches=problem.microbatches) for option in costs.recompute)
+    least = min(recompute_fraction(option, microbatches=problem.microbatches) for option in costs.recompute)
     lower_s = max(simple_bound(problem, stages=stages), spread_bound(problem, stages=stages, again=least))
     writer.partition = replace(
         writer.partition,

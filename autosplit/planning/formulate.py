@@ -14,7 +14,7 @@ import torch
 
 from autosplit.errors import TraceError
 from autosplit.options import Options
-from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work, devices_of
 from autosplit.planning.outline import Outline
 from autosplit.planning.schedules import ResolvedSchedule
 from autosplit.planning.specs import link_factors, link_seconds
@@ -220,7 +220,7 @@ class _Formulator:
         works = (self.outline.first.get(name) for name in state.uses)
         return tuple(dict.fromkeys(work for work in works if work is not None))
 
-    def _nets(self) -> list[Net]:
+    def _nets(self) -> list[TensorEdge]:
         nets = []
         for index, (info, consumers) in enumerate(zip(self.micro, self.outline.consumers, strict=True)):
             others = tuple(dict.fromkeys(c for c in consumers if c != index))
@@ -228,7 +228,7 @@ class _Formulator:
                 seconds = self._link_s(self.profile.nodes[info.name].output_bytes)
                 floats = bool(info.tensors) and info.tensors[0].dtype.is_floating_point
                 back = seconds if floats and not self.evaluated else 0.0
-                nets.append(Net(index, others, seconds, back))
+                nets.append(TensorEdge(index, others, seconds, back))
         return nets
 
     def _link_s(self, count: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from autosplit.partition.problem import again_share
+from autosplit.partition.problem import recompute_fraction
 from autosplit.planning.host import host_step
 from autosplit.planning.plan import Plan
 from autosplit.planning.records import Alternative, StagePlan
@@ -45,7 +45,7 @@ def without_recompute(plan: Plan) -> Plan:
     microbatches = len(plan.microbatch_rows)
     stages = []
     for stage in plan.stages:
-        again_s = again_share(stage.recompute, microbatches=microbatches) * stage.forward_s
+        again_s = recompute_fraction(stage.recompute, microbatches=microbatches) * stage.forward_s
         backward_s = max(stage.weight_s, stage.backward_s - again_s)
         stages.append(stage.model_copy(update={"recompute": "never", "backward_s": backward_s}))
     return plan.model_copy(update={"stages": tuple(stages)})

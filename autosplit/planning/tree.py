@@ -11,7 +11,7 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
-from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import Partition, solve
 from autosplit.planning.fingerprint import fingerprint_of
 from autosplit.planning.formulate import state_bytes
@@ -88,7 +88,7 @@ class _Writer:
         limits = [self.options.capacity_bytes(stage) for stage in range(len(self.options.devices))]
         return Problem(
             works,
-            tuple(Net(index, (index + 1,), link_s, link_s) for index, link_s in enumerate(links)),
+            tuple(TensorEdge(index, (index + 1,), link_s, link_s) for index, link_s in enumerate(links)),
             tuple(Hold(self.costs.saved_below(unit), index, (), (index,)) for index, unit in enumerate(self.units)),
             microbatches=1,
             schedule=_SCHEDULE,

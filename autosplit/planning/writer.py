@@ -12,7 +12,7 @@ from torch import nn
 from autosplit.errors import ProfileError
 from autosplit.memory.pieces import Recompute
 from autosplit.memory.range import PeakRange
-from autosplit.partition.problem import Work, again_share
+from autosplit.partition.problem import Work, recompute_fraction
 from autosplit.partition.solve import Partition
 from autosplit.planning.advice import advice, note_on_training
 from autosplit.planning.apply import DataflowIndex, assign, boundaries_of, sent_s
@@ -155,7 +155,7 @@ class Writer:
         parameters = [s for s in self._states(index) if s.is_parameter]
         devices = self.problem.devices
         slowdown = devices[self.lane[index]].slowdown if devices is not None else 1.0
-        again = again_share(self.recompute[index], microbatches=len(self.sizes))
+        again = recompute_fraction(self.recompute[index], microbatches=len(self.sizes))
         issue = self._issue(index, names)
         return StagePlan(
             index=index,

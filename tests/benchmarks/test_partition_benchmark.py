@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from autosplit.partition.problem import Net, Problem, Work
+from autosplit.partition.problem import Problem, TensorEdge, Work
 from benchmarks import pairs, partition
 from benchmarks.partition import Row
 
@@ -45,7 +45,7 @@ def test_equal_counts_differ_by_one_at_most() -> None:
 
 def test_a_peers_cut_is_counted_by_the_checker() -> None:
     works = tuple(Work(f"w{index}", 1.0, 0.0, static_bytes=10) for index in range(4))
-    problem = Problem(works, tuple(Net(index, (index + 1,), 0.5, 0.0) for index in range(3)), microbatches=1)
+    problem = Problem(works, tuple(TensorEdge(index, (index + 1,), 0.5, 0.0) for index in range(3)), microbatches=1)
     assert partition.peer_costs(problem, [1, 3]).loads_s == (1.5, 3.5)
     found = partition.peers_of(problem, stages=2, bottleneck_s=2.5, cap=19)
     assert found["equal"] == partition.Peer(1.0, fits=False)

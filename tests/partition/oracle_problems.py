@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autosplit.partition.problem import RECOMPUTE, Device, Hold, Net, Problem, Tie, Work
+from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
 from tests.partition.oracle_costs import Rules
 
 _SHAPES = ("chain", "layered", "branches", "wide", "skips")
@@ -33,14 +33,14 @@ def random_problem(seed: int, mix: Mix) -> Problem:
     nets, holds = [], []
     for producer, consumers in sorted(edges.items()):
         cost = _seconds(chance, mix) * heavy
-        nets.append(Net(producer, consumers, cost, _seconds(chance, mix) * heavy))
+        nets.append(TensorEdge(producer, consumers, cost, _seconds(chance, mix) * heavy))
         savers = tuple(end for end in (producer, *consumers) if chance.random() < 0.4)
         holds.append(Hold(chance.randrange(30), producer, consumers, savers))
         if chance.random() < mix.unordered:
             # A gradient of one of the consumers back to the producer, and a value between works of no order.
-            nets.append(Net(consumers[-1], (producer,), 0.0, cost, ordered=False))
+            nets.append(TensorEdge(consumers[-1], (producer,), 0.0, cost, ordered=False))
             others = tuple(sorted(chance.sample(range(mix.count), min(2, mix.count))))
-            nets.append(Net(chance.randrange(mix.count), others, _seconds(chance, mix), 0.0, ordered=False))
+            nets.append(TensorEdge(chance.randrange(mix.count), others, _seconds(chance, mix), 0.0, ordered=False))
     for _ in range(chance.choice((0, 0, 1, 2))):
         users = tuple(sorted(chance.sample(range(mix.count), min(mix.count, chance.randint(1, 3)))))
         holds.append(Hold(chance.randrange(20), None, users, users[:1] if chance.random() < 0.5 else ()))

@@ -8,7 +8,7 @@ import pytest
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Problem
+from autosplit.partition.problem import Problem, without_room
 from autosplit.partition.solve import Partition, solve
 from tests.partition.oracle_costs import Rules
 
@@ -44,6 +44,15 @@ def solved(
     if partition.status == "optimal":
         assert partition.value_s == pytest.approx(optimum, rel=CLOSE)
     return partition
+
+
+def smallest_capacity(problem: Problem, *, stages: int) -> int:
+    """Return the smallest limit that the solver names where no device has room for anything."""
+    try:
+        solve(without_room(problem, stages=stages), stages=stages)
+    except InfeasibleError as error:
+        return error.smallest_bytes or 0
+    return 0
 
 
 def _assert_legal(problem: Problem, partition: Partition, *, stages: int, empty: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
 from autosplit.partition.infeasible import over_capacity, require_separable
-from autosplit.partition.problem import Hold, Net, Problem, Tie, Work, devices_of
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import assignments, brute_force, most_stages
 from tests.partition.oracle_problems import Mix, random_problem, with_devices, with_extras
@@ -23,7 +23,7 @@ def chain(*sizes: int, colours: str = "", limit: int, stages: int) -> Problem:
         Work(f"w{index}", 1.0, 0.0, size, colour=None if names[index] == "." else names[index])
         for index, size in enumerate(sizes)
     )
-    nets = tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(len(sizes) - 1))
+    nets = tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(len(sizes) - 1))
     return Problem(works, nets, microbatches=2, devices=devices_of((limit,) * stages))
 
 

@@ -12,7 +12,7 @@ from autosplit.partition.line import Line
 from autosplit.partition.line_hops import Hops
 from autosplit.partition.line_moves import Paths, Redone, _Changes, paired, rows, stages_of
 from autosplit.partition.line_search import LineSearch
-from autosplit.partition.problem import RECOMPUTE, Net
+from autosplit.partition.problem import RECOMPUTE, TensorEdge
 from tests.partition.test_line_search import all_cuts, random_problem
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("interleaved", 2)]
@@ -46,7 +46,9 @@ def test_a_path_is_as_long_as_its_cut_and_no_longer_than_others(seed: int, sched
     lower = search.paths.bounds(chains, again)
     assert (lower <= steps * (1 + 1e-9)).all()
     assert (lower > 0.5 * steps).mean() > 0.5
-    near_ones = replace(search.problem, nets=tuple(Net(n, (n + 1,), 0.1, 0.2) for n in range(search.line.size - 1)))
+    near_ones = replace(
+        search.problem, nets=tuple(TensorEdge(n, (n + 1,), 0.1, 0.2) for n in range(search.line.size - 1))
+    )
     plain = LineSearch(Line(near_ones), near_ones, stages=search.stages)
     own_s = plain._steps(chains[:1], again[:1])
     assert plain.paths.bounds(chains[:1], again[:1]) == pytest.approx(own_s, rel=1e-9)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from autosplit.partition.line import Line
-from autosplit.partition.line_bands import _SHARES, _TIES, Bands, Place
+from autosplit.partition.line_bands import _SHARES, _TIES, IntervalDP, Place
 from tests.partition.test_line_search import random_problem
 
 
-def every_limit(bands: Bands) -> list[tuple[int, ...]]:
+def every_limit(bands: IntervalDP) -> list[tuple[int, ...]]:
     """Return the cuts of one program per limit on the longest stage, none of them left out."""
     found: list[tuple[int, ...]] = []
     line, spans = bands.line, bands.spans
@@ -35,7 +35,7 @@ def places(stages: int, limit: float | None, scales: Sequence[float]) -> list[Pl
     return [Place(scales[stage % len(scales)], stages - stage, options, limit) for stage in range(stages)]
 
 
-class CountedBands(Bands):
+class CountedBands(IntervalDP):
     """Counts its programs."""
 
     programs = 0

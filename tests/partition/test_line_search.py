@@ -13,7 +13,7 @@ from autosplit.partition.costs import Costs, check
 from autosplit.partition.graph import base_graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_search import LineSearch
-from autosplit.partition.problem import RECOMPUTE, Device, Hold, Net, Problem, Tie, Work
+from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
 from autosplit.partition.spread_bound import spread_bound
 
 
@@ -24,7 +24,7 @@ def random_problem(seed: int, *, works: int = 9, schedule: str = "1f1b", virtual
     for place in range(works - 1):
         others = {place + 1} | {chance.randrange(place + 1, works) for _ in range(chance.randrange(2))}
         seconds = chance.choice((0.0, 0.1, 0.3))
-        nets.append(Net(place, tuple(sorted(others)), seconds, seconds))
+        nets.append(TensorEdge(place, tuple(sorted(others)), seconds, seconds))
         savers = tuple(own for own in sorted({place, *others}) if chance.random() < 0.6)
         holds.append(Hold(chance.randrange(1, 50), place, tuple(sorted(others)), savers))
     holds.append(Hold(7, None, (0, works // 2), (0,)))

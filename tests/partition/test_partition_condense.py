@@ -11,17 +11,17 @@ from dataclasses import replace
 import pytest
 
 from autosplit.partition.chains import best_chain
-from autosplit.partition.condense import Concern, condense, glue_costly
+from autosplit.partition.condense import MergeObjective, condense, merge_inseparable
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals import all_ideals, neighbourhood, prefix_ideals, some_orders
-from autosplit.partition.problem import Hold, Net, Problem, Work
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Work
 from autosplit.partition.table import Table
 
 GOALS = {
-    "load": (Goal((2, 1, 1)), Concern(loads=True, bytes=False)),
-    "bytes": (Goal((2, 1, 1), least="bytes"), Concern(loads=False, bytes=True)),
-    "both": (Goal((3, 2, 1), capacity_bytes=(14.0, 12.0, 10.0)), Concern(loads=True, bytes=True)),
+    "load": (Goal((2, 1, 1)), MergeObjective(loads=True, bytes=False)),
+    "bytes": (Goal((2, 1, 1), least="bytes"), MergeObjective(loads=False, bytes=True)),
+    "both": (Goal((3, 2, 1), capacity_bytes=(14.0, 12.0, 10.0)), MergeObjective(loads=True, bytes=True)),
 }
 
 
@@ -37,7 +37,7 @@ def thin_graph(seed: int) -> Graph:
     for index in range(count - 1):
         if chance.random() < 0.9:
             consumers = {index + 1, chance.randint(index + 1, count - 1)} if chance.random() < 0.5 else {index + 1}
-            nets.append(Net(index, tuple(sorted(consumers)), chance.choice((0, 1, 2, 5)), 0.0))
+            nets.append(TensorEdge(index, tuple(sorted(consumers)), chance.choice((0, 1, 2, 5)), 0.0))
             savers = {chance.choice((index, *consumers))} if chance.random() < 0.4 else set()
             holds.append(Hold(chance.choice((1, 2, 4)), index, tuple(sorted(consumers)), tuple(savers)))
     return base_graph(Problem(works, tuple(nets), tuple(holds), microbatches=4))
@@ -57,7 +57,7 @@ def tangled_graph(seed: int) -> Graph:
         pool = [index for index in range(producer + 1 if ordered else 0, count) if index != producer]
         if pool and chance.random() < 0.7:
             consumers = tuple(sorted({chance.choice(pool) for _ in range(chance.choice((1, 1, 2, 3)))}))
-            nets.append(Net(producer, consumers, chance.choice((0, 1, 2, 5)), 0.0, ordered))
+            nets.append(TensorEdge(producer, consumers, chance.choice((0, 1, 2, 5)), 0.0, ordered))
             savers = tuple(sorted({chance.randrange(count) for _ in range(chance.choice((0, 0, 1, 2)))}))
             holds.append(Hold(chance.choice((0, 1, 4)), chance.choice((producer, producer, None)), consumers, savers))
     return base_graph(Problem(works, tuple(nets), tuple(holds), microbatches=4))
@@ -92,7 +92,7 @@ def test_gluing_what_is_dear_to_cut_keeps_the_optimum() -> None:
         graph = (thin_graph, tangled_graph)[seed % 2](seed)
         goal = Goal((1,) * min(3, graph.size))
         least = value(graph, goal)
-        smaller = glue_costly(graph, bound_s=least)
+        smaller = merge_inseparable(graph, bound_s=least)
         assert value(smaller, goal) == pytest.approx(least), seed
         glued += smaller.size < graph.size
     assert glued > 30
@@ -100,18 +100,18 @@ def test_gluing_what_is_dear_to_cut_keeps_the_optimum() -> None:
 
 def test_a_pinned_work_is_not_moved_but_may_be_joined() -> None:
     works = (Work("a", 1.0, 0.0), Work("leaf", 0.0, 0.0), Work("b", 4.0, 0.0), Work("late", 0.0, 0.0))
-    nets = (Net(0, (1,), 2.0, 0.0), Net(0, (2,), 0.5, 0.0), Net(2, (3,), 2.0, 0.0))
+    nets = (TensorEdge(0, (1,), 2.0, 0.0), TensorEdge(0, (2,), 0.5, 0.0), TensorEdge(2, (3,), 2.0, 0.0))
     graph = base_graph(Problem(works, nets, microbatches=2))
-    assert condense(graph, concern=Concern(loads=True, bytes=False)).size == 2
-    assert condense(graph, concern=Concern(loads=True, bytes=False, pinned=frozenset((0, 1, 2, 3)))).size == 4
-    smaller = condense(graph, concern=Concern(loads=True, bytes=False, pinned=frozenset((1, 2))))
+    assert condense(graph, concern=MergeObjective(loads=True, bytes=False)).size == 2
+    assert condense(graph, concern=MergeObjective(loads=True, bytes=False, pinned=frozenset((0, 1, 2, 3)))).size == 4
+    smaller = condense(graph, concern=MergeObjective(loads=True, bytes=False, pinned=frozenset((1, 2))))
     assert smaller.size == 3
     assert smaller.group_of[3] == smaller.group_of[2]
 
 
 def test_ideals_of_a_diamond() -> None:
     works = tuple(Work(name, 1.0, 0.0) for name in "abcd")
-    nets = (Net(0, (1, 2), 1.0, 0.0), Net(1, (3,), 1.0, 0.0), Net(2, (3,), 1.0, 0.0))
+    nets = (TensorEdge(0, (1, 2), 1.0, 0.0), TensorEdge(1, (3,), 1.0, 0.0), TensorEdge(2, (3,), 1.0, 0.0))
     graph = base_graph(Problem(works, nets, microbatches=1))
     everything = [0b0000, 0b0001, 0b0011, 0b0101, 0b0111, 0b1111]
     assert all_ideals(graph, limit=6) == everything

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autosplit.errors import InfeasibleError
 from autosplit.partition import ideals, uneven
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Device, Hold, Net, Problem, Work
+from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages
 from tests.partition.oracle_problems import Mix, random_problem, with_extras
@@ -21,7 +21,7 @@ from tests.partition.oracle_verdict import solved
 
 CHAIN = Problem(
     tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=100, weight_s=1.0, sync_s=4.0) for index in range(4)),
-    tuple(Net(index, (index + 1,), 0.25, 0.5) for index in range(3)),
+    tuple(TensorEdge(index, (index + 1,), 0.25, 0.5) for index in range(3)),
     tuple(Hold(10, index, (index + 1,), (index + 1,)) for index in range(3)),
     microbatches=8,
 )
@@ -64,7 +64,7 @@ def test_free_order_puts_the_small_fast_device_where_little_is_held() -> None:
 def test_fewer_groups_than_devices_take_the_best_devices() -> None:
     works = (Work("a", 2.0, 0.0), Work("b", 3.0, 0.0))
     devices = (Device(4.0), Device(1.0), Device(2.0))
-    problem = Problem(works, (Net(0, (1,), 0.0, 0.0),), microbatches=1, devices=devices, free_order=True)
+    problem = Problem(works, (TensorEdge(0, (1,), 0.0, 0.0),), microbatches=1, devices=devices, free_order=True)
     partition = solve(problem)
     assert (partition.order, partition.loads_s, partition.status) == ((2, 1), (4.0, 3.0), "optimal")
 
@@ -73,7 +73,7 @@ def test_the_simulated_step_by_hand() -> None:
     works = (Work("a", 1.0, 2.0, sync_s=1.0), Work("b", 3.0, 4.0, sync_s=8.0))
     problem = Problem(
         works,
-        (Net(0, (1,), 0.5, 0.25), Net(1, (0,), 0.125, 0.0, ordered=False)),
+        (TensorEdge(0, (1,), 0.5, 0.25), TensorEdge(1, (0,), 0.125, 0.0, ordered=False)),
         microbatches=1,
         devices=(Device(2.0), Device(1.0, replicas=2)),
         links=(2.0,),
@@ -106,7 +106,7 @@ def test_solve_on_any_devices_equals_brute_force(seed: int, free: bool) -> None:
 def test_two_kinds_of_device_on_a_long_chain_beat_a_cut_that_ignores_them() -> None:
     chance = random.Random(3)
     works = tuple(Work(f"w{index}", chance.uniform(1, 3), chance.uniform(2, 6)) for index in range(60))
-    nets = tuple(Net(index, (index + 1,), 0.1, 0.1) for index in range(59))
+    nets = tuple(TensorEdge(index, (index + 1,), 0.1, 0.1) for index in range(59))
     problem = Problem(works, nets, microbatches=16, devices=(Device(),) * 4 + (Device(2.0),) * 4, free_order=True)
     partition = solve(problem)
     blind = solve(replace(problem, devices=None, free_order=False), stages=8)

@@ -15,9 +15,9 @@ from autosplit.partition.clock import FOREVER, Clock, OutOfTime
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals import all_ideals
-from autosplit.partition.large import improve
+from autosplit.partition.large import threshold_search
 from autosplit.partition.lattice import Lattice, lattice
-from autosplit.partition.problem import Net, Problem, Work
+from autosplit.partition.problem import Problem, TensorEdge, Work
 from autosplit.partition.table import Table
 
 NEAR = 1 + 1e-8
@@ -36,9 +36,11 @@ def narrow_graph(seed: int) -> Graph:
             consumers.add(min(index + chance.randint(1, 4), count - 1))
         if chance.random() < 0.1:
             consumers.add(chance.randint(index + 1, count - 1))
-        nets.append(Net(index, tuple(sorted(consumers)), chance.choice(costs), 0.0))
+        nets.append(TensorEdge(index, tuple(sorted(consumers)), chance.choice(costs), 0.0))
         if index and chance.random() < 0.2:
-            nets.append(Net(index, (chance.randint(max(index - 3, 0), index - 1),), chance.choice(costs), 0.0, False))
+            nets.append(
+                TensorEdge(index, (chance.randint(max(index - 3, 0), index - 1),), chance.choice(costs), 0.0, False)
+            )
     return base_graph(Problem(works, tuple(nets), microbatches=1))
 
 
@@ -109,7 +111,7 @@ def test_thresholds_find_the_optimum_and_prove_it() -> None:
         stages = random.Random(seed).randint(1, 6)
         least = optimum(graph, stages)
         whole = load(graph, (1 << graph.size) - 1)
-        found = improve(whole_lattice(graph), stages=stages, lower=0.0, upper=whole)
+        found = threshold_search(whole_lattice(graph), stages=stages, lower=0.0, upper=whole)
         assert found.lower_bound <= least * NEAR, seed
         assert found.lower_bound == pytest.approx(least), seed
         if least < whole:
@@ -117,7 +119,7 @@ def test_thresholds_find_the_optimum_and_prove_it() -> None:
             stage_loads = [load(graph, second & ~first) for first, second in itertools.pairwise(found.chain.ideals)]
             assert (len(stage_loads), max(stage_loads)) == (stages, pytest.approx(least)), seed
             better += 1
-        sure = improve(whole_lattice(graph), stages=stages, lower=0.0, upper=least)
+        sure = threshold_search(whole_lattice(graph), stages=stages, lower=0.0, upper=least)
         assert (sure.lower_bound, sure.chain) == (least, None), seed
     assert better > 60
 
@@ -173,5 +175,5 @@ def test_a_clock_that_is_over_ends_the_search() -> None:
     with pytest.raises(OutOfTime):
         lattice(graph, limit=10**6, clock=Clock.start(0.0))
     whole = load(graph, (1 << graph.size) - 1)
-    found = improve(whole_lattice(graph), stages=2, lower=0.5, upper=whole, clock=Clock.start(0.0))
+    found = threshold_search(whole_lattice(graph), stages=2, lower=0.5, upper=whole, clock=Clock.start(0.0))
     assert (found.lower_bound, found.chain) == (0.5, None)

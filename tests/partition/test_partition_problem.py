@@ -10,12 +10,13 @@ import pytest
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Device, Hold, Net, Problem, Tie, Work, devices_of
-from autosplit.partition.solve import smallest_capacity, solve
+from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Tie, Work, devices_of
+from autosplit.partition.solve import solve
+from tests.partition.oracle_verdict import smallest_capacity
 
 CHAIN = Problem(
     tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=100, transient_bytes=7 + index) for index in range(4)),
-    tuple(Net(index, (index + 1,), 0.25, 0.5) for index in range(3)),
+    tuple(TensorEdge(index, (index + 1,), 0.25, 0.5) for index in range(3)),
     tuple(Hold(10, index, (index + 1,), (index + 1,)) for index in range(3)),
     microbatches=8,
 )
@@ -32,7 +33,7 @@ def test_a_chain_by_hand() -> None:
 
 def test_a_tensor_for_two_stages_costs_its_producer_once() -> None:
     works = tuple(Work(name, 1.0, 0.0) for name in "abc")
-    problem = Problem(works, (Net(0, (1, 2), 0.5, 0.25),), order=((1, 2),), microbatches=1)
+    problem = Problem(works, (TensorEdge(0, (1, 2), 0.5, 0.25),), order=((1, 2),), microbatches=1)
     assert check(problem, (0, 1, 2)).loads_s == (1.75, 1.75, 1.75)
     assert check(problem, (0, 0, 1)).loads_s == (2.75, 1.75)
 
@@ -45,28 +46,28 @@ def test_a_saved_input_is_held_where_it_is_used() -> None:
 
 def test_colours_and_the_cycles_they_make_leave_fewer_stages() -> None:
     works = (Work("a", 1.0, 0.0, colour=1), Work("b", 1.0, 0.0), Work("c", 1.0, 0.0, colour=1), Work("d", 1.0, 0.0))
-    problem = Problem(works, tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(3)), microbatches=2)
+    problem = Problem(works, tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(3)), microbatches=2)
     partition = solve(problem, stages=4)
     assert (partition.assignment, partition.stages) == ((0, 0, 0, 1), 2)
 
 
 def test_every_stage_gets_a_work_even_where_fewer_were_faster() -> None:
     works = (Work("a", 1.0, 0.0), Work("b", 1.0, 0.0), Work("c", 1.0, 0.0))
-    problem = Problem(works, (Net(0, (1,), 9.0, 0.0), Net(1, (2,), 9.0, 0.0)), microbatches=2)
+    problem = Problem(works, (TensorEdge(0, (1,), 9.0, 0.0), TensorEdge(1, (2,), 9.0, 0.0)), microbatches=2)
     partition = solve(problem, stages=3)
     assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 1, 2), 19.0, "optimal")
 
 
 def test_a_leaf_that_may_be_merged_can_still_be_the_stage_that_saves_the_cut() -> None:
     works = (*(Work(name, 10.0, 0.0) for name in "abc"), Work("leaf", 0.0, 0.0))
-    problem = Problem(works, (Net(0, (1, 2), 100.0, 0.0), Net(0, (3,), 0.0, 0.0)), microbatches=2)
+    problem = Problem(works, (TensorEdge(0, (1, 2), 100.0, 0.0), TensorEdge(0, (3,), 0.0, 0.0)), microbatches=2)
     partition = solve(problem, stages=2)
     assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 0, 0, 1), 30.0, "optimal")
 
 
 def test_among_equal_bottlenecks_the_fullest_stage_is_emptiest() -> None:
     works = tuple(Work(f"w{index}", time, 0.0, static_bytes=10) for index, time in enumerate((9.0, 0.0, 0.0, 0.0, 9.0)))
-    problem = Problem(works, tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(4)), microbatches=2)
+    problem = Problem(works, tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(4)), microbatches=2)
     partition = solve(problem, stages=2)
     assert (partition.bottleneck_s, max(partition.stage_bytes)) == (9.0, 30)
 
@@ -129,8 +130,8 @@ ONE = (Work("a", 1.0, 0.0),)
         ({"microbatches": 0}, "microbatches is 0"),
         ({"schedule": "zigzag"}, "there is no schedule .zigzag."),
         ({"works": (Work("a", -1.0, 0.0),)}, "negative cost"),
-        ({"nets": (Net(0, (0,), -1.0, 0.0),)}, "negative cost"),
-        ({"nets": (Net(0, (1,), 1.0, 0.0),)}, r"outside 0\.\.0"),
+        ({"nets": (TensorEdge(0, (0,), -1.0, 0.0),)}, "negative cost"),
+        ({"nets": (TensorEdge(0, (1,), 1.0, 0.0),)}, r"outside 0\.\.0"),
         ({"holds": (Hold(-1, 0, (), ()),)}, "negative cost"),
         ({"holds": (Hold(1, None, (), (3,)),)}, r"outside 0\.\.0"),
         ({"order": ((0, 1),)}, r"outside 0\.\.0"),

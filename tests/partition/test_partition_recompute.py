@@ -13,16 +13,16 @@ from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
 from autosplit.partition.line import Line
 from autosplit.partition.line_search import LineSearch
-from autosplit.partition.problem import RECOMPUTE, Hold, Net, Problem, Work, devices_of
-from autosplit.partition.solve import smallest_capacity, solve
+from autosplit.partition.problem import RECOMPUTE, Hold, Problem, TensorEdge, Work, devices_of
+from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages
 from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices, with_extras
-from tests.partition.oracle_verdict import solved
+from tests.partition.oracle_verdict import smallest_capacity, solved
 
 # Four works in two blocks of two; each output is saved by its consumer, and each work saves 5 bytes of its own.
 CHAIN = Problem(
     tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=1000, transient_bytes=3, block=index // 2) for index in range(4)),
-    tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(3)),
+    tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(3)),
     (
         *(Hold(10, index, (index + 1,), (index + 1,)) for index in range(3)),
         *(Hold(5, index, (), (index,)) for index in range(4)),

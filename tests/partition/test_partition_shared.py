@@ -11,15 +11,15 @@ import pytest
 from autosplit.errors import InfeasibleError
 from autosplit.partition import shared
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Device, Hold, Net, Problem, Work, devices_of
-from autosplit.partition.solve import smallest_capacity, solve
+from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work, devices_of
+from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages
 from tests.partition.oracle_problems import Mix, random_problem, with_devices, with_extras
-from tests.partition.oracle_verdict import solved
+from tests.partition.oracle_verdict import smallest_capacity, solved
 
 CHAIN = Problem(
     tuple(Work(f"w{index}", 1.0 + index, 1.0, static_bytes=10, transient_bytes=index) for index in range(4)),
-    tuple(Net(index, (index + 1,), 0.25, 0.25) for index in range(3)),
+    tuple(TensorEdge(index, (index + 1,), 0.25, 0.25) for index in range(3)),
     tuple(Hold(5, index, (), (index,)) for index in range(4)),
     microbatches=4,
     schedule="looped_bfs",
@@ -102,7 +102,7 @@ def test_the_local_search_is_near_the_best_and_its_bound_below(monkeypatch: pyte
 def test_a_longer_chain_is_cut_evenly_over_devices() -> None:
     chance = random.Random(1)
     works = tuple(Work(f"w{index}", chance.uniform(1, 3), chance.uniform(2, 6), static_bytes=10) for index in range(48))
-    nets = tuple(Net(index, (index + 1,), 0.05, 0.05) for index in range(47))
+    nets = tuple(TensorEdge(index, (index + 1,), 0.05, 0.05) for index in range(47))
     problem = Problem(works, nets, microbatches=8, schedule="interleaved", virtual_stages=2, devices=(Device(),) * 4)
     partition = solve(problem)
     whole_s = math.fsum(work.forward_s + work.backward_s for work in works)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
-from autosplit.partition.solve import smallest_capacity, solve
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
+from autosplit.partition.solve import solve
+from tests.partition.oracle_verdict import smallest_capacity
 
 
 @st.composite
@@ -40,7 +41,7 @@ def problems(draw: st.DrawFn, *, largest: int = 7, capacities: bool = False) -> 
     for producer in range(count - 1):
         consumers = draw(st.lists(st.integers(producer + 1, count - 1), max_size=3, unique=True))
         if consumers:
-            nets.append(Net(producer, tuple(consumers), draw(small), draw(small)))
+            nets.append(TensorEdge(producer, tuple(consumers), draw(small), draw(small)))
             savers = draw(st.lists(st.sampled_from((producer, *consumers)), max_size=2, unique=True))
             holds.append(Hold(draw(small), producer, tuple(consumers), tuple(savers)))
     for _ in range(draw(st.integers(0, 2))):
@@ -161,7 +162,7 @@ def random_problem(seed: int, *, count: int, reach: int) -> Problem:
         if chance.random() < 0.1:
             consumers.add(chance.randint(producer + 1, count - 1))
         if consumers:
-            nets.append(Net(producer, tuple(consumers), chance.choice((0, 1, 4, 9)), chance.choice((0, 1, 4))))
+            nets.append(TensorEdge(producer, tuple(consumers), chance.choice((0, 1, 4, 9)), chance.choice((0, 1, 4))))
             holds.append(Hold(chance.randrange(30), producer, tuple(consumers), (min(consumers),)))
     return Problem(works, tuple(nets), tuple(holds), microbatches=4)
 

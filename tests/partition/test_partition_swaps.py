@@ -8,14 +8,14 @@ from autosplit.partition.clock import FOREVER, Clock, OutOfTime
 from autosplit.partition.costs import check
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import base_graph
-from autosplit.partition.problem import Hold, Net, Problem, Work, devices_of
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.search import Found, search
 from autosplit.partition.solve import solve
 from autosplit.partition.swaps import best_nearby
 
 WIDE = Problem(
     tuple(Work(f"w{index}", float(2 + index % 5), 0.0, static_bytes=3 * index % 7) for index in range(18)),
-    tuple(Net(index, (index + 9,), 1.0, 0.0) for index in range(9)),
+    tuple(TensorEdge(index, (index + 9,), 1.0, 0.0) for index in range(9)),
     tuple(Hold(2, index, (index + 9,), (index + 9,)) for index in range(9)),
     microbatches=2,
     devices=devices_of((36, 33, 30)),

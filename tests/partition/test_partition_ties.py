@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Device, Net, Problem, Tie, Work, devices_of
-from autosplit.partition.solve import smallest_capacity, solve
+from autosplit.partition.problem import Device, Problem, TensorEdge, Tie, Work, devices_of
+from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages
 from tests.partition.oracle_problems import Mix, random_problem, with_extras
-from tests.partition.oracle_verdict import solved
+from tests.partition.oracle_verdict import smallest_capacity, solved
 
 CHAIN = Problem(
     tuple(Work(f"w{index}", 1.0, 2.0) for index in range(4)),
-    tuple(Net(index, (index + 1,), 0.0, 0.0) for index in range(3)),
+    tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(3)),
     ties=(Tie((0, 3), home_bytes=100, copy_bytes=30, transfer_s=8.0),),
     microbatches=4,
 )

@@ -12,7 +12,7 @@ from autosplit.partition.chains import best_chain
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals import all_ideals
-from autosplit.partition.problem import RECOMPUTE, Device, Hold, Net, Problem, Tie, Work
+from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
 from autosplit.partition.table import Table
 from autosplit.partition.views import glued, lossless, without_small
 
@@ -38,7 +38,7 @@ def thin(seed: int) -> Problem:
     nets, holds = [], []
     for producer in range(count - 1):
         consumers = tuple(sorted({chance.randint(producer + 1, min(count - 1, producer + 2)) for _ in range(2)}))
-        nets.append(Net(producer, consumers, chance.choice((0, 1, 2, 5)), 0.0))
+        nets.append(TensorEdge(producer, consumers, chance.choice((0, 1, 2, 5)), 0.0))
         savers = tuple(sorted({chance.randrange(count) for _ in range(chance.choice((0, 0, 1)))}))
         holds.append(Hold(chance.choice((0, 1, 4)), producer, consumers, savers))
     pair = tuple(sorted(chance.sample(range(count), 2)))
@@ -111,7 +111,7 @@ def test_gluing_and_leaving_out_small_costs_give_bounds() -> None:
 @pytest.mark.parametrize(("recompute", "size", "least_s"), [("never", 1, 6.0), ("always", 2, 11.0)])
 def test_what_is_recomputed_weighs_twice(recompute: str, size: int, least_s: float) -> None:
     works = (Work("a", 4.0, 0.0), Work("b", 2.0, 0.0))
-    problem = Problem(works, (Net(0, (1,), 3.0, 0.0),), microbatches=4, recompute=(recompute,))
+    problem = Problem(works, (TensorEdge(0, (1,), 3.0, 0.0),), microbatches=4, recompute=(recompute,))
     goal = Goal.of(problem, stages=2, empty=True)
     smaller = lossless(base_graph(problem), goal=goal, loads=True, bytes_=False)
     assert (smaller.size, value(smaller, goal)) == (size, least_s)

@@ -14,7 +14,7 @@ import pytest
 from autosplit.partition.clock import Clock
 from autosplit.partition.costs import Costs, check
 from autosplit.partition.graph import base_graph
-from autosplit.partition.problem import Device, Net, Problem, Work, again_share
+from autosplit.partition.problem import Device, Problem, TensorEdge, Work, recompute_fraction
 from autosplit.partition.solve import step_lower_bound
 from autosplit.partition.step_model import StepModel
 from autosplit.partition.step_time import Step, least_step
@@ -81,7 +81,7 @@ def test_the_model_equals_the_checker(seed: int) -> None:
         return
     graph = base_graph(problem)
     costs = [check(problem, cut) for cut in cuts]
-    again = [[again_share(name, microbatches=problem.microbatches) for name in each.recompute] for each in costs]
+    again = [[recompute_fraction(name, microbatches=problem.microbatches) for name in each.recompute] for each in costs]
     stage_of = np.zeros((len(cuts), graph.size), dtype=np.int64)
     stage_of[:, np.array(graph.group_of)] = np.array(cuts)
     steps = StepModel(problem, graph, stages=stages).steps(stage_of, np.array(again))
@@ -153,7 +153,9 @@ def test_stages_may_be_empty(seed: int) -> None:
 def long_chain(count: int, *, microbatches: int, schedule: str = "1f1b") -> Problem:
     chance = random.Random(count)
     works = tuple(Work(f"w{index}", chance.uniform(1, 3), chance.uniform(1, 6)) for index in range(count))
-    nets = tuple(Net(index, (index + 1,), chance.uniform(0, 2), chance.uniform(0, 2)) for index in range(count - 1))
+    nets = tuple(
+        TensorEdge(index, (index + 1,), chance.uniform(0, 2), chance.uniform(0, 2)) for index in range(count - 1)
+    )
     return Problem(works, nets, microbatches=microbatches, schedule=schedule)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autosplit.partition.costs import check
-from autosplit.partition.problem import Net, Problem, Work
+from autosplit.partition.problem import Problem, TensorEdge, Work
 from autosplit.partition.solve import step_lower_bound
 from autosplit.partition.step_bound import families, simple_bound
 from autosplit.schedule.catalog import SCHEDULES, build
@@ -51,7 +51,7 @@ def test_no_path_is_longer_than_the_step(name: str, slow: int) -> None:
 def test_bounds_without_ideals_hold_for_every_cut(name: str, seed: int) -> None:
     chance = random.Random(seed)
     works = tuple(Work(f"w{index}", chance.uniform(0, 3), chance.uniform(0, 6), weight_s=0.0) for index in range(16))
-    nets = tuple(Net(index, (index + 1,), 0.01, 0.01) for index in range(15))
+    nets = tuple(TensorEdge(index, (index + 1,), 0.01, 0.01) for index in range(15))
     problem = Problem(works, nets, microbatches=chance.choice((2, 4, 12)), schedule=name)
     cuts = [sorted(chance.sample(range(1, 16), 2)) for _ in range(60)]
     steps = [check(problem, tuple(sum(index >= end for end in cut) for index in range(16))).step_s for cut in cuts]

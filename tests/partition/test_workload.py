@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autosplit.errors import InputError
 from autosplit.partition.costs import check
 from autosplit.partition.graph import base_graph
-from autosplit.partition.problem import Net, Problem
+from autosplit.partition.problem import Problem, TensorEdge
 from autosplit.partition.solve import solve
 from autosplit.partition.workload import FORMAT, MOST_BYTES, Workload, load_workload, parse_workload, shortest_cycle
 
@@ -57,9 +57,9 @@ def test_times_become_seconds_and_a_tensor_one_net() -> None:
         (0.001, 0.002, 10, 7),
     ]
     assert problem.nets == (
-        Net(0, (1,), 0.0005, 0.0),
-        Net(1, (0,), 0.0, 0.00025, ordered=False),
-        Net(1, (2,), 0.0005, 0.0),
+        TensorEdge(0, (1,), 0.0005, 0.0),
+        TensorEdge(1, (0,), 0.0, 0.00025, ordered=False),
+        TensorEdge(1, (2,), 0.0005, 0.0),
     )
     assert (problem.order, problem.devices) == (((0, 2),), None)
 
@@ -67,7 +67,7 @@ def test_times_become_seconds_and_a_tensor_one_net() -> None:
 def test_a_tensor_of_both_kinds_is_one_net_and_orders_only_what_its_f_edges_say() -> None:
     edges = [[1, 2, 0, 0.5, "f"], [1, 0, 0, 0.5, "b"], [1, 1, 0, 0.5, "b"], [1, 2, 0, 0.5, "b"]]
     problem = parsed(nodes=[node(0), node(1), node(2)], edges=edges)
-    assert problem.nets == (Net(1, (2, 0), 0.0005, 0.0, ordered=False),)
+    assert problem.nets == (TensorEdge(1, (2, 0), 0.0005, 0.0, ordered=False),)
     assert problem.order == ((1, 2),)
     assert check(problem, (0, 1, 1)).loads_s == pytest.approx((0.0035, 0.0065))
     with pytest.raises(ValueError, match="must not come after"):
