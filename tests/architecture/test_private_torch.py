@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "docs" / "private-torch-apis.md"
 ROW = re.compile(r"^\| `(?P<name>[\w.]+)` \| (?P<files>[^|]*) \| (?P<rest>[^|]+ \| [\d., ]+) \|$", re.MULTILINE)
-MOST_SHARED = 11
+MOST_SHARED = 10
 """How many of the listed names may be used in more than one file: what there is today, to be lowered."""
 
 
