@@ -13,6 +13,7 @@ from torch import nn
 
 from autosplit.runtime import ops
 from autosplit.runtime.lanes import CallerLane, CpuLane, StreamLane, caller_lane, lane
+from autosplit.runtime.transport import SharedMemory, Way
 from tests.runtime.happens_before import Keep, Op, Record, Wait
 from tests.runtime.recording_engine import Engine
 from tests.runtime.recording_lane import CPU, RecordingStreams, recording_lanes
@@ -149,3 +150,20 @@ def test_lanes_of_the_cpu_cost_nothing() -> None:
     assert ops.on_lane(module, target) is module
     assert source.active() is target.active()
     assert source.record() is None
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_transport_brings_values_and_gradients_of_some_back(detached: bool) -> None:
+    transport = SharedMemory((CpuLane(), CpuLane()), None, detached=detached)
+    way = Way(0, 1, microbatch=2)
+    value = torch.ones(2, requires_grad=True) * 1
+    transport.send(way, (value, torch.arange(2)))
+    transport.send(way.back, (value.detach(), None))
+    arrived, number = transport.recv(way)
+    assert [arrived.requires_grad, number.requires_grad] == [True, False]
+    assert (arrived.grad_fn is None) is detached
+    assert arrived.data_ptr() == value.data_ptr()
+    gradient, nothing = transport.recv(way.back)
+    assert (gradient.tolist(), nothing) == ([1, 1], None)
+    with pytest.raises(KeyError):
+        transport.recv(way)
