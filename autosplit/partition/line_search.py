@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autosplit.partition.graph import Graph
-from autosplit.partition.line import Line
+from autosplit.partition.line import Line, LineBytes
 from autosplit.partition.line_bands import IntervalDP, Place
-from autosplit.partition.line_bytes import LineBytes
 from autosplit.partition.line_moves import RANGED, Paths, Redone, Rows, paired, rows, stages_of
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.step_model import StepModel

@@ -10,8 +10,7 @@ from autosplit.partition.line import Line
 from autosplit.partition.line_search import LineCut, LineSearch
 from autosplit.partition.problem import recompute_fraction
 from autosplit.partition.solve import Partition
-from autosplit.partition.spread_bound import spread_bound
-from autosplit.partition.step_bound import simple_bound
+from autosplit.partition.step_bound import simple_bound, spread_bound
 from autosplit.planning.between import INSIDE, WIDE
 from autosplit.planning.profiled_problem import ProfiledProblem
 from autosplit.planning.sweep import Entry, Sweep

@@ -14,7 +14,7 @@ from autosplit.partition.graph import base_graph
 from autosplit.partition.line import Line
 from autosplit.partition.line_search import LineSearch
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
-from autosplit.partition.spread_bound import spread_bound
+from autosplit.partition.step_bound import spread_bound
 
 
 def random_problem(seed: int, *, works: int = 9, schedule: str = "1f1b", virtual: int = 1, devices: int = 3) -> Problem:
