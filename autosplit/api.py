@@ -135,7 +135,7 @@ def autosplit(
     )
     options = Options(
         devices=resolved,
-        **asked.settings(),
+        **asked,
         batch_dims=batch_dims,
         compile=resolve_compile(compile),
         lanes=resolve_lanes(lanes, resolved),
@@ -231,7 +231,7 @@ def plan(
         cut=cut,
         pinned=pinned,
     )
-    options = Options(devices=stand_ins(own), **asked.settings(), batch_dims=batch_dims, measure=False, machine=own)
+    options = Options(devices=stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own)
     _check_room(options)
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():

@@ -6,7 +6,6 @@ is said at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autosplit.checks import (
@@ -29,34 +28,6 @@ _CHUNKS = 8
 """What is taken for ``chunks`` where nothing is said, and gives way to what a plan or an action file has."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The checked choices, in the words of `Options`."""
-
-    schedule: ScheduleRequest
-    recompute: tuple[str, ...] | None
-    memory_limit: int | None
-    reserve: int | float
-    optimizer: str | int
-    precision: str | None
-    cut: str
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments of `Options` that say this."""
-        return {
-            "chunks": self.schedule.chunks,
-            "schedule": self.schedule.schedule,
-            "virtual_stages": self.schedule.virtual_stages,
-            "actions": self.schedule.actions,
-            "recompute": self.recompute,
-            "memory_limit": self.memory_limit,
-            "reserve": self.reserve,
-            "optimizer": self.optimizer,
-            "precision": self.precision,
-            "cut_between": self.cut,
-        }
-
-
 def chosen(
     *,
     devices: int,
@@ -70,8 +41,10 @@ def chosen(
     reserve: Any = None,
     cut: Any = "modules",
     pinned: Plan | None = None,
-) -> Chosen:
-    """Check what was chosen for so many devices; what is left at its default gives way to a pinned plan's.
+) -> dict[str, Any]:
+    """Return the arguments of `Options` that say what was chosen for so many devices, checked.
+
+    What is left at its default gives way to a pinned plan's.
 
     Raises InputError, ScheduleError: a choice is not available. PlanError: it is not the pinned plan's.
     """
@@ -84,15 +57,18 @@ def chosen(
     )
     if pinned is not None:
         _check_schedule(asked, pinned)
-    return Chosen(
-        asked,
-        _recompute(recompute, stages=asked.stages, pinned=pinned),
-        check_memory_limit(memory_limit),
-        check_reserve(reserve),
-        check_optimizer(_optimizer(optimizer, pinned)),
-        check_precision(precision),
-        choose("cut", cut, CUT),
-    )
+    return {
+        "chunks": asked.chunks,
+        "schedule": asked.schedule,
+        "virtual_stages": asked.virtual_stages,
+        "actions": asked.actions,
+        "recompute": _recompute(recompute, stages=asked.stages, pinned=pinned),
+        "memory_limit": check_memory_limit(memory_limit),
+        "reserve": check_reserve(reserve),
+        "optimizer": check_optimizer(_optimizer(optimizer, pinned)),
+        "precision": check_precision(precision),
+        "cut_between": choose("cut", cut, CUT),
+    }
 
 
 def _chunks(plan: Plan, chunks: int) -> int:

@@ -11,8 +11,7 @@ from torch import nn
 from autosplit.options import Options
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
-from autosplit.planning.formulate import formulate, scheduled
-from autosplit.planning.outline import Outline
+from autosplit.planning.formulate import Outline, formulate, scheduled
 from autosplit.planning.paper_loss import PaperLoss, with_loss
 from autosplit.planning.schedules import ResolvedSchedule, settle
 from autosplit.planning.specs import device_specs, driver_name
