@@ -26,8 +26,8 @@ from autosplit.trace.logged import Decides
 from autosplit.trace.merge import BATCH_SIZES, MergedRecording, holds_at, merge
 from autosplit.trace.probe import probe_rows
 from autosplit.trace.reads import MetaValueReader, Unanswered, ValueReader
-from autosplit.trace.recording import Call, Recording, Refusal, Unexpected, is_fault
-from autosplit.trace.run import FlatInputs, PythonRun, patched, record, run_python
+from autosplit.trace.recording import Call, Reader, Recording, Refusal, Unexpected, is_fault
+from autosplit.trace.run import FlatInputs, PythonRun, patched, run_python
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, OpaqueModule, Scope, has_hooks
 from autosplit.trace.state import written_back
 from autosplit.trace.watch import Observations, Watcher
@@ -49,8 +49,7 @@ class Gathered:
         """Run the model's own Python at the sizes of a call; None where its calls are not the recorded ones."""
         lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
         try:
-            observed = observe(model, flat, rows, self.scope)
-            run = run_python(model, flat, rows=rows, scope=self.scope, observed=observed)
+            run = _run_at(model, flat, rows, self.scope)
         except (Refusal, Unanswered, Unexpected):
             return None
         return run if holds_at(self.recording, run.recording, rows=rows, lengths=lengths) else None
@@ -70,9 +69,15 @@ class Gathered:
             )
 
 
+def _run_at(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope, reader: Reader | None = None) -> PythonRun:
+    """Run a model's own Python at a batch size; opaque modules run for real beforehand, where the model has values."""
+    observed = observe(model, flat, rows, scope)
+    return run_python(model, flat, rows=rows, scope=scope, reader=reader, observed=observed)
+
+
 def record_at(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> Recording:
-    """Record a model at a batch size; opaque modules run for real beforehand, where the model has values."""
-    return record(model, flat, rows=rows, scope=scope, observed=observe(model, flat, rows, scope))
+    """Record a model at a batch size."""
+    return _run_at(model, flat, rows, scope).recording
 
 
 @phase("tracing the forward")
@@ -155,7 +160,7 @@ def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, 
     inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
     reader = MetaValueReader(model) if blank else ValueReader(model, inputs)
     rows = batch_rows(flat)
-    record(model, flat, rows=rows, scope=scope, reader=reader, observed=observe(model, flat, rows, scope))
+    _run_at(model, flat, rows, scope, reader)
     return tuple(reader.answers)
 
 

@@ -27,7 +27,7 @@ from autosplit.trace.merge import BATCH_SIZES, Affine, MergedCall, MergedRecordi
 from autosplit.trace.random_watch import Draw
 from autosplit.trace.reads import Unanswered
 from autosplit.trace.recording import Differs, Recording, Refusal, Unexpected, mapped, mapped_together
-from autosplit.trace.run import FlatInputs, record
+from autosplit.trace.run import FlatInputs, run_python
 from autosplit.trace.scope import Scope
 from autosplit.trace.signature import Shape, sizes_at
 
@@ -132,7 +132,7 @@ def _symbolic(
 
     try:
         sizes = SymbolicSizes(rows, lengths, now)
-        recording = record(model, inputs, rows=rows, scope=scope, sizes=sizes)
+        recording = run_python(model, inputs, rows=rows, scope=scope, sizes=sizes).recording
         converted = [mapped(sizes.number, (c.args, c.kwargs, list(c.shapes), c.draws)) for c in recording.calls]
         converted.append(mapped(sizes.number, recording.output))
         return recording, converted, sizes.conditions()

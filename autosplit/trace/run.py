@@ -97,35 +97,6 @@ class _Numbers(contextlib.nullcontext[None]):
         return [self.rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
 
 
-def record(
-    model: nn.Module,
-    inputs: FlatInputs,
-    *,
-    rows: int,
-    scope: Scope,
-    reader: Reader | None = None,
-    observed: Observed | None = None,
-    sizes: Sizes | None = None,
-) -> Recording:
-    """Record the model's forward at ``rows`` batch rows; the model is as before at the end.
-
-    ``reader`` answers value reads; None: as the scope says. ``observed`` tells what opaque modules give; None: a run
-    on fake tensors does. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
-
-    Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
-    exception of the model's own, Unanswered for a value read that has no answer.
-    """
-    return run_python(
-        model,
-        inputs,
-        rows=rows,
-        scope=scope,
-        reader=reader,
-        observed=observed,
-        sizes=sizes,
-    ).recording
-
-
 @dataclass(frozen=True)
 class PythonRun:
     """A run of the model's own Python: what it did, what it changed, and what its tensors stand for."""
@@ -152,7 +123,14 @@ def run_python(
     observed: Observed | None = None,
     sizes: Sizes | None = None,
 ) -> PythonRun:
-    """Run the model's own Python as :func:`record` does, and tell what it changed; all is as before at the end."""
+    """Record the model's forward at ``rows`` batch rows, and what it changed; the model is as before at the end.
+
+    ``reader`` answers value reads; None: as the scope says. ``observed`` tells what opaque modules give; None: a run
+    on fake tensors does. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
+
+    Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
+    exception of the model's own, Unanswered for a value read that has no answer.
+    """
     sizes = sizes or _Numbers(rows)
     mode: Any = _AsItIs() if isinstance(sizes, _Numbers) and _all_on_meta(model) else sizes.fake_mode()
     if lazy := [name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)]:

@@ -50,19 +50,17 @@ class Changes:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the new values, each once, in order."""
-        found: dict[int, torch.Tensor] = {}
-        for _, entries in self.entries:
-            for value in entries.values():
-                _collect(value, found, _DEPTH)
-        return list(found.values())
+        return list({id(leaf): leaf for leaf in self._leaves() if isinstance(leaf, torch.Tensor)}.values())
 
     def numbers(self) -> list[LoggedNumber]:
         """Return the numbers among the new values that are known when the program has run, and their operands."""
-        found: dict[int, LoggedNumber] = {}
+        kept = [number for leaf in self._leaves() if is_logged(leaf) for number in leaf.with_operands()]
+        return list({id(number): number for number in kept}.values())
+
+    def _leaves(self) -> Iterator[Any]:
         for _, entries in self.entries:
             for value in entries.values():
-                _numbers(value, found, _DEPTH)
-        return list(found.values())
+                yield from _leaves_of(value, _DEPTH)
 
     def without(self, handled: Callable[[Holder, Any, Any], bool]) -> Changes:
         """Return those for whose holder, key and value ``handled`` is not true."""
@@ -118,20 +116,12 @@ def words(places: Iterable[Place]) -> str:
     )
 
 
-def _numbers(value: Any, found: dict[int, LoggedNumber], depth: int) -> None:
-    if is_logged(value):
-        found.update({id(number): number for number in value.with_operands()})
+def _leaves_of(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor) or is_logged(value):
+        yield value
     elif depth and not isinstance(value, nn.Module):
         for part in _parts(value):
-            _numbers(part, found, depth - 1)
-
-
-def _collect(value: Any, found: dict[int, torch.Tensor], depth: int) -> None:
-    if isinstance(value, torch.Tensor):
-        found.setdefault(id(value), value)
-    elif depth and not isinstance(value, nn.Module):
-        for part in _parts(value):
-            _collect(part, found, depth - 1)
+            yield from _leaves_of(part, depth - 1)
 
 
 def _parts(value: Any) -> list[Any]:
