@@ -22,7 +22,14 @@ def track_state(recorder: Recorder, call: Call, inputs: Sequence[torch.Tensor]) 
     call.reads += [n for t in inputs if (n := names.get(id(t))) and n not in recorder.constants]
     module = None if call.leaf is None else model.get_submodule(call.leaf)
     if module is not None:
-        call.reads += [names[id(t)] for t in (*module.parameters(), *module.buffers())]
+        own_state = [names.get(id(t)) for t in (*module.parameters(), *module.buffers())]
+        if None in own_state:
+            raise Refusal(
+                f"forward replaces a parameter or buffer of module {call.leaf!r}, which a graph does not: do so before "
+                "the model is called",
+                "",
+            )
+        call.reads += filter(None, own_state)
     if isinstance(module, STATEFUL_LEAVES) and module.training and module.track_running_stats:
         own = {names[id(b)] for b in module.buffers()}
         call.writes += sorted(own - set(call.writes))
