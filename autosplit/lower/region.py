@@ -17,7 +17,7 @@ from autosplit.runtime.ops import alias, draw, fork
 from autosplit.runtime.recompute import Recomputed
 from autosplit.trace.calls import under
 from autosplit.trace.graph import INFO, LENGTH
-from autosplit.trace.norms import counts_by_microbatch
+from autosplit.trace.kinds import counts_by_microbatch
 
 ROOT = "model"
 SINGLE_MODULES = (

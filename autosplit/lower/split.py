@@ -18,7 +18,7 @@ from autosplit.runtime.ops import OUT
 from autosplit.runtime.recompute import Recomputed
 from autosplit.runtime.tape import TapeNode, tape_nodes
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
-from autosplit.trace.norms import counts_by_microbatch
+from autosplit.trace.kinds import counts_by_microbatch
 
 
 @dataclass(frozen=True)

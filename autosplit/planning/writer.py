@@ -35,7 +35,7 @@ from autosplit.schedule.simulate import simulate
 from autosplit.trace import side_effects
 from autosplit.trace.draw_rules import with_plain_numbers
 from autosplit.trace.graph import NodeClass, TracedGraph
-from autosplit.trace.norms import norm_notes
+from autosplit.trace.kinds import norm_notes
 from autosplit.trace.own_loss import note_on_loss
 
 

@@ -25,12 +25,13 @@ from autosplit.trace.findings import Findings, key_of_opaque
 from autosplit.trace.graph import INFO, LENGTH, NodeClass, TracedNode
 from autosplit.trace.grouped import Grouped, grouped
 from autosplit.trace.kinds import (
+    keeps_statistics,
     mixes_gradients,
+    normalises_rows_apart,
     permutes_at_random,
     rearranges,
     takes_shape_only,
 )
-from autosplit.trace.norms import keeps_statistics, normalises_rows_apart
 
 Dependencies = Mapping[fx.Node, Collection[fx.Node]]
 

@@ -25,9 +25,8 @@ from autosplit.trace.gather import Gathered, answering, gather, refuse_hiding
 from autosplit.trace.generalise import Domain, for_one_row, generalise
 from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
 from autosplit.trace.inputs import batch_rows, flatten
-from autosplit.trace.kinds import function_of
+from autosplit.trace.kinds import function_of, note_rewritten
 from autosplit.trace.merge import MergedRecording
-from autosplit.trace.norms import note_rewritten
 from autosplit.trace.objects import leaves_of
 from autosplit.trace.probe import run_probe
 from autosplit.trace.proof import identity
