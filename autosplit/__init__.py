@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from autosplit.options import Sample
     from autosplit.pipelined import PipelinedModule
-    from autosplit.planning.plan import Plan
+    from autosplit.planning.plan.plan import Plan
     from autosplit.verification import Verification, verify
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
 
 _PLACES = {
     "PipelinedModule": "pipelined",
-    "Plan": "planning.plan",
+    "Plan": "planning.plan.plan",
     "Sample": "options",
     "Verification": "verification",
     "autosplit": "api",

@@ -19,14 +19,14 @@ from autosplit.options import (
     resolve_lanes,
     resolve_rng,
 )
-from autosplit.planning.chosen import chosen
-from autosplit.planning.edit import recosted
-from autosplit.planning.explain import answered, assumed
-from autosplit.planning.paper import prepare, search_space, stand_ins
-from autosplit.planning.plan import Plan
-from autosplit.runtime.ambient import without_callers_modes
-from autosplit.trace.inputs import batch_rows
-from autosplit.trace.state import attributes, random_state
+from autosplit.planning.explain.explain import answered, assumed
+from autosplit.planning.plan.edit import recosted
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.request.chosen import chosen
+from autosplit.planning.request.paper import prepare, search_space, stand_ins
+from autosplit.runtime.lanes.ambient import without_callers_modes
+from autosplit.trace.borrowed.state import attributes, random_state
+from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from autosplit.options import Options
-from autosplit.planning.sizes import sizes_of
+from autosplit.planning.request.sizes import sizes_of
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.rough_work import rough_work
 

@@ -11,16 +11,16 @@ from autosplit.errors import InputError, PlanError
 from autosplit.planning.alone import StagesAlone
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import render_json
-from autosplit.report.html import page
+from autosplit.report.page import page
 from autosplit.report.sections import render, render_markdown
 from autosplit.report.trace_file import write_trace
-from autosplit.runtime.ambient import one_intra_op_thread
-from autosplit.runtime.modes import left_alone, random_state_on_refusal
+from autosplit.runtime.lanes.ambient import one_intra_op_thread
+from autosplit.runtime.step.modes import left_alone, random_state_on_refusal
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.timing import lane_memory, least_issue_s, stages_alone, timeline
 
 if TYPE_CHECKING:
-    from autosplit.planning.plan import Plan
+    from autosplit.planning.plan.plan import Plan
 
 FORMS = ("text", "markdown", "json")
 

@@ -17,24 +17,24 @@ from autosplit.lower.locate import Locate
 from autosplit.lower.program import STATE, emit
 from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
-from autosplit.planning.plan import Plan
-from autosplit.planning.sizes import sizes_of
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.request.sizes import sizes_of
 from autosplit.planning.timeline import StepTimeline
 from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, free_names, lane_of_caller
 from autosplit.recordings import RECORDING, Recordings
-from autosplit.runtime import engine, middle
-from autosplit.runtime.ambient import needs_one_thread
-from autosplit.runtime.lanes import Lane
-from autosplit.runtime.modes import eval_mode, random_state_on_refusal
-from autosplit.runtime.proof import Proofs
+from autosplit.runtime.lanes.ambient import needs_one_thread
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.lanes.threads import LaneThreads
+from autosplit.runtime.loss.proof import Proofs
+from autosplit.runtime.step import engine, middle
+from autosplit.runtime.step.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.step_log import StepLog
-from autosplit.runtime.threads import LaneThreads
 from autosplit.runtime.tree import TreeRun
-from autosplit.trace.formula import lengths_in
-from autosplit.trace.objects import leaves_of, take_apart
-from autosplit.trace.recording import FirstCall
-from autosplit.trace.signature import rows_of
-from autosplit.trace.state import random_state
+from autosplit.trace.borrowed.state import random_state
+from autosplit.trace.inputs.objects import leaves_of, take_apart
+from autosplit.trace.inputs.signature import rows_of
+from autosplit.trace.recording.recording import FirstCall
+from autosplit.trace.shapes.formula import lengths_in
 
 
 @dataclass

@@ -17,21 +17,21 @@ from autosplit.errors import TraceError
 from autosplit.lower.program import emit_ending, emit_setup
 from autosplit.lower.split import Lowered
 from autosplit.options import Options, Sample
-from autosplit.planning.plan import Plan
-from autosplit.runtime.ambient import is_transformed, without_callers_modes
-from autosplit.runtime.lanes import Lane, caller_lane
+from autosplit.planning.plan.plan import Plan
+from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
+from autosplit.runtime.lanes.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, on_lane
 from autosplit.runtime.running_statistics import Collected
-from autosplit.runtime.step import Step
+from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
+from autosplit.trace.borrowed.python_state import Place
 from autosplit.trace.graph import TracedGraph
-from autosplit.trace.inputs import has_uneven_list
+from autosplit.trace.inputs.inputs import has_uneven_list
+from autosplit.trace.inputs.objects import leaves_of, take_apart
+from autosplit.trace.inputs.signature import Key, Kind, OutsideValues, key_of, rows_of
 from autosplit.trace.ladder import Trace
-from autosplit.trace.objects import leaves_of, take_apart
-from autosplit.trace.python_state import Place
-from autosplit.trace.run import PythonRun
-from autosplit.trace.signature import Key, Kind, OutsideValues, key_of, rows_of
+from autosplit.trace.recording.run import PythonRun
 
 _SEED_BITS = 62
 _Key = TypeVar("_Key")

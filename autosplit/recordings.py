@@ -18,27 +18,27 @@ from autosplit.errors import InputError, ScheduleError, TraceError
 from autosplit.lower.place import place
 from autosplit.lower.split import lower
 from autosplit.options import Options, Sample
-from autosplit.planning.apply import assign
-from autosplit.planning.edit import recosted
-from autosplit.planning.fingerprint import check_plan
-from autosplit.planning.plan import Plan
-from autosplit.planning.search import make_plan
-from autosplit.planning.sizes import sizes_of
+from autosplit.planning.plan.edit import recosted
+from autosplit.planning.plan.fingerprint import check_plan
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.apply import assign
+from autosplit.planning.request.sizes import sizes_of
+from autosplit.planning.search.make import make_plan
 from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
 from autosplit.recorded import Constants, PreparedStep, PythonRuns, Recent, Recorded, tree_of
-from autosplit.runtime.ambient import is_transformed, without_callers_modes
-from autosplit.runtime.changed_inputs import as_called, refusal
-from autosplit.runtime.lanes import Lane, lane
+from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
+from autosplit.runtime.lanes.lanes import Lane, lane
+from autosplit.runtime.step.changed_inputs import as_called, refusal
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
-from autosplit.trace.inputs import batch_rows
+from autosplit.trace.borrowed.state import attributes
+from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.objects import leaves_of
+from autosplit.trace.inputs.signature import Key, Kind, Shapes, rows_of, without_rows
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
-from autosplit.trace.objects import leaves_of
-from autosplit.trace.recording import FirstCall
-from autosplit.trace.run import PythonRun
-from autosplit.trace.signature import Key, Kind, Shapes, rows_of, without_rows
-from autosplit.trace.state import attributes
+from autosplit.trace.recording.recording import FirstCall
+from autosplit.trace.recording.run import PythonRun
 
 _ATTEMPTS = 3
 _VARIANTS = 8

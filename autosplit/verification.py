@@ -29,13 +29,13 @@ from autosplit.compare.tensors import ROUNDING, tolerance
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.runtime.batch_norm import norm_and_collect_stats
-from autosplit.runtime.loss import call_loss
-from autosplit.trace import state
-from autosplit.trace.borrow import free_leaves, stand_ins
+from autosplit.runtime.loss.parts import call_loss
+from autosplit.trace.borrowed import state
+from autosplit.trace.borrowed.borrow import free_leaves, stand_ins
 from autosplit.trace.fixed_draws import FixedDraws
+from autosplit.trace.inputs.structure import flatten_output
 from autosplit.trace.norm_watch import NormWatch, Pieces
 from autosplit.trace.run_once import Left, gradients_aside, run_once
-from autosplit.trace.structure import flatten_output
 from autosplit.trace.together import Together
 
 _KINDS = ("output", "input", "gradient", "buffer", "loss", "draws")

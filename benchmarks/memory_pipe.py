@@ -33,9 +33,9 @@ from torch.autograd.profiler import record_function
 
 from autosplit import PipelinedModule, autosplit, recordings
 from autosplit.profile.allocations import Allocations
-from autosplit.runtime import train_cells
-from autosplit.runtime.cells import Cells
-from autosplit.runtime.lanes import Bundle, CpuLane, Lane
+from autosplit.runtime.lanes.lanes import Bundle, CpuLane, Lane
+from autosplit.runtime.step import train_cells
+from autosplit.runtime.step.cells import Cells
 from benchmarks import pairs
 from benchmarks.families import Family, families
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from autosplit.memory.replay import StaticBytes, replay
 from autosplit.memory.state import Optimizer, ParameterBytes, optimizer_steps, parameter_bytes
 from autosplit.profile.allocations import Allocations
-from autosplit.profile.stage_graph import stage_graph
-from autosplit.profile.stage_trace import How
+from autosplit.profile.stage_trace.stage_graph import stage_graph
+from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.schedule.catalog import build
 from benchmarks.families import Family
 from benchmarks.memory_subject import (
@@ -38,6 +38,10 @@ from benchmarks.memory_subject import (
     traces,
 )
 
+Known = Mapping[str, int]
+"""Bytes that were measured before, by cell."""
+
+_NOTHING: Known = MappingProxyType({})
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
     {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 )
@@ -52,11 +56,13 @@ class Way:
     rows: int
 
 
-def step_lines(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> list[Line]:
-    """Return a line per optimizer: one forward and backward serve all of them."""
+def step_lines(subject: Subject, way: Way, *, optimizers: Sequence[str], known: Known = _NOTHING) -> list[Line]:
+    """Return a line per optimizer: one forward and backward serve all of them that are not ``known``."""
     family = subject.family
     predicted = predicted_step(subject, way, optimizers=optimizers)
-    measured = measured_step(family, way, optimizers=optimizers)
+    measured = {o: known[cell] for o in optimizers if (cell := step_cell(family.name, way, o)) in known}
+    if missing := [optimizer for optimizer in optimizers if optimizer not in measured]:
+        measured |= measured_step(family, way, optimizers=missing)
     return [
         Line(
             cell=step_cell(family.name, way, optimizer),

@@ -17,8 +17,8 @@ from autosplit.memory.pieces import StageTraces
 from autosplit.options import Sample
 from autosplit.profile.blocks import shorten
 from autosplit.profile.expand import Uneven
-from autosplit.profile.stage_graph import StageGraph
-from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.profile.stage_trace.stage_graph import StageGraph
+from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 from benchmarks.families import Family

@@ -43,7 +43,7 @@ from autosplit import Sample
 from autosplit.errors import AutosplitError
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
-from autosplit.trace.probe import probe_rows
+from autosplit.trace.rows.probe import probe_rows
 
 ROWS = 6
 PIECES = ((1, 2, 3), (3, 3), (2, 4))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit import Sample, autosplit
-from autosplit.trace.inputs import flatten
+from autosplit.trace.inputs.inputs import flatten
 
 MICROBATCHES = 3
 HANDLING = frozenset(

@@ -29,7 +29,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from autosplit.partition.costs import Costs, check
+from autosplit.partition.checker import Costs, check
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import solve

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from autosplit.memory.allocator import simulate_allocator
 from autosplit.memory.events import Change, StageTrace, Step
 from autosplit.options import Sample
-from autosplit.profile.stage_graph import StageGraph, stage_graph
-from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.profile.stage_trace.stage_graph import StageGraph, stage_graph
+from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.ladder import trace
 from benchmarks.published_models import Chain, amoebanet, unet

@@ -31,10 +31,10 @@ import cost_models
 from autosplit.profile.calibrate import Timing, fitted, place_of, time_cases
 from autosplit.profile.calibration_cases import cases
 from autosplit.profile.clocks import Clock, clock_of
-from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels
-from autosplit.profile.shadow import shadow
-from autosplit.profile.work import work_of
+from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.profile.node_costs.shadow import shadow
+from autosplit.profile.node_costs.work import work_of
 from benchmarks import pairs
 from benchmarks.families import Family, families
 from cost_models import Calibrated, OpWork, Roofline

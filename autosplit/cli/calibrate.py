@@ -18,13 +18,13 @@ from autosplit.cli.common import beside_stdout
 from autosplit.cli.costs import CPU_LANE
 from autosplit.errors import DeviceError, InputError
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.step_overhead import step_amounts
+from autosplit.planning.plan.step_overhead import step_amounts
 from autosplit.planning.timeline import simulated
 from autosplit.profile.calibrate import calibrate, default_path
 from autosplit.progress import phase, update
-from autosplit.runtime.ambient import one_intra_op_thread
+from autosplit.runtime.lanes.ambient import one_intra_op_thread
 from autosplit.schedule.simulate import simulate
-from autosplit.trace.state import random_state
+from autosplit.trace.borrowed.state import random_state
 from cost_models.calibration import Calibrated, robust_costs
 from cost_models.roofline import Roofline
 from cost_models.specs import Source, StepAmounts, StepSpec

@@ -24,7 +24,7 @@ from autosplit.errors import AutosplitError, InfeasibleError, InputError
 from autosplit.progress import bars
 
 if TYPE_CHECKING:
-    from autosplit.planning.plan import Plan
+    from autosplit.planning.plan.plan import Plan
 
 DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 MODEL_HELP = f"{MODEL_FORM}: a callable that makes the model, an nn.Module, or a transformers config."
@@ -115,7 +115,7 @@ def torch_devices(text: str) -> int | list[str]:
 
 def check_choices(devices: int | list[str], pinned: Plan | None, **choices: Any) -> None:
     """Raise an error, before torch is imported and the model made, for a choice that these devices cannot have."""
-    from autosplit.planning.chosen import chosen
+    from autosplit.planning.request.chosen import chosen
 
     chosen(devices=devices if isinstance(devices, int) else len(devices), pinned=pinned, **choices)
 
@@ -141,8 +141,8 @@ def pinned_plan(path: Path | None, moves: list[str] | None) -> Plan | None:
         if moves:
             raise InputError(f"--move {moves[0]!r} needs --plan FILE, the saved plan that is changed")
         return None
-    from autosplit.planning.moves import parse_moves
-    from autosplit.planning.plan import Plan
+    from autosplit.planning.plan.moves import parse_moves
+    from autosplit.planning.plan.plan import Plan
 
     found = parse_moves(moves or ())
     plan = Plan.load(path)

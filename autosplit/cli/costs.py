@@ -14,14 +14,14 @@ from autosplit.cli.inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli.models import make_model, make_sample
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample, resolve_devices
-from autosplit.planning.sizes import sizes_of
+from autosplit.planning.request.sizes import sizes_of
 from autosplit.profile.clocks import device_text
-from autosplit.profile.combine import profile
-from autosplit.profile.module_costs import module_costs
+from autosplit.profile.node_costs.combine import profile
+from autosplit.profile.node_costs.module_costs import module_costs
 from autosplit.report.costs import CostReport, cost_report, tree_report
-from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.inputs.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace
-from autosplit.trace.probe import probe_rows
+from autosplit.trace.rows.probe import probe_rows
 
 CPU_LANE = "cpu-lane"
 

@@ -14,7 +14,7 @@ from autosplit.cli.common import ANSWER_IS_NO, DONE, complete, page_width, plain
 from autosplit.errors import InputError
 
 if TYPE_CHECKING:
-    from autosplit.planning.plan import Plan
+    from autosplit.planning.plan.plan import Plan
     from autosplit.planning.timeline import StepTimeline
 
 EXPORT_FORM = "FORM:FILE"
@@ -69,7 +69,7 @@ def _text(plan: Plan, option: str, measured: StepTimeline | None) -> str:
     if option == "save":
         return plan.to_json() + "\n"
     if option == "html":
-        from autosplit.report.html import page
+        from autosplit.report.page import page
 
         return page(plan, measured=measured)
     if option == "trace":

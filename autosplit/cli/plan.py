@@ -16,7 +16,7 @@ from autosplit.progress import phase
 if TYPE_CHECKING:
     from torch import nn
 
-    from autosplit.planning.plan import Plan
+    from autosplit.planning.plan.plan import Plan
     from cost_models import MachineSpec
 
 EXAMPLES = """Examples:
@@ -137,7 +137,7 @@ def _find(*, smallest: bool, largest_batch: bool, pinned: Plan | None) -> str:
 def _checked(devices: str | list[str], pinned: Plan | None, choices: Mapping[str, Any]) -> MachineSpec:
     """Return the machine, where the choices can be made for it; torch, which takes seconds, is not imported yet."""
     from autosplit.checks import resolve_machine
-    from autosplit.planning.chosen import chosen
+    from autosplit.planning.request.chosen import chosen
 
     machine = resolve_machine(devices)
     chosen(devices=len(machine), pinned=pinned, **choices)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from autosplit.pipelined import PipelinedModule
-    from autosplit.planning.plan import Plan
+    from autosplit.planning.plan.plan import Plan
     from autosplit.planning.timeline import StepTimeline
 
 EXAMPLES = """Examples:
@@ -121,7 +121,7 @@ def _check_alone(context: typer.Context, path: str) -> None:
 
 
 def _saved(path: str) -> Plan:
-    from autosplit.planning.plan import Plan
+    from autosplit.planning.plan.plan import Plan
 
     found = Plan.load(path)
     if found.edited:
@@ -174,7 +174,7 @@ def _mean_of(output: Any) -> torch.Tensor:
     """Return the sum of the means of all that hangs on parameters."""
     import torch
 
-    from autosplit.trace.structure import flatten_output
+    from autosplit.trace.inputs.structure import flatten_output
 
     leaves = [leaf for leaf in flatten_output(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not leaves:

@@ -63,10 +63,10 @@ def solve_command(
     debug: Debug = False,
 ) -> int:
     """Cut a workload file into stages: the best partition, and the proof or how far from the best it may be."""
+    from autosplit.cli.solve_answer import answer_json, answer_table, refusal_json
     from autosplit.partition.infeasible import require_separable
     from autosplit.partition.solve import solve
     from autosplit.partition.workload import load_workload
-    from autosplit.report.workload import answer_json, answer_table, refusal_json
 
     choose("--objective", objective, OBJECTIVES)
     choose("--schedule", schedule, SCHEDULES)

@@ -47,8 +47,8 @@ def devices_command(
     debug: Debug = False,
 ) -> int:
     """Show the devices and machines that plans can be made for, with the source of every figure."""
+    from autosplit.cli.device_tables import describe
     from autosplit.errors import DeviceError
-    from autosplit.report.devices import describe
 
     try:
         typer.echo(describe(name, as_json=as_json))
@@ -66,7 +66,7 @@ def diff_command(
 ) -> int:
     """Compare two saved plans: the model, what was chosen, modules that moved, times and memory."""
     with beside_stdout():
-        from autosplit.planning.plan import Plan
+        from autosplit.planning.plan.plan import Plan
 
         found = Plan.load(before).diff(Plan.load(after))
     typer.echo(json.dumps(found.to_dict()) if as_json else str(found))

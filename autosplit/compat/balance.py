@@ -18,8 +18,8 @@ from autosplit.compat.chain import PipeSequential
 from autosplit.compat.skip import on_their_own
 from autosplit.partition.problem import Problem, TensorEdge, Work
 from autosplit.partition.solve import solve
-from autosplit.profile.ledger import Ledger
-from autosplit.trace.state import random_state
+from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.trace.borrowed.state import random_state
 
 
 def balance_by_time(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition.costs import Costs
+from autosplit.partition.checker import Costs
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
 from autosplit.units import format_bytes

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.errors import InfeasibleError
+from autosplit.partition.checker import Costs, check
 from autosplit.partition.clock import FOREVER, Clock
-from autosplit.partition.costs import Costs, check
 from autosplit.partition.infeasible import no_fit
 from autosplit.partition.problem import Problem, Work, recompute_fraction, without_room
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
-    from autosplit.partition.uneven import Answer
+    from autosplit.partition.ideals.uneven import Answer
 
 IDEAL_LIMIT = 20_000
 _PROVEN = 1 + 3e-9
@@ -80,7 +80,7 @@ class Partition:
 
 
 def _find(problem: Problem, **how: Any) -> Answer:
-    from autosplit.partition.uneven import find
+    from autosplit.partition.ideals.uneven import find
 
     return find(problem, **how)
 
@@ -132,7 +132,7 @@ def _shortest(
     clock: Clock,
 ) -> Partition:
     """Return the partition with the shortest step that is found from the one with the least bottleneck."""
-    from autosplit.partition.step_time import least_step
+    from autosplit.partition.line.step_time import least_step
 
     step = least_step(problem, stages=stages, empty=empty, assignment=assignment, order=order, clock=clock)
     costs = check(problem, step.assignment, order=step.order, stages=stages if empty else None)
@@ -153,7 +153,7 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -
     It is the best of three bounds: by paths with works spread at will, by a mixture of critical paths, and by the least
     that the longest stage takes without transfers, which the search for the least bottleneck finds.
     """
-    from autosplit.partition.step_bound import simple_bound, spread_bound
+    from autosplit.partition.bounds.step import simple_bound, spread_bound
 
     works: tuple[Work, ...] = problem.works
     if not problem.schedule_of(stages).has_backward:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autosplit.memory.pieces import MemoryKind
-from autosplit.planning.plan import Plan
-from autosplit.planning.records import LaneCurve
+from autosplit.planning.plan.parts import LaneCurve
+from autosplit.planning.plan.plan import Plan
 from autosplit.schedule.action import Schedule
 
 if TYPE_CHECKING:

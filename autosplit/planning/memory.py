@@ -14,16 +14,16 @@ from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
 from autosplit.memory.replay import Moment, StaticBytes, replay
 from autosplit.memory.state import Optimizer, Precision, optimizer_steps, parameter_bytes
 from autosplit.options import Options
-from autosplit.planning.formulate import held_copies, state_bytes
-from autosplit.profile.stage_graph import StageNodes
-from autosplit.profile.stage_trace import How
-from autosplit.profile.trace_memo import Known, TraceMemo, Wanted
+from autosplit.planning.profiled.formulate import held_copies, state_bytes
+from autosplit.profile.stage_trace.stage_graph import StageNodes
+from autosplit.profile.stage_trace.stage_trace import How
+from autosplit.profile.stage_trace.trace_memo import Known, TraceMemo, Wanted
 from autosplit.profile.types import Profile, StateProfile
-from autosplit.profile.workspace_watch import device_name
+from autosplit.profile.workspaces.workspace_watch import device_name
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
-from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
 from cost_models.workspaces import Workspaces, workspaces_of
 
 

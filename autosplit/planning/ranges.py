@@ -15,8 +15,8 @@ from autosplit.memory.range import PeakRange, peak_range
 from autosplit.memory.replay import StaticBytes
 from autosplit.options import Options
 from autosplit.planning.memory import Cut, DevicePeak, finish_of, replayed_stages
-from autosplit.profile.trace_memo import TraceMemo
-from autosplit.profile.workspaces import cublas_workspace_bytes
+from autosplit.profile.stage_trace.trace_memo import TraceMemo
+from autosplit.profile.workspaces.workspaces import cublas_workspace_bytes
 
 _FUSED = ("adam", "adamw", "sgd", "momentum")
 """Optimizers of torch's that have an implementation in one kernel, for CUDA."""

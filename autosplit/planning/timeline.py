@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 from autosplit.schedule.action import Action, Kind
 from autosplit.schedule.simulate import TransferTime, simulate, simulate_step_s
 

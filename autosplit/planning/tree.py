@@ -13,16 +13,16 @@ from autosplit.errors import InputError
 from autosplit.options import Options, Sample
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import Partition, solve
-from autosplit.planning.fingerprint import fingerprint_of
-from autosplit.planning.formulate import state_bytes
-from autosplit.planning.given import as_given
-from autosplit.planning.plan import Plan
-from autosplit.planning.records import Boundary, StageMemory, StagePlan
-from autosplit.planning.specs import link_seconds
-from autosplit.planning.writer import covered_modules, fit_of
-from autosplit.profile.module_costs import ModuleCosts, module_costs
+from autosplit.planning.plan.fingerprint import fingerprint_of
+from autosplit.planning.plan.parts import Boundary, StageMemory, StagePlan
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.write import covered_modules, fit_of
+from autosplit.planning.profiled.formulate import state_bytes
+from autosplit.planning.profiled.specs import link_seconds
+from autosplit.planning.search.given import as_given
+from autosplit.profile.node_costs.module_costs import ModuleCosts, module_costs
 from autosplit.profile.types import StateProfile
-from autosplit.trace.inputs import batch_rows, flatten
+from autosplit.trace.inputs.inputs import batch_rows, flatten
 from autosplit.trace.module_tree import choose_units, coarsened, homes, stages_of_modules
 
 RUNG: Literal["module tree"] = "module tree"

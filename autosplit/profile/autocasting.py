@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import is_internal
 from autosplit.profile.blocks import shorten_graph
-from autosplit.profile.border import BorderInterpreter, tensors_of
-from autosplit.profile.fake import empty_value, fake
 from autosplit.profile.lowering import CudaKernels, cuda_autocast
-from autosplit.profile.shadow import shadow
+from autosplit.profile.node_costs.border import BorderInterpreter, tensors_of
+from autosplit.profile.node_costs.fake import empty_value, fake
+from autosplit.profile.node_costs.shadow import shadow
+from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
-from autosplit.trace.run import quiet_log
-from autosplit.trace.state import random_state
+from autosplit.trace.recording.run import quiet_log
 
 AUTOCASTS = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 """What autocast casts to, by precision."""

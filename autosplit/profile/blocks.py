@@ -22,9 +22,9 @@ from torch import fx, nn
 
 from autosplit.memory.events import StageTrace
 from autosplit.profile.expand import Costs, Run, Traces, Uneven
-from autosplit.profile.fake import FakeCosts, NodeCosts, fake_costs
-from autosplit.profile.stage_graph import StageGraph
-from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.profile.node_costs.fake import FakeCosts, NodeCosts, fake_costs
+from autosplit.profile.stage_trace.stage_graph import StageGraph
+from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 _FEWEST = 4

@@ -23,9 +23,9 @@ import torch
 
 from autosplit.profile.calibration_cases import Case, Program, cases
 from autosplit.profile.clocks import Clock, clock_of
-from autosplit.profile.ledger import Ledger, Operation
-from autosplit.profile.work import work_of
-from autosplit.trace.state import random_state
+from autosplit.profile.node_costs.ledger import Ledger, Operation
+from autosplit.profile.node_costs.work import work_of
+from autosplit.trace.borrowed.state import random_state
 from cost_models.calibration import Calibrated, Stamp
 from cost_models.registry import device as device_spec
 from cost_models.specs import DeviceSpec, Source

@@ -21,14 +21,14 @@ from torch import fx, nn
 
 from autosplit.errors import InputError, ProfileError
 from autosplit.profile.allocations import Allocations
-from autosplit.profile.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.clocks import Clock, clock_of, is_out_of_memory
-from autosplit.profile.shadow import Shadow, shadow
+from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
+from autosplit.profile.node_costs.shadow import Shadow, shadow
 from autosplit.profile.types import MeasuredNode, MeasuredTimes
-from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
+from autosplit.profile.workspaces.workspace_watch import WorkspaceWatch, device_name
 from autosplit.progress import phase, update
+from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
-from autosplit.trace.state import random_state
 from autosplit.units import format_bytes
 from cost_models.workspaces import Workspaces
 

@@ -13,12 +13,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from torch import fx, nn
 
-from autosplit.profile.assumptions import ROUTED_RUN
-from autosplit.profile.module_costs import ModuleCosts, Seen
+from autosplit.profile.node_costs.assumptions import ROUTED_RUN
+from autosplit.profile.node_costs.module_costs import ModuleCosts, Seen
 from autosplit.profile.types import NodeProfile, Profile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
-VERSION = 1
+VERSION = 2
 OUTPUT = ""
 """Among the users of a node: the model's caller."""
 WHOLE = "module"

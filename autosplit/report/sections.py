@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from autosplit.planning.plan import Plan
-from autosplit.planning.records import Boundary, StagePlan
+from autosplit.planning.plan.parts import Boundary, StagePlan
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
-from autosplit.report.choices import changes, frontier, verdicts
 from autosplit.report.document import (
     Column,
     Section,
@@ -33,6 +32,7 @@ from autosplit.report.document import (
     table_width,
 )
 from autosplit.report.prediction import prediction, shares
+from autosplit.report.verdicts import changes, frontier, verdicts
 from autosplit.report.words import covers, fit_modules, format_count, plural, repeats, shorten, some_numbers
 from autosplit.units import format_bytes, format_seconds
 

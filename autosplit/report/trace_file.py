@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import Bar, Sent, StepTimeline, predicted
 from autosplit.schedule.action import Action, Kind, describe
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 
 RANGES = 4
 """How many ranges of numbers are listed at most."""

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from autosplit.runtime.ambient import is_transformed
+from autosplit.runtime.lanes.ambient import is_transformed
 from autosplit.runtime.ops import CellContext
 from autosplit.runtime.running_statistics import Collected, Part, Use
 from autosplit.trace.scope import has_module_hooks

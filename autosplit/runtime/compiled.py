@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.runtime.ambient import is_transformed, watched
+from autosplit.runtime.lanes.ambient import is_transformed, watched
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
 _DRAWS = "it takes draws or statistics of the whole step"

@@ -17,11 +17,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx.node import has_side_effect
 
-from autosplit.runtime.ambient import is_transformed
-from autosplit.runtime.lanes import Bundle as Bundle
-from autosplit.runtime.lanes import Lane
+from autosplit.runtime.lanes.ambient import is_transformed
+from autosplit.runtime.lanes.lanes import Bundle as Bundle
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.lanes.streams import generators_of
 from autosplit.runtime.running_statistics import Collected
-from autosplit.runtime.streams import generators_of
 from autosplit.runtime.tape import DRAWING, Tape
 
 OUT = "out"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autosplit.runtime.lanes import Lane
+from autosplit.runtime.lanes.lanes import Lane
 
 
 @dataclass(frozen=True, eq=False)

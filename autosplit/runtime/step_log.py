@@ -27,7 +27,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from autosplit.profile.allocations import Allocations
-from autosplit.runtime.lanes import Lane
+from autosplit.runtime.lanes.lanes import Lane
 from autosplit.schedule.action import Action
 
 MARK = "autosplit stage "

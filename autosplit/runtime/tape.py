@@ -23,11 +23,25 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.trace.draw_rules import Rule, Sizes, batch_dim, is_drawn_beforehand, rule_of, with_plain_numbers
-from autosplit.trace.formula import ROWS
 from autosplit.trace.graph import NodeClass, TracedNode
-from autosplit.trace.random_watch import Draw, TensorSpec, draws_numbers, has_own_generator, is_composite, run_composite
+from autosplit.trace.recording.draw_rules import (
+    Rule,
+    Sizes,
+    batch_dim,
+    is_drawn_beforehand,
+    rule_of,
+    with_plain_numbers,
+)
+from autosplit.trace.recording.random_watch import (
+    Draw,
+    TensorSpec,
+    draws_numbers,
+    has_own_generator,
+    is_composite,
+    run_composite,
+)
 from autosplit.trace.scope import has_hooks, has_module_hooks
+from autosplit.trace.shapes.formula import ROWS
 
 DRAWING = threading.RLock()
 """Held while somebody has the process's default generators for itself."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autosplit.runtime.lanes import Lane
+from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import take
 from autosplit.runtime.step_log import StepLog
 
@@ -60,7 +60,7 @@ class SharedMemory:
     """Between the lanes of one process: what is sent stays where it is until its receiver takes it.
 
     On one thread, and between threads, that is the tensor itself; between devices it is a copy on the receiver's
-    streams (:mod:`autosplit.runtime.lanes`). That something was sent by then is the schedule's matter. ``detached``:
+    streams (:mod:`autosplit.runtime.lanes.lanes`). The schedule ensures that something was sent by then. ``detached``:
     what arrives is no part of the sender's graph, and wants a gradient where what was sent does.
     """
 

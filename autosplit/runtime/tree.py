@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autosplit.runtime.lanes import Lane, caller_lane
+from autosplit.runtime.lanes.lanes import Lane, caller_lane
 from autosplit.runtime.ops import transfer
 from autosplit.runtime.optimizers import follow
 from autosplit.trace.module_tree import ForwardInterceptors, homes

@@ -6,8 +6,9 @@
 Two rows are a batch size that no recording was made at; two steps show what is carried from call to call; a second seed
 shows randomness that a graph would freeze, and is left out where nothing is drawn. In step 0 the inputs require
 gradients as the sample's do, in step 1 all floating-point ones do. Nothing of the model's own changes: see
-:mod:`autosplit.trace.borrow`. Each gradient is digested as it arrives and dropped. A model on the meta device is asked
-for shapes and dtypes, and which buffers there are, in one step. A large model goes backward in the last step only.
+:mod:`autosplit.trace.borrowed.borrow`. Each gradient is digested as it arrives and dropped. A model on the meta device
+is asked for shapes and dtypes, and which buffers there are, in one step. A large model goes backward in the last step
+only.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from autosplit.compare.digest import Digest, digest
 from autosplit.compare.items import Item, Parts, compare
 from autosplit.compare.tensors import REORDERED, ROUNDING, tolerance
 from autosplit.progress import phase
-from autosplit.trace import state
-from autosplit.trace.borrow import stand_ins
+from autosplit.trace.borrowed import state
+from autosplit.trace.borrowed.borrow import stand_ins
+from autosplit.trace.borrowed.holders import Holders
+from autosplit.trace.borrowed.side_effects import changes, kept
 from autosplit.trace.graph import INFO
-from autosplit.trace.holders import Holders
-from autosplit.trace.probe import probe_rows, slow_attention
-from autosplit.trace.run import FlatInputs
-from autosplit.trace.shape_rules import ShapeRules
-from autosplit.trace.side_effects import changes, kept
-from autosplit.trace.structure import flatten_output
+from autosplit.trace.inputs.structure import flatten_output
+from autosplit.trace.recording.run import FlatInputs
+from autosplit.trace.rows.probe import probe_rows, slow_attention
+from autosplit.trace.shapes.shape_rules import ShapeRules
 
 _BATCHES = ((2, True), (2, False), (5, True))
 _SEEDS = (0, 1)

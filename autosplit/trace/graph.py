@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.trace.formula import ROWS, Length, Number, evaluate
-from autosplit.trace.random_watch import Draw
-from autosplit.trace.structure import Layout
+from autosplit.trace.inputs.structure import Layout
+from autosplit.trace.recording.random_watch import Draw
+from autosplit.trace.shapes.formula import ROWS, Length, Number, evaluate
 
 INFO = "autosplit"
 LENGTH = "autosplit_length"
@@ -72,7 +72,7 @@ class TensorInfo:
     shape: tuple[Size, ...]
     dtype: torch.dtype
     layout: Layout = None
-    """The order of its dimensions in memory; see :func:`autosplit.trace.structure.layout_of`."""
+    """The order of its dimensions in memory; see :func:`autosplit.trace.inputs.structure.layout_of`."""
 
     @property
     def differentiable(self) -> bool:
@@ -159,7 +159,7 @@ class TracedGraph:
         unflatten: rebuilds the model's output from the flat outputs.
         batch_outputs: for each flat output its batch dimension, or None (shared, full, or not a tensor).
         lengths: dimensions of the inputs for whose size the graph has a placeholder.
-        changed: where the forward changes Python state; see :mod:`autosplit.trace.side_effects`.
+        changed: where the forward changes Python state; see :mod:`autosplit.trace.borrowed.side_effects`.
         kept: how many of the last flat outputs are tensors that it leaves there.
         asks_grad_mode: where the forward asks whether gradients are on, which they were while it was recorded; or "".
     """

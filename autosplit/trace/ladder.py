@@ -14,28 +14,28 @@ from torch import fx, nn
 
 from autosplit.errors import AutosplitError, TraceError, is_internal
 from autosplit.options import Sample
-from autosplit.trace import state
-from autosplit.trace.build import RawGraph, build
+from autosplit.trace.borrowed import state
+from autosplit.trace.borrowed.state import written_back
 from autosplit.trace.check import Runnable, check_recording
-from autosplit.trace.classes import batched_nodes, classify, with_classes
-from autosplit.trace.decompose import decompose, is_decomposed
-from autosplit.trace.findings import Findings, Proof, key_of_opaque
-from autosplit.trace.formula import LEAST, Length
-from autosplit.trace.gather import Gathered, answering, gather, refuse_hiding
-from autosplit.trace.generalise import Domain, for_one_row, generalise
 from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
-from autosplit.trace.inputs import batch_rows, flatten
-from autosplit.trace.kinds import function_of, note_rewritten
-from autosplit.trace.merge import MergedRecording
-from autosplit.trace.objects import leaves_of
-from autosplit.trace.probe import run_probe
+from autosplit.trace.inputs.inputs import batch_rows, flatten
+from autosplit.trace.inputs.objects import leaves_of
 from autosplit.trace.proof import identity
-from autosplit.trace.reads import Guard, guard_of, without_reads
-from autosplit.trace.recording import Refusal, Unexpected
-from autosplit.trace.run import FlatInputs
+from autosplit.trace.reads.reads import Guard, guard_of, without_reads
+from autosplit.trace.reads.watch import READS
+from autosplit.trace.recording.build import RawGraph, build
+from autosplit.trace.recording.gather import Gathered, answering, gather, refuse_hiding
+from autosplit.trace.recording.merge import MergedRecording
+from autosplit.trace.recording.recording import Refusal, Unexpected
+from autosplit.trace.recording.run import FlatInputs
+from autosplit.trace.reductions.decompose import decompose, is_decomposed
+from autosplit.trace.rows.classes import batched_nodes, classify, with_classes
+from autosplit.trace.rows.findings import Findings, Proof, key_of_opaque
+from autosplit.trace.rows.kinds import function_of, note_rewritten
+from autosplit.trace.rows.probe import run_probe
 from autosplit.trace.scope import Scope
-from autosplit.trace.state import written_back
-from autosplit.trace.watch import READS
+from autosplit.trace.shapes.formula import LEAST, Length
+from autosplit.trace.shapes.generalise import Domain, for_one_row, generalise
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def widen(
     """Return a recording for all lengths, made of one and a call at others; None where there is no such one.
 
     ``before`` are the shapes of the input tensors for which ``base`` was recorded; see
-    :mod:`autosplit.trace.generalise`.
+    :mod:`autosplit.trace.shapes.generalise`.
     """
     flat = replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
     rows, merged, scope = batch_rows(flat), base.gathered.recording, base.gathered.scope

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from autosplit.trace.python_state import TransientAttribute
+from autosplit.trace.borrowed.python_state import TransientAttribute
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PART = 0.1

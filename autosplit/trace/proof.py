@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.trace.build import RawGraph
-from autosplit.trace.calls import GradAutocastState
-from autosplit.trace.gather import Gathered
 from autosplit.trace.graph import INFO
-from autosplit.trace.run import FlatInputs
+from autosplit.trace.recording.build import RawGraph
+from autosplit.trace.recording.calls import GradAutocastState
+from autosplit.trace.recording.gather import Gathered
+from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.scope import has_hooks, has_module_hooks
 
 _LARGE = 1 << 24

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import fx, nn
 
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
-from autosplit.trace.kinds import rearranges
+from autosplit.trace.rows.kinds import rearranges
 
 _CONTRACTED = frozenset(
     "linear matmul mm bmm baddbmm einsum scaled_dot_product_attention invoke grouped_mm _grouped_mm".split()

@@ -12,9 +12,9 @@ from torch import nn
 
 from autosplit.options import Sample
 from autosplit.trace.check import cotangent, seed_all
+from autosplit.trace.inputs.objects import take_apart
+from autosplit.trace.inputs.structure import flatten_output
 from autosplit.trace.norm_watch import NormWatch, Pieces
-from autosplit.trace.objects import take_apart
-from autosplit.trace.structure import flatten_output
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from autosplit.trace.recording import Call
-from autosplit.trace.silence import COLLECTS
+from autosplit.trace.borrowed.silence import COLLECTS
+from autosplit.trace.recording.recording import Call
 
 CONTAINERS = (
     nn.Sequential,

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autosplit.trace.structure import tensors_in
+from autosplit.trace.inputs.structure import tensors_in
 
 
 class Together(TorchFunctionMode):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 
 KINDS = ("linear", "in place", "join", "gate", "mask", "position", "teacher", "dropout", "norm")
 HOWS = ("train", "own loss", "call", "two calls", "eval")

@@ -36,10 +36,11 @@ import torch
 from torch import Tensor
 
 from autosplit import recorded, recordings
-from autosplit.planning.plan import Plan
-from autosplit.runtime import lanes, ops, transport
-from autosplit.runtime.lanes import CallerLane, CpuLane, Lane, StreamLane
-from autosplit.runtime.streams import DeviceStreams
+from autosplit.planning.plan.plan import Plan
+from autosplit.runtime import ops, transport
+from autosplit.runtime.lanes import lanes
+from autosplit.runtime.lanes.lanes import CallerLane, CpuLane, Lane, StreamLane
+from autosplit.runtime.lanes.streams import DeviceStreams
 from benchmarks.gpu.part import Found, Setting, at_least, at_most
 from benchmarks.gpu.race_programs import Case, Model, case_of, pipe_of, run_case
 

@@ -82,11 +82,11 @@ def _four(subject: Subject, setting: Setting, found: Found, *, repeats: int, cal
         _distributed(made, ours, expected, setting, found, balance=balance, repeats=repeats)
 
 
-def cut_pipe(made: Made, devices: Sequence[Any], balance: Sequence[int]) -> PipelinedModule:
+def cut_pipe(made: Made, devices: Sequence[Any], balance: Sequence[int], **settings: Any) -> PipelinedModule:
     """Return a pipe whose stages have so many parts each."""
-    plan = made.pipe(devices).plan
+    plan = made.pipe(devices, **settings).plan
     assert plan is not None
-    return made.pipe(devices, plan=made.cut(plan, balance))
+    return made.pipe(devices, plan=made.cut(plan, balance), **settings)
 
 
 class _Precise(nn.Module):

@@ -24,7 +24,7 @@ import cost_models
 from autosplit import PipelinedModule
 from autosplit.errors import AutosplitError
 from autosplit.planning.alone import StagesAlone
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 from autosplit.profile.clocks import clock_of
 from autosplit.schedule.action import Kind
 from benchmarks import pairs

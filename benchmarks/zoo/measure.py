@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import Sample, autosplit
-from autosplit.profile.fake import fake_costs
+from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.trace.ladder import trace
 from benchmarks.zoo.case import LENGTH, OTHER_LENGTH, OTHER_ROWS, ROWS, Case, Shape, as_double
 from tests.equivalence.equality import Batch, Run, difference, forward_backward

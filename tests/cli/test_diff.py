@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from autosplit.cli.app import app
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 from autosplit.report.trace_file import trace_text
 from tests.planning.test_plan_file import a_plan
 

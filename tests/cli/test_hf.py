@@ -21,7 +21,7 @@ from autosplit.cli.hf import build, default_inputs
 from autosplit.cli.inputs import ConfigInputs, InputSpec, ModelSpec
 from autosplit.cli.models import make_model, make_sample
 from autosplit.errors import InputError
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 
 TINY = {"model_type": "tiny", "width": 8, "vocab_size": 50, "max_position_embeddings": 16}
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 
 NETS = str(Path(__file__).parent / "nets.py")
 X = ("--input", "x=float32[8,16]")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from autosplit import api
 from autosplit.cli import app as cli
 from autosplit.errors import InfeasibleError
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 
 NETS = str(Path(__file__).parent / "nets.py")
 BROKEN_LINE = next(n for n, line in enumerate(Path(NETS).read_text().splitlines(), 1) if "weights are gone" in line)

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 
 ROOT = Path(cli.__file__).parents[2]
 NETS = str(Path(__file__).parent / "nets.py")

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.workload import load_workload
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "workloads"

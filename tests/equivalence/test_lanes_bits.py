@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from autosplit.runtime.cells import Cells
+from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action
 from tests.equivalence.equality import Batch, Run, assert_same_bits, forward_backward, train_step
 from tests.models.named import CASES, WIDTH, flat, numbers, tokens

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from autosplit import Sample, Verification, autosplit, verify
 from autosplit.runtime.batch_norm import normalise
 from autosplit.runtime.ops import draw, merge, transfer, update_statistics
-from autosplit.trace.calls import apply_function, under
 from autosplit.trace.check import check_recording
 from autosplit.trace.ladder import Trace, trace
+from autosplit.trace.recording.calls import apply_function, under
 from tests.models.three_layers import WIDTH, numbers
 
 VALUE = numbers(6, WIDTH, gradient=False)

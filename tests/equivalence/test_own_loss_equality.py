@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import InputError, Sample, autosplit
-from autosplit.runtime import train_cells
+from autosplit.runtime.step import train_cells
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autosplit import autosplit
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import WIDTH, Body, Model, numbers
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.options import Options, Sample
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.tree import plan_tree
-from autosplit.runtime.lanes import lane
+from autosplit.runtime.lanes.lanes import lane
 from autosplit.runtime.tree import TreeRun
 from tests.equivalence.equality import Batch, Run, assert_same_bits, collect, probe_loss
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.problem import Problem, without_room
 from autosplit.partition.solve import Partition, solve
 from tests.partition.oracle_costs import Rules

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.infeasible import over_capacity, require_separable
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work, devices_of
 from autosplit.partition.solve import solve

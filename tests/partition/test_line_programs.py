@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autosplit.partition.line import Line
-from autosplit.partition.line_bands import _SHARES, _TIES, IntervalDP, Place
+from autosplit.partition.line.interval_dp import _SHARES, _TIES, IntervalDP, Place
+from autosplit.partition.line.line import Line
 from tests.partition.test_line_search import random_problem
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.problem import Problem
 from tests.partition.oracle_brute import assignments
 from tests.partition.oracle_costs import Rules

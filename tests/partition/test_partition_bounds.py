@@ -5,13 +5,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from autosplit.partition import bounds
-from autosplit.partition.bounds import bound
+from autosplit.partition.bounds import elimination as bounds
+from autosplit.partition.bounds.elimination import bound
+from autosplit.partition.bounds.labelling import labelling
+from autosplit.partition.bounds.profile import ideal, profile
+from autosplit.partition.bounds.skipping import PRICES, SHARES, skips
 from autosplit.partition.clock import Clock, OutOfTime
 from autosplit.partition.graph import Graph, Tensor
-from autosplit.partition.labelling import labelling
-from autosplit.partition.profile import ideal, profile
-from autosplit.partition.skipping import PRICES, SHARES, skips
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,9 @@ def test_a_stage_that_a_tensor_skips_gains_no_more_than_is_said(seed: int) -> No
 
 
 def test_thinned_profiles_still_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autosplit.partition.profile._POINTS", 3)
-    monkeypatch.setattr("autosplit.partition.profile._SUMS", 5)
-    monkeypatch.setattr("autosplit.partition.profile._MANY", 4)
+    monkeypatch.setattr("autosplit.partition.bounds.profile._POINTS", 3)
+    monkeypatch.setattr("autosplit.partition.bounds.profile._SUMS", 5)
+    monkeypatch.setattr("autosplit.partition.bounds.profile._MANY", 4)
     for seed in range(40):
         graph = long_graph(seed, groups=3 + seed % 5)
         least = Stages(graph).least_load(3)

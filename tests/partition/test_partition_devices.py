@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition import ideals, uneven
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
+from autosplit.partition.ideals import enumerate as ideals
+from autosplit.partition.ideals import uneven
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages

@@ -8,17 +8,17 @@ import random
 import numpy as np
 import pytest
 
-from autosplit.partition import large
-from autosplit.partition import lattice as lattice_module
-from autosplit.partition.chains import best_chain
 from autosplit.partition.clock import FOREVER, Clock, OutOfTime
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
-from autosplit.partition.ideals import all_ideals
-from autosplit.partition.large import threshold_search
-from autosplit.partition.lattice import Lattice, lattice
+from autosplit.partition.ideals import lattice as lattice_module
+from autosplit.partition.ideals import thresholds as large
+from autosplit.partition.ideals.chains import best_chain
+from autosplit.partition.ideals.enumerate import all_ideals
+from autosplit.partition.ideals.lattice import Lattice, lattice
+from autosplit.partition.ideals.table import Table
+from autosplit.partition.ideals.thresholds import threshold_search
 from autosplit.partition.problem import Problem, TensorEdge, Work
-from autosplit.partition.table import Table
 
 NEAR = 1 + 1e-8
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Tie, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_verdict import smallest_capacity

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition.costs import check
-from autosplit.partition.line import Line
-from autosplit.partition.line_search import LineSearch
+from autosplit.partition.checker import check
+from autosplit.partition.line.line import Line
+from autosplit.partition.line.search import LineSearch
 from autosplit.partition.problem import RECOMPUTE, Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages

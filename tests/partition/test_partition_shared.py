@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition import shared
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
+from autosplit.partition.ideals import shared
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_verdict import smallest_capacity

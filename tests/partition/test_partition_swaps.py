@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from autosplit.partition.checker import check
 from autosplit.partition.clock import FOREVER, Clock, OutOfTime
-from autosplit.partition.costs import check
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import base_graph
+from autosplit.partition.ideals.search import Found, search
+from autosplit.partition.ideals.swaps import best_nearby
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
-from autosplit.partition.search import Found, search
 from autosplit.partition.solve import solve
-from autosplit.partition.swaps import best_nearby
 
 WIDE = Problem(
     tuple(Work(f"w{index}", float(2 + index % 5), 0.0, static_bytes=3 * index % 7) for index in range(18)),

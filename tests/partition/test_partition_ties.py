@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.problem import Device, Problem, TensorEdge, Tie, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autosplit.partition.checker import Costs, check
 from autosplit.partition.clock import Clock
-from autosplit.partition.costs import Costs, check
 from autosplit.partition.graph import base_graph
+from autosplit.partition.line.step_time import Step, least_step
 from autosplit.partition.problem import Device, Problem, TensorEdge, Work, recompute_fraction
 from autosplit.partition.solve import step_lower_bound
 from autosplit.partition.step_model import StepModel
-from autosplit.partition.step_time import Step, least_step
 from autosplit.schedule.catalog import SCHEDULES
 from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices, with_extras
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import InputError
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem, TensorEdge
 from autosplit.partition.solve import solve

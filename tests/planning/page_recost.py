@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from autosplit.errors import PlanError
 from autosplit.planning.curves import curves_match, parts
-from autosplit.planning.plan import Plan
-from autosplit.planning.records import LaneCurve, StagePlan, Unit
+from autosplit.planning.plan.parts import LaneCurve, StagePlan, Unit
+from autosplit.planning.plan.plan import Plan
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 

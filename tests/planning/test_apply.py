@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autosplit.options import Sample
-from autosplit.planning.apply import DataflowIndex, assign, sources
+from autosplit.planning.profiled.apply import DataflowIndex, assign, sources
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from autosplit import plan
 from autosplit.options import Options, Sample
-from autosplit.planning.plan import Plan
-from autosplit.planning.profiled_problem import _lies_on
-from autosplit.planning.reasons import reasons
-from autosplit.planning.search import make_plan
-from autosplit.planning.specs import device_specs, spec_of
+from autosplit.planning.explain.reasons import reasons
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.problem import _lies_on
+from autosplit.planning.profiled.specs import device_specs, spec_of
+from autosplit.planning.search.make import make_plan
 from autosplit.trace.ladder import trace
 from cost_models import registry
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import autosplit
 from autosplit.checks import resolve_machine
-from autosplit.planning.changes import device_counts
-from autosplit.planning.records import Change
+from autosplit.planning.explain.changes import device_counts
+from autosplit.planning.plan.parts import Change
 
 WIDTH, ROWS = 64, 32
 H100 = "H100-SXM5-80GB"

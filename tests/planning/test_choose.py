@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from autosplit.api import plan
 from autosplit.options import Options, Sample
-from autosplit.planning import choose
-from autosplit.planning.choose import Space, alternative, choose_plan
-from autosplit.planning.finish import Finished
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.search import choose
+from autosplit.planning.search.choose import Space, alternative, choose_plan
+from autosplit.planning.search.finish import Finished
 from autosplit.planning.timeline import predicted
 from autosplit.trace.ladder import Trace, trace
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from autosplit import InputError, Plan, plan
 from autosplit.options import Options, Sample
-from autosplit.planning.search import make_plan
+from autosplit.planning.search.make import make_plan
 from autosplit.trace.ladder import trace
 
 WIDTH, ROWS, CHUNKS, FOUR = 256, 32, 8, "4xH100-SXM5-80GB"

@@ -12,8 +12,8 @@ from torch import nn
 
 import autosplit
 from autosplit.errors import DeviceError, InputError
-from autosplit.planning.changes import least
-from autosplit.planning.extremes import last
+from autosplit.planning.explain.changes import least
+from autosplit.planning.explain.extremes import last
 from autosplit.planning.timeline import predicted
 from examples.models import ResNet
 

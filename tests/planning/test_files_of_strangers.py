@@ -19,8 +19,8 @@ import cost_models
 from autosplit.checks import EXPORTS
 from autosplit.errors import InputError, PlanError, ScheduleError
 from autosplit.partition.workload import load_workload, parse_workload
-from autosplit.planning.diff import diff
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.diff import diff
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import predicted
 from autosplit.report.sections import render, render_markdown
 from autosplit.report.trace_file import trace_text

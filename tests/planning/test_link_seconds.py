@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autosplit.options import Options
-from autosplit.planning.specs import link_seconds
+from autosplit.planning.profiled.specs import link_seconds
 from cost_models import registry
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from autosplit.planning import curves
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 
 WIDTH, ROWS = 8, 6
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from autosplit import InputError, PlanError
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.fingerprint import check_plan
-from autosplit.planning.plan import Plan
-from autosplit.planning.records import Unit
-from autosplit.planning.schedules import schedule_of
+from autosplit.planning.plan.fingerprint import check_plan
+from autosplit.planning.plan.parts import Unit
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.request.schedules import schedule_of
 from tests.planning.test_plan_file import a_plan, load, plans
 
 WIDTH, TOKENS, ROWS = 8, 16, 8

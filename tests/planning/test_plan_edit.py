@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from autosplit import InputError, PlanError, autosplit
 from autosplit import plan as plan_on_paper
-from autosplit.planning.moves import parse_moves
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.moves import parse_moves
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import predicted
 from tests.equivalence.equality import TOLERANCE, difference
 from tests.planning.test_plan_diff import TOKENS, Language

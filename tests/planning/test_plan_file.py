@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autosplit.errors import PlanError
-from autosplit.planning.plan import VERSION, Plan
-from autosplit.planning.records import Boundary, Fingerprint, StageMemory, StagePlan
+from autosplit.planning.plan.parts import Boundary, Fingerprint, StageMemory, StagePlan
+from autosplit.planning.plan.plan import VERSION, Plan
 
 names = st.text(alphabet="abäz.#/_019→", min_size=1, max_size=12)
 seconds = st.floats(min_value=0, max_value=1e6, allow_nan=False)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from autosplit.planning.host import host_step
-from autosplit.planning.plan import Plan
-from autosplit.planning.reasons import reasons, saved_bytes, without_recompute
-from autosplit.planning.records import Alternative, StagePlan, Transfer, Unit
+from autosplit.planning.explain.host import host_step
+from autosplit.planning.explain.reasons import reasons, saved_bytes, without_recompute
+from autosplit.planning.plan.parts import Alternative, StagePlan, Transfer, Unit
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import predicted
 from tests.report.plans import GIB, make_plan, make_stage
 

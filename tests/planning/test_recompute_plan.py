@@ -14,7 +14,7 @@ from autosplit import autosplit
 from autosplit.errors import InfeasibleError, PlanError
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 
 WIDTH, ROWS = 16, 256
 

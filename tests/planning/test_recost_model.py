@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from autosplit import plan as plan_for
 from autosplit.options import Options, Sample
-from autosplit.planning.choose import Space, choose_plan
-from autosplit.planning.search import make_plan
+from autosplit.planning.search.choose import Space, choose_plan
+from autosplit.planning.search.make import make_plan
 from autosplit.trace.ladder import trace
 from tests.planning.page_recost import recost
 

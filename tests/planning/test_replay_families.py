@@ -14,13 +14,13 @@ from autosplit.memory.allocator import simulate_allocator
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.memory.play import device_changes
 from autosplit.options import Options, Sample
-from autosplit.planning.apply import assign
 from autosplit.planning.memory import Cut, fullest_moments, replayed_stages
+from autosplit.planning.profiled.apply import assign
 from autosplit.profile.autocasting import autocast_of
-from autosplit.profile.combine import profile
-from autosplit.profile.stage_graph import StageGraphs
-from autosplit.profile.stage_trace import How, trace_stage
-from autosplit.profile.trace_memo import Kinds, Known, TraceMemo, Wanted
+from autosplit.profile.node_costs.combine import profile
+from autosplit.profile.stage_trace.stage_graph import StageGraphs
+from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.profile.stage_trace.trace_memo import Kinds, Known, TraceMemo, Wanted
 from autosplit.schedule.catalog import build
 from autosplit.trace.ladder import Trace, trace
 from benchmarks.families import families

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from autosplit.options import Options
-from autosplit.partition.costs import check
+from autosplit.partition.checker import check
 from autosplit.partition.problem import Device, Problem, Work
 from autosplit.partition.solve import solve
-from autosplit.planning import advice as module
-from autosplit.planning.advice import advice
+from autosplit.planning.explain import advice as module
+from autosplit.planning.explain.advice import advice
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

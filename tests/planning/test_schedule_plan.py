@@ -15,8 +15,8 @@ from autosplit import InputError, autosplit
 from autosplit.checks import SCHEDULES
 from autosplit.errors import InfeasibleError, PlanError, ScheduleError
 from autosplit.options import Options
-from autosplit.planning.plan import Plan
-from autosplit.planning.schedules import ask, settle
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.request.schedules import ask, settle
 from autosplit.planning.timeline import predicted
 from autosplit.schedule import catalog
 from autosplit.schedule.files import dump_actions

@@ -12,7 +12,7 @@ from torch import nn
 
 from autosplit import autosplit
 from autosplit.cli.calibrate import cases, step_costs, with_step
-from autosplit.planning import specs
+from autosplit.planning.profiled import specs
 from autosplit.profile.calibrate import default_path
 from autosplit.report.prediction import prediction
 from cost_models import registry

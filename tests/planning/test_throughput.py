@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import Plan, plan
-from autosplit.report.html import page
+from autosplit.report.page import page
 from autosplit.report.sections import render
 from cost_models import registry
 

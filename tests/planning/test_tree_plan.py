@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import InfeasibleError
 from autosplit.options import Options, Sample
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.tree import plan_tree
 from tests.models.own_python import CASES, WIDTH, Detector, EarlyExit, PerRow, Tied, everything, options, rows
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.options import Sample
-from autosplit.profile.assumptions import BALANCED, EVERY_ROW, parameters_met, why_estimated
-from autosplit.profile.combine import profile
+from autosplit.profile.node_costs.assumptions import BALANCED, EVERY_ROW, parameters_met, why_estimated
+from autosplit.profile.node_costs.combine import profile
 from autosplit.trace.ladder import trace
 
 WIDTH, EXPERTS, CHOSEN = 8, 4, 2

@@ -16,9 +16,9 @@ from autosplit.memory.events import StageTrace
 from autosplit.options import Sample
 from autosplit.profile import blocks
 from autosplit.profile.blocks import CostMemo, block_costs, block_trace, shorten
-from autosplit.profile.fake import FakeCosts, fake_costs
-from autosplit.profile.stage_graph import stage_graph
-from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.profile.node_costs.fake import FakeCosts, fake_costs
+from autosplit.profile.stage_trace.stage_graph import stage_graph
+from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
 

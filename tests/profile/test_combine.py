@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.profile.combine import profile
+from autosplit.profile.node_costs.combine import profile
 from autosplit.trace.graph import NodeClass
 from tests.profile.graphs import traced
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from autosplit.options import Sample
 from autosplit.profile.blocks import CostMemo, block_costs
-from autosplit.profile.fake import fake_costs
+from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.trace.ladder import trace
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.profile.fake import FakeCosts, fake_costs
+from autosplit.profile.node_costs.fake import FakeCosts, fake_costs
 from autosplit.trace.graph import NodeClass, TracedGraph
 from tests.profile.graphs import Leaf, traced
 

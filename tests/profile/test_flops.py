@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from autosplit.profile.flops import moved_bytes
-from autosplit.profile.ledger import Ledger, Operation
-from autosplit.profile.shadow import shadow
+from autosplit.profile.node_costs.flops import moved_bytes
+from autosplit.profile.node_costs.ledger import Ledger, Operation
+from autosplit.profile.node_costs.shadow import shadow
 from benchmarks.families import families
 
 UNCOUNTED = (

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from autosplit import plan
 from autosplit.errors import ProfileError, is_internal
-from autosplit.profile import ledger
-from autosplit.profile.fake import on_fakes
+from autosplit.profile.node_costs import ledger
+from autosplit.profile.node_costs.fake import on_fakes
 
 
 class Odd(torch.autograd.Function):

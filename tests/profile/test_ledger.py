@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autosplit.profile.ledger import Ledger
+from autosplit.profile.node_costs.ledger import Ledger
 
 KIB = 1024
 

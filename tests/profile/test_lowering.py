@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autosplit.profile.ledger import Ledger
 from autosplit.profile.lowering import CudaKernels, cuda_autocast
+from autosplit.profile.node_costs.ledger import Ledger
 
 HALF = torch.float16
 

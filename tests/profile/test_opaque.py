@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autosplit.profile import opaque
 from autosplit.profile.allocations import Allocations
-from autosplit.profile.ledger import Ledger
-from autosplit.profile.opaque import true_results, workspace
-from autosplit.profile.workspaces import cublas_workspace_bytes
+from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.profile.workspaces import opaque
+from autosplit.profile.workspaces.opaque import true_results, workspace
+from autosplit.profile.workspaces.workspaces import cublas_workspace_bytes
 
 HALF = torch.bfloat16
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from autosplit.profile import measured
 from autosplit.profile.clocks import Timed
-from autosplit.profile.combine import profile
 from autosplit.profile.measured import measure
+from autosplit.profile.node_costs.combine import profile
 from tests.profile.graphs import Leaf, traced
 from tests.profile.test_measured import random_states, state_of
 
@@ -182,7 +182,7 @@ import warnings
 import torch
 from torch import nn
 
-from autosplit.profile.combine import profile
+from autosplit.profile.node_costs.combine import profile
 from tests.profile.graphs import traced
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from autosplit.profile.shadow import shadow
+from autosplit.profile.node_costs.shadow import shadow
 
 
 def twin_of(module: nn.Module) -> nn.Module:

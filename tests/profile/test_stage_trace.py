@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.memory.events import StageTrace
 from autosplit.options import Sample
 from autosplit.profile.allocations import Allocations
-from autosplit.profile.stage_graph import stage_graph
-from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.profile.stage_trace.stage_graph import stage_graph
+from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from tests.memory.extents import extent

@@ -16,11 +16,11 @@ from autosplit.memory.events import StageTrace
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
-from autosplit.profile import trace_memo
-from autosplit.profile.combine import profile
-from autosplit.profile.stage_graph import StageGraph
-from autosplit.profile.stage_trace import How, trace_stage
-from autosplit.profile.trace_memo import Known, TraceMemo, Wanted
+from autosplit.profile.node_costs.combine import profile
+from autosplit.profile.stage_trace import trace_memo
+from autosplit.profile.stage_trace.stage_graph import StageGraph
+from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.profile.stage_trace.trace_memo import Known, TraceMemo, Wanted
 from autosplit.schedule.catalog import build
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace, trace

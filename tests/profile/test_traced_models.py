@@ -8,7 +8,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from autosplit.options import Sample
-from autosplit.profile.combine import profile
+from autosplit.profile.node_costs.combine import profile
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import Batch
 from tests.models.named import CASES

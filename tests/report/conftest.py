@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from selenium.webdriver import Chrome
 
-from autosplit.planning.plan import Plan
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import StepTimeline
-from autosplit.report.html import page
+from autosplit.report.page import page
 from tests.report.browser import MISSING, Opened, programs, started
 
 

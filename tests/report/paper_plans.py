@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autosplit.planning.plan import Plan
-from autosplit.planning.records import (
+from autosplit.planning.plan.parts import (
     Alternative,
     Boundary,
     Change,
@@ -17,6 +16,7 @@ from autosplit.planning.records import (
     Transfer,
     Unit,
 )
+from autosplit.planning.plan.plan import Plan
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate

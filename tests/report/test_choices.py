@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from autosplit.planning.plan import Plan
-from autosplit.planning.records import Alternative, Change, StageMemory
+from autosplit.planning.explain.verdicts import binding, device_verdicts, judged
+from autosplit.planning.plan.parts import Alternative, Change, StageMemory
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import Bar, StepTimeline, predicted
-from autosplit.planning.verdicts import binding, device_verdicts, judged
 from autosplit.report.sections import render, render_markdown
 from autosplit.report.words import recompute_words
 from tests.report.plans import GIB, make_plan, make_stage

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autosplit.options import Sample
-from autosplit.profile.combine import profile
+from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.types import MeasuredNode, Profile
 from autosplit.report.cost_table import render_costs
 from autosplit.report.costs import CostReport, cost_report, module_rows, node_rows, readable_depth

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from autosplit.report import html
-from autosplit.report.html import page
+from autosplit.report import page as html
+from autosplit.report.page import page
 from tests.report.paper_plans import make_units, paper_plan, searched
 
 TEMPLATES = Path(html.__file__).parent / "templates"

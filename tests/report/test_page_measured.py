@@ -9,7 +9,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from autosplit.planning.timeline import HeldBytes, StepTimeline, predicted
-from autosplit.report.html import page as page_text
+from autosplit.report.page import page as page_text
 from autosplit.units import format_bytes, format_seconds
 from tests.report.paper_plans import GIB, paper_plan
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit, recorded
-from autosplit.runtime.lanes import CallerLane, CpuLane
+from autosplit.runtime.lanes.lanes import CallerLane, CpuLane
 from autosplit.trace import ladder
 from tests.runtime.lane_models import ROWS, WIDTH
 from tests.runtime.recording_engine import Engine

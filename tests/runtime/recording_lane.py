@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autosplit.runtime.lanes import CallerLane, CpuLane, Lane, StreamLane
+from autosplit.runtime.lanes.lanes import CallerLane, CpuLane, Lane, StreamLane
 from tests.runtime.happens_before import HOST, Entry, Free, Keep, Op, Record, Wait
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from autosplit.profile.ledger import Ledger
+from autosplit.profile.node_costs.ledger import Ledger
 from tests.equivalence.equality import LANES
 
 

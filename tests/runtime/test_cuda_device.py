@@ -12,7 +12,7 @@ from torch import nn
 
 from autosplit import autosplit
 from autosplit.runtime import ops
-from autosplit.runtime.lanes import caller_lane, lane
+from autosplit.runtime.lanes.lanes import caller_lane, lane
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Skips, assert_close, loss, plain
 
 pytestmark = pytest.mark.cuda

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.runtime import ops, train_cells, transport
-from autosplit.runtime import step as steps
-from autosplit.runtime.cells import Cells
-from autosplit.runtime.differentiate import donate_gradients
-from autosplit.runtime.lanes import StreamLane
+from autosplit.runtime import ops, transport
+from autosplit.runtime.backward.differentiate import donate_gradients
+from autosplit.runtime.lanes.lanes import StreamLane
+from autosplit.runtime.step import step as steps
+from autosplit.runtime.step import train_cells
+from autosplit.runtime.step.cells import Cells
 from autosplit.runtime.transport import Message, SharedMemory, Way
 from tests.pairwise import pairwise
 from tests.runtime import lane_models

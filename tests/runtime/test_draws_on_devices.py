@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from autosplit.runtime.lanes.streams import generators_of
 from autosplit.runtime.ops import CallState, CellContext, draw
-from autosplit.runtime.streams import generators_of
 
 CARDS = 3
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from autosplit import autosplit
-from autosplit.runtime import cells, train_cells
-from autosplit.runtime.differentiate import donate_gradients, gradients
+from autosplit.runtime.backward.differentiate import donate_gradients, gradients
+from autosplit.runtime.step import cells, train_cells
 
 
 def leaves(count: int) -> list[torch.Tensor]:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.runtime.ambient import ThreadState
-from autosplit.runtime.threads import LaneThreads
-from autosplit.runtime.turns import Turn, turns
+from autosplit.runtime.lanes.ambient import ThreadState
+from autosplit.runtime.lanes.threads import LaneThreads
+from autosplit.runtime.lanes.turns import Turn, turns
 from autosplit.schedule.action import Action, describe
 from autosplit.schedule.gpipe import forward_only
 from tests.runtime.gates import (
@@ -222,7 +222,7 @@ import atexit
 atexit.register(lambda: say("lanes at exit:", len(lane_threads())))  # runs last: what is registered first
 
 import threading
-from autosplit.runtime.threads import LaneThreads
+from autosplit.runtime.lanes.threads import LaneThreads
 from autosplit.schedule.action import Action
 from tests.runtime.gates import Case, lane_threads
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.planning.host import host_step, with_measured_issue
-from autosplit.planning.plan import Plan
+from autosplit.planning.explain.host import host_step, with_measured_issue
+from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.sections import render
-from autosplit.runtime.cells import Cells
+from autosplit.runtime.step.cells import Cells
 from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Chain
 from tests.runtime.recorded_pipe import RecordedPipe
 

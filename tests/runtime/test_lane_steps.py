@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from autosplit.runtime import threads as threads_of_autosplit
-from autosplit.runtime.ambient import ThreadState
-from autosplit.runtime.threads import LaneThreads
-from autosplit.runtime.turns import Turn, Turns, backwards, turns
+from autosplit.runtime.lanes import threads as threads_of_autosplit
+from autosplit.runtime.lanes.ambient import ThreadState
+from autosplit.runtime.lanes.threads import LaneThreads
+from autosplit.runtime.lanes.turns import Turn, Turns, backwards, turns
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
 from autosplit.schedule.gpipe import forward_only

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autosplit import InputError, autosplit
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.plan import Plan
-from autosplit.planning.verdicts import device_verdicts
+from autosplit.planning.explain.verdicts import device_verdicts
+from autosplit.planning.plan.plan import Plan
 from tests.runtime.gates import Boom
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from autosplit import PlanError, autosplit
 from autosplit.options import Sample
-from autosplit.planning.plan import Plan
-from autosplit.profile.stage_graph import stage_graph
-from autosplit.profile.stage_trace import How, trace_stage
+from autosplit.planning.plan.plan import Plan
+from autosplit.profile.stage_trace.stage_graph import stage_graph
+from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO
 from autosplit.trace.ladder import trace
 from benchmarks.memory_pipe import ASKED, lane_bytes

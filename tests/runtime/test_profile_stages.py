@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit import InputError, autosplit, measured
 from autosplit.runtime import timing
-from autosplit.runtime.lanes import CpuLane
+from autosplit.runtime.lanes.lanes import CpuLane
 from autosplit.runtime.step_log import Began, Copied, Ended, StepLog
 from autosplit.schedule.action import Action
 from tests.runtime import lane_models

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.profile.allocations import Allocations
-from autosplit.profile.ledger import Ledger
+from autosplit.profile.node_costs.ledger import Ledger
 from tests.equivalence.equality import LANES
 from tests.runtime.gates import Boom
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import ScheduleError
-from autosplit.runtime.cells import Cells
-from autosplit.runtime.lanes import StreamLane
-from autosplit.runtime.turns import Turn, backwards, forwards, turns
-from autosplit.runtime.weight_gradients import Product, defer_weight_gradients
+from autosplit.runtime.backward.weight_gradients import Product, defer_weight_gradients
+from autosplit.runtime.lanes.lanes import StreamLane
+from autosplit.runtime.lanes.turns import Turn, backwards, forwards, turns
+from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from tests.equivalence.equality import TOLERANCE, difference

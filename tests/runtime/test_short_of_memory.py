@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.planning.plan import Plan
-from autosplit.planning.short_of_memory import short_of_memory
-from autosplit.runtime import cells, transport
-from autosplit.runtime.train_cells import _TrainCells
+from autosplit.planning.explain.short_of_memory import short_of_memory
+from autosplit.planning.plan.plan import Plan
+from autosplit.runtime import transport
+from autosplit.runtime.step import cells
+from autosplit.runtime.step.train_cells import _TrainCells
 from autosplit.schedule.action import Action
 from tests.runtime.gates import CHUNKS, LANES, MARK, STAGES, Case, Gated, Gates, case_of, notes, raiser, split
 from tests.runtime.happens_before import problems

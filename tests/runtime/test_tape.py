@@ -11,10 +11,10 @@ from torch import nn
 
 from autosplit import autosplit
 from autosplit.runtime.tape import Tape, TapeNode
-from autosplit.trace.draw_rules import drawn_bytes, is_drawn_beforehand
 from autosplit.trace.graph import NodeClass, TracedNode
-from autosplit.trace.merge import Affine
-from autosplit.trace.random_watch import Draw, TensorSpec
+from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
+from autosplit.trace.recording.merge import Affine
+from autosplit.trace.recording.random_watch import Draw, TensorSpec
 
 aten = torch.ops.aten
 ROWS = Affine(1, 0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autosplit.runtime.ambient import ThreadState
+from autosplit.runtime.lanes.ambient import ThreadState
 from tests.equivalence.equality import LANES
 from tests.runtime.watching import (
     SPOT,

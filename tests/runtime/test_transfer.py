@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autosplit.runtime import ops
-from autosplit.runtime.lanes import CallerLane, CpuLane, StreamLane, caller_lane, lane
+from autosplit.runtime.lanes.lanes import CallerLane, CpuLane, StreamLane, caller_lane, lane
 from autosplit.runtime.transport import SharedMemory, Way
 from tests.runtime.happens_before import Keep, Op, Record, Wait
 from tests.runtime.recording_engine import Engine

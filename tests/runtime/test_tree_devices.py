@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.runtime import tree
-from autosplit.runtime.lanes import CpuLane
+from autosplit.runtime.lanes.lanes import CpuLane
 from autosplit.runtime.tree import Devices
 from autosplit.trace.module_tree import ForwardInterceptors
 from tests.equivalence.equality import Run, assert_equal_runs

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit import Sample
-from autosplit.profile.ledger import Ledger
+from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.trace.check import check_recording
 from autosplit.trace.ladder import Trace, trace
 from tests.models.named import CASES

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autosplit import Sample, autosplit
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import Trace, trace
-from autosplit.trace.recording import Refusal
+from autosplit.trace.recording.recording import Refusal
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import WIDTH, Model, numbers
 

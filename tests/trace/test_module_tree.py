@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.trace import state
+from autosplit.trace.borrowed import state
 from autosplit.trace.module_tree import (
     ForwardInterceptors,
     ModuleCost,

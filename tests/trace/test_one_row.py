@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit import Sample, autosplit
-from autosplit.trace.gather import gather
-from autosplit.trace.inputs import flatten
+from autosplit.trace.inputs.inputs import flatten
 from autosplit.trace.ladder import trace
+from autosplit.trace.recording.gather import gather
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 
 WIDTH = 4

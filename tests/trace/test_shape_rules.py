@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from autosplit.profile.fake import fake_mode
-from autosplit.profile.ledger import Ledger
-from autosplit.trace.shape_rules import ShapeRules, new_tensor
+from autosplit.profile.node_costs.fake import fake_mode
+from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.trace.shapes.shape_rules import ShapeRules, new_tensor
 
 GROUPED_MM, HISTC = torch.ops.aten._grouped_mm.default, torch.ops.aten.histc.default
 

@@ -1,0 +1,1 @@
+"""Exact cuts: dynamic programming over the ideals of the graph."""

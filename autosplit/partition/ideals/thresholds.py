@@ -1,0 +1,199 @@
+"""Proofs by threshold for graphs with very many ideals: is there a chain of stages none of which is above T?
+
+A search over (stages used, ideal) that keeps every ideal within reach is as dear as the dynamic program of ``chains``.
+Most of them need not be looked at. Let ``I`` be inside ``J``, both reached with as many stages. Let
+
+    head start(J) = time of J - cost of the tensors across J's end,
+
+and let no ideal between ``I`` and ``J`` have a larger one than ``J``. Then from ``J`` on no more stages are needed than
+from ``I`` on. For take any chain from ``I``, and add ``J`` to each of its ideals:
+
+* Stages that end inside ``J`` become empty.
+* A stage ``P .. K`` with all of ``J`` inside ``K`` begins at ``P + J`` instead. Its load shrinks by at least
+  ``head start(P + J) - head start(P)``: it loses that time, loses the tensors that were across ``P`` only, and gains at
+  most those that are across ``P + J`` only. Tensors across a cut are submodular, so this is at least
+  ``head start(J) - head start(P and J)``, which is not negative as ``P and J`` lies between ``I`` and ``J``.
+* A stage that ends elsewhere keeps only groups that do not depend on all of ``J``. These are few: where all of them
+  with all of their tensors together are not above T, no such stage is.
+
+So of the ideals reached only a frontier is extended. A threshold that cannot be kept is a lower bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autosplit.partition.clock import FOREVER, Clock, OutOfTime
+from autosplit.partition.graph import Graph, reach
+from autosplit.partition.ideals.chains import Chain
+from autosplit.partition.ideals.lattice import Flags, Lattice
+from autosplit.partition.ideals.table import Ints
+
+_CLOSE = 1e-9
+"""Values that differ by less, relatively, are the same."""
+_ROUNDS = 60
+_RULERS = 32
+"""At most so many ideals of a frontier are tried as the one that makes others needless."""
+
+
+@dataclass(frozen=True)
+class Improved:
+    """A valid lower bound over all cuts, and the best chain below the upper bound that was given, if any was found.
+
+    The chain may have empty stages.
+    """
+
+    lower_bound: float
+    chain: Chain | None
+
+
+def threshold_search(lattice: Lattice, *, stages: int, lower: float, upper: float, clock: Clock = FOREVER) -> Improved:
+    """Return how far the bounds ``lower`` and ``upper`` of the largest load can be brought together.
+
+    First it is asked whether anything is better than ``upper`` at all, which settles most cases; then by bisection.
+    """
+    search = _Thresholds(lattice, stages=stages, clock=clock)
+    chain, certify = None, True
+    for _ in range(_ROUNDS):
+        if upper <= lower * (1 + _CLOSE):
+            break
+        threshold = upper * (1 - _CLOSE) if certify else (lower + upper) / 2
+        try:
+            found = search.chain(threshold)
+        except OutOfTime:
+            break
+        if found is None:
+            lower = threshold if not certify else upper
+        else:
+            chain, upper = found, found.value
+        certify = found is None or upper <= lower * (1 + 1e-4)
+    return Improved(lower, chain)
+
+
+class _Thresholds:
+    """The search for one threshold after another in one lattice."""
+
+    def __init__(self, lattice: Lattice, *, stages: int, clock: Clock) -> None:
+        self.lattice, self.stages, self.clock = lattice, stages, clock
+        self.head_start = lattice.time_s - lattice.cut_s
+        self.aside = _Aside(lattice.graph)
+        self.rules: dict[int, float] = {}
+
+    def chain(self, threshold: float) -> Chain | None:
+        """Return a chain without a load above the threshold, or None when there is none."""
+        lattice, last = self.lattice, len(self.lattice) - 1
+        frontier = np.zeros(1, dtype=np.int64)
+        parents: list[dict[int, int]] = []
+        for used in range(self.stages):
+            reached, parent = self._reached(frontier, threshold, left=self.stages - used - 1)
+            parents.append(dict(zip(reached.tolist(), parent.tolist(), strict=True)))
+            if not len(reached):
+                return None
+            if reached[-1] == last:
+                break
+            frontier = self._frontier(reached, threshold)
+        if last not in parents[-1]:
+            return None
+        positions = [last]
+        for parent_of in reversed(parents):
+            positions.append(parent_of[positions[-1]])
+        positions = positions[::-1] + [last] * (self.stages - len(parents))
+        value = max(self._load(first, second) for first, second in pairwise(positions))
+        return Chain(value, tuple(lattice.ideal(position) for position in positions))
+
+    def _reached(self, frontier: Ints, threshold: float, *, left: int) -> tuple[Ints, Ints]:
+        """Return the ideals that one more stage reaches, and from where, if ``left`` more can do the rest."""
+        time_s, slack = self.lattice.time_s, threshold * _CLOSE
+        low = int(np.searchsorted(time_s, time_s[-1] - left * threshold - slack, side="left"))
+        high = int(np.searchsorted(time_s, time_s[frontier[-1]] + threshold + slack, side="right"))
+        if high <= low:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        parent = np.full(high - low, -1, dtype=np.int64)
+        kept = frontier[frontier >= low]
+        parent[kept - low] = kept
+        for position in frontier[::-1].tolist():
+            self.clock.check()
+            start = max(position + 1, low)
+            stop = int(np.searchsorted(time_s, time_s[position] + threshold + slack, side="right"))
+            if start < stop:
+                fits = self.lattice.loads(position, start=start, stop=stop) <= threshold
+                window = parent[start - low : stop - low]
+                window[fits & (window < 0)] = position
+        found = np.flatnonzero(parent >= 0)
+        return found + low, parent[found]
+
+    def _frontier(self, reached: Ints, threshold: float) -> Ints:
+        """Leave out the ideals from which no more can be done than from another."""
+        start, stop = int(reached[0]), int(reached[-1]) + 1
+        alive = np.zeros(stop - start, dtype=np.bool_)
+        alive[reached - start] = True
+        by_head_start = reached[np.argsort(-self.head_start[reached], kind="stable")]
+        tried = 0
+        for ruler in by_head_start.tolist():
+            if tried == _RULERS:
+                break
+            if ruler > start and alive[ruler - start] and self._rules_from(ruler) <= threshold:
+                tried += 1
+                ruled = self.lattice.subsets(ruler, start=start, stop=ruler)
+                alive[: ruler - start] &= ~ruled
+        return start + np.flatnonzero(alive)
+
+    def _rules_from(self, ruler: int) -> float:
+        """Return from which threshold on all ideals inside the ruler are needless, infinity for none."""
+        if ruler not in self.rules:
+            self.rules[ruler] = self.aside.load_s(self.lattice.ideal(ruler)) if self._is_ahead(ruler) else np.inf
+        return self.rules[ruler]
+
+    def _is_ahead(self, ruler: int) -> bool:
+        """Tell whether no ideal inside this one has a larger head start: those with less time cannot."""
+        least = self.head_start[ruler]
+        start = int(np.searchsorted(self.lattice.time_s, least, side="right"))
+        if start >= ruler:
+            return True
+        higher: Flags = self.head_start[start:ruler] > least
+        return not bool(np.any(higher & self.lattice.subsets(ruler, start=start, stop=ruler)))
+
+    def _load(self, first: int, second: int) -> float:
+        return 0.0 if first == second else float(self.lattice.loads(first, start=second, stop=second + 1)[0])
+
+
+class _Aside:
+    """What could be put beside an ideal: the groups outside that do not depend on all of it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.everything = (1 << graph.size) - 1
+        successors = graph.successors()
+        with_itself = reach(successors, reversed(range(graph.size)))
+        self.after = [mask ^ 1 << group for group, mask in enumerate(with_itself)]
+        self.next: NDArray[np.int64] = np.array([min(heads, default=graph.size) for heads in successors])
+        self.tensors: list[list[int]] = [[] for _ in range(graph.size)]
+        for index, tensor in enumerate(graph.tensors):
+            for pin in sorted({tensor.producer, *tensor.consumers}):
+                self.tensors[pin].append(index)
+
+    def load_s(self, ideal: int) -> float:
+        """Return the most that a stage of such groups can cost."""
+        low = (~ideal & ideal + 1).bit_length() - 1
+        ends = np.flatnonzero(self.next[:low] >= low).tolist() + _groups(ideal >> low, start=low)
+        dependent = self.everything
+        for end in ends:
+            dependent &= self.after[end]
+        groups = _groups((self.everything & ~ideal & ~dependent) >> low, start=low)
+        tensors = {index for group in groups for index in self.tensors[group]}
+        tensors_s = sum(self.graph.tensors[index].cost_s for index in sorted(tensors))
+        return sum(self.graph.times_s[group] for group in groups) + tensors_s
+
+
+def _groups(bits: int, *, start: int) -> list[int]:
+    """Return the groups whose bit, counted from ``start``, is set."""
+    found = []
+    while bits:
+        bit = bits & -bits
+        bits ^= bit
+        found.append(start + bit.bit_length() - 1)
+    return found

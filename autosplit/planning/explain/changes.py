@@ -1,0 +1,373 @@
+"""What would make a plan fit that does not: the least change of every kind, with its price, as the planner finds it.
+
+Whether a change is enough is told by the cuts that need the least, with as many chunks as the plan has; of
+a small model the first changes are then planned in full. Kinds come in the order of what they ask of the caller: the
+same numbers in more time, another batch, other hardware, other numbers. Where no change is enough alone, two are tried
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Literal, cast
+
+from autosplit.checks import resolve_machine
+from autosplit.errors import TraceError
+from autosplit.planning.explain.verdicts import Verdict, binding
+from autosplit.planning.plan.parts import Change
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.request.paper import OnPaper, prepare, stand_ins
+from autosplit.planning.search.choose import Choice, Space, choose_plan, min_memory_cut
+from autosplit.planning.search.finish import Finished
+from autosplit.units import format_bytes, format_seconds
+from cost_models import registry
+from cost_models.specs import DeviceSpec
+
+Kind = Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device"]
+Arguments = Mapping[str, str | int]
+
+_ORDER: tuple[tuple[Kind, ...], ...] = (
+    ("recompute", "chunks", "schedule"),
+    ("batch",),
+    ("devices", "device"),
+    ("optimizer", "precision"),
+)
+MOST_DEVICES = 256
+"""More devices are not proposed."""
+_PLANNED = 3
+"""How many changes are planned in full."""
+_PLANNED_NODES = 1000
+"""Changes of models with more nodes are not."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One change, or two: what they are called, and the arguments of `plan` that say it."""
+
+    kinds: tuple[Kind, ...]
+    words: str
+    arguments: dict[str, str | int]
+    note: str = ""
+
+    @property
+    def group(self) -> int:
+        """What it asks of the caller, as a place in the order."""
+        return max(place for place, kinds in enumerate(_ORDER) for kind in self.kinds if kind in kinds)
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A change that fits, or may."""
+
+    candidate: Candidate
+    step_s: float
+    peak_bytes: int
+    verdict: Verdict
+    rows: int
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned: on which devices, out of which space, how many rows."""
+
+    paper: OnPaper
+    space: Space
+    rows: int
+
+    def plan(self) -> Plan:
+        """Return the best plan."""
+        paper = self.paper
+        return choose_plan(paper.model, paper.found, paper.options, self.space, rows=self.rows, shared=paper.shared)
+
+    def quick(self) -> Finished:
+        """Return the best cut, as it is before it is refined; raises InputError where none can be built."""
+        return Choice(self.paper.sweep(self.space, rows=self.rows), None).best
+
+    def min_memory(self) -> Finished | None:
+        """Return the best of the few cuts that need the least; None where none can be built."""
+        return min_memory_cut(self.paper.sweep(self.space, rows=self.rows))
+
+    def narrowed(self, plan: Plan) -> Request:
+        """Return the request with the chunks of a plan."""
+        chunks = self.space.chunks if len(self.space.chunks) == 1 else (plan.chunks,)
+        return replace(self, space=replace(self.space, chunks=chunks))
+
+    def changed(self, arguments: Arguments, *, chunks: int) -> Request:
+        """Return the request with other arguments of `plan`.
+
+        ``batch`` are the rows of another batch, in ``chunks`` microbatches. Another precision is recorded anew.
+        """
+        paper, space, rows = self.paper, self.space, self.rows
+        for name, value in arguments.items():
+            if name == "devices":
+                machine = resolve_machine(value)
+                paper = replace(paper, options=replace(paper.options, machine=machine, devices=stand_ins(machine)))
+            elif name == "optimizer":
+                paper = replace(paper, options=replace(paper.options, optimizer=value))
+            elif name == "precision":
+                options = replace(paper.options, precision=str(value))
+                paper = prepare(paper.model, paper.sample, options, loss_fn=paper.loss_fn)
+            elif name == "recompute":
+                space = replace(space, recompute=(str(value),))
+            elif name == "chunks":
+                space = replace(space, chunks=(int(value),))
+            elif name == "schedule":
+                space = replace(space, schedules=((str(value), 1),))
+            else:
+                rows, space = int(value), replace(space, chunks=(chunks,))
+        return Request(paper, space, rows)
+
+
+def changes(plan: Plan, request: Request) -> tuple[Change, ...]:
+    """Return the changes, one of a kind at most, that would make a plan fit, those that ask the least first.
+
+    Where none of them surely fits, the first pair that does follows. Empty for a plan that fits, and where no capacity
+    is known.
+    """
+    if plan.verdict == "fits" or binding(plan) is None:
+        return ()
+    trials = _Trials(plan, request)
+    priced = [own for own in map(trials.least_of, trials.kinds) if own is not None]
+    if all(own.verdict != "fits" for own in priced) and (pair := _pair(trials)) is not None:
+        priced.append(pair)
+    priced.sort(key=_price)
+    if sum(len(stage.nodes) for stage in plan.stages) <= _PLANNED_NODES:
+        first = [trials.planned(own) for own in priced[:_PLANNED]]
+        priced = sorted([*(own for own in first if own is not None), *priced[_PLANNED:]], key=_price)
+    return tuple(_change(plan, own) for own in priced)
+
+
+def tried(plan: Plan, request: Request) -> str:
+    """Return what was tried where nothing would make a plan fit, in words."""
+    words = [of_kind[-1].words for of_kind in _Trials(plan, request).kinds]
+    if not words:
+        return "nothing was left to try that would make it fit: all that plan() can change was given"
+    return f"nothing that was tried would make it fit, alone or two together, up to: {'; '.join(words)}"
+
+
+def least(holds: Callable[[int], bool], *, guess: int, low: int, high: int) -> int | None:
+    """Return the least number from ``low`` to ``high`` that holds, None where none does.
+
+    From one that holds on all do. The steps grow from ``guess``, so that few calls are needed where it is near.
+    """
+    below, above, step = low - 1, high + 1, 1
+    at = min(max(guess, low), high)
+    while below + 1 < above:
+        if holds(at):
+            above = at
+        else:
+            below = at
+        if below >= low and above <= high:
+            at = (below + above) // 2
+        else:
+            at = max(low, above - step) if above <= high else min(high, below + step)
+            step *= 2
+    return above if above <= high else None
+
+
+class _Trials:
+    """The changes of each kind, those that change the least first, and what the planner says of them."""
+
+    def __init__(self, plan: Plan, request: Request) -> None:
+        self.plan, self.request = plan, request
+        self._verdicts: dict[str, Verdict] = {}
+
+    @cached_property
+    def kinds(self) -> list[list[Candidate]]:
+        """The candidates of each kind that has some."""
+        plan, request = self.plan, self.request
+        return [own for own in (list(make(plan, request)) for make in _KINDS) if own]
+
+    def least_of(self, candidates: Sequence[Candidate]) -> _Priced | None:
+        """Return the least change of several that surely fits; else the last, where that may."""
+        place = least(lambda place: self.fits(candidates[place]), guess=0, low=0, high=len(candidates) - 1)
+        candidate = candidates[-1 if place is None else place]
+        return self._priced(candidate) if place is not None or self._verdict(candidate) == "borderline" else None
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Tell whether a change makes some cut fit for sure."""
+        return self._verdict(candidate) == "fits"
+
+    def _verdict(self, candidate: Candidate) -> Verdict:
+        if candidate.words not in self._verdicts:
+            try:
+                leanest = self._request(candidate).min_memory()
+            except TraceError:  # there is no recording in that precision
+                leanest = None
+            self._verdicts[candidate.words] = "no" if leanest is None else leanest.verdict
+        return self._verdicts[candidate.words]
+
+    def _request(self, candidate: Candidate) -> Request:
+        return self.request.narrowed(self.plan).changed(candidate.arguments, chunks=self.plan.chunks)
+
+    def _priced(self, candidate: Candidate) -> _Priced:
+        request = self._request(candidate)
+        best = request.quick()
+        return _Priced(candidate, best.step_s, max(best.peaks), best.verdict, request.rows)
+
+    def planned(self, own: _Priced) -> _Priced | None:
+        """Return a change as it is planned in full; None where it does not fit after all."""
+        plan = self.request.changed(own.candidate.arguments, chunks=self.plan.chunks).plan()
+        if plan.verdict == "no":
+            return None
+        peak = max(stage.memory.peak_bytes for stage in plan.stages)
+        rows = sum(plan.microbatch_rows)
+        return _Priced(own.candidate, plan.step_s, peak, plan.verdict, rows, planned=True)
+
+
+def _pair(trials: _Trials) -> _Priced | None:
+    """Return the first two changes that surely fit together: the most of one kind, and the least of another with it."""
+    pairs = sorted(combinations(trials.kinds, 2), key=lambda pair: max(own[0].group for own in pair))
+    for first, second in pairs:
+        joined = [pair for own in second if (pair := _joined(first[-1], own)) is not None]
+        if joined and trials.fits(joined[-1]):
+            return trials.least_of(joined)
+    return None
+
+
+def _joined(first: Candidate, second: Candidate) -> Candidate | None:
+    """Return two changes as one; None where both change the same."""
+    if first.arguments.keys() & second.arguments.keys() or {*first.kinds, *second.kinds} == {"batch", "chunks"}:
+        return None
+    return Candidate(
+        (*first.kinds, *second.kinds),
+        f"{first.words} and {second.words}",
+        {**first.arguments, **second.arguments},
+        first.note + second.note,
+    )
+
+
+def _price(own: _Priced) -> tuple[int, int, float]:
+    return own.candidate.group, own.verdict != "fits", own.step_s / max(own.rows, 1)
+
+
+def _change(plan: Plan, own: _Priced) -> Change:
+    about = "" if own.planned else "about "
+    fits = "" if own.verdict == "fits" else ", borderline"
+    text = (
+        f"{own.candidate.words}: {about}{format_bytes(own.peak_bytes)} on the fullest device{fits}, "
+        f"{_longer(plan, own)}{own.candidate.note}"
+    )
+    return Change(
+        kind=own.candidate.kinds[0] if len(own.candidate.kinds) == 1 else "pair",
+        text=text,
+        arguments=own.candidate.arguments,
+        step_s=own.step_s,
+        peak_bytes=own.peak_bytes,
+        verdict=own.verdict,
+        planned=own.planned,
+    )
+
+
+def _longer(plan: Plan, own: _Priced) -> str:
+    """Return the price in time; of a batch of another size, per row."""
+    rows = sum(plan.microbatch_rows)
+    ratio = (own.step_s / max(own.rows, 1)) / (plan.step_s / rows) if plan.step_s else 1.0
+    about = "" if own.planned else "about "
+    of = f"the step {about}{format_seconds(own.step_s)}," + (" per row" if "batch" in own.candidate.kinds else "")
+    if abs(ratio - 1) < 0.005:
+        return f"{of} as long"
+    if ratio >= 2:
+        return f"{of} {ratio:.1f} times as long"
+    return f"{of} {abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
+
+
+def _recompute(plan: Plan, request: Request) -> Iterator[Candidate]:
+    if request.space.recompute is not None:
+        for kind in ("block", "always"):
+            yield Candidate(("recompute",), f'recompute="{kind}"', {"recompute": kind})
+
+
+def _chunks(plan: Plan, request: Request) -> Iterator[Candidate]:
+    chunks = len(plan.microbatch_rows) * 2
+    while len(request.space.chunks) == 1 and not plan.actions and chunks <= request.rows:
+        yield Candidate(("chunks",), f"chunks={chunks}", {"chunks": chunks})
+        chunks *= 2
+
+
+def _schedule(plan: Plan, request: Request) -> Iterator[Candidate]:
+    if len(request.space.schedules) == 1 and plan.schedule not in ("1f1b", "forward"):
+        yield Candidate(("schedule",), 'schedule="1f1b"', {"schedule": "1f1b"})
+
+
+def _batch(plan: Plan, request: Request) -> Iterator[Candidate]:
+    """A smaller microbatch, as many of them."""
+    for rows in range(max(plan.microbatch_rows) - 1, 0, -1):
+        total = rows * len(plan.microbatch_rows)
+        yield Candidate(("batch",), f"a batch of {total} rows", {"batch": total})
+
+
+def _kinds_of_device(request: Request) -> list[str]:
+    machine = request.paper.options.machine
+    return [] if machine is None else list(dict.fromkeys(spec.name for spec in machine.devices))
+
+
+def _devices(plan: Plan, request: Request) -> Iterator[Candidate]:
+    names, own = _kinds_of_device(request), len(request.paper.options.devices)
+    if plan.actions or len(names) != 1 or len(request.space.recompute or ()) > 1:
+        return
+    most = min(MOST_DEVICES, sum(len(stage.nodes) for stage in plan.stages))
+    for count, text in device_counts(names[0], more_than=own):
+        if count > most:
+            break
+        yield Candidate(("devices",), text, {"devices": text}, f", {count / own:.3g} times the devices")
+
+
+def _device(plan: Plan, request: Request) -> Iterator[Candidate]:
+    options = request.paper.options
+    if options.machine is not None and options.memory_limit is None and len(_kinds_of_device(request)) == 1:
+        for spec in larger(options.machine.devices[0]):
+            text = f"{len(options.devices)}x{spec.name}"
+            yield Candidate(("device",), text, {"devices": text})
+
+
+def _optimizer(plan: Plan, request: Request) -> Iterator[Candidate]:
+    if plan.optimizer in ("adam", "adamw"):
+        names: tuple[tuple[str | int, str], ...] = (
+            (2, "optimizer=2 (bytes per parameter: Adam with 8-bit states)"),
+            ("momentum", 'optimizer="momentum"'),
+            ("sgd", 'optimizer="sgd"'),
+        )
+        for value, words in names:
+            yield Candidate(("optimizer",), words, {"optimizer": value}, "; it trains otherwise")
+
+
+def _precision(plan: Plan, request: Request) -> Iterator[Candidate]:
+    names: tuple[str, ...] = ("bf16_fp32_master", "bf16")
+    if plan.precision in names or plan.dtype in ("bfloat16", "float16"):
+        names = ("bf16",) if plan.precision == "bf16_fp32_master" else ()
+    for name in names if plan.parameters and not request.paper.by_values else ():
+        yield Candidate(("precision",), f'precision="{name}"', {"precision": name}, "; other rounding")
+
+
+_KINDS = (_recompute, _chunks, _schedule, _batch, _devices, _device, _optimizer, _precision)
+
+
+_MOST_DEVICES = 4096
+_PER_HOST = 8
+
+
+def device_counts(name: str, *, more_than: int, per_host: int | None = None) -> Iterator[tuple[int, str]]:
+    """Yield how many devices of a kind there may be, and the machine's text: up to one host's, then whole hosts."""
+    own = per_host or registry.device(name).peer_group or _PER_HOST
+    for count in range(max(1, more_than + 1), own + 1):
+        yield count, f"{count}x{name}"
+    for hosts in range(max(2, more_than // own + 1), _MOST_DEVICES // own + 1):
+        yield hosts * own, f"{hosts}x{own}x{name}"
+
+
+def larger(present: DeviceSpec) -> Sequence[DeviceSpec]:
+    """Return the devices of the same maker with more memory, the smallest first."""
+    cuda = not (present.compute_capability or "").startswith("gfx")
+    others = (registry.device(name) for name in registry.names())
+    fitting = [
+        spec
+        for spec in others
+        if (spec.usable_bytes or 0) > (present.usable_bytes or 0)
+        and cuda is not (spec.compute_capability or "").startswith("gfx")
+    ]
+    return sorted(fitting, key=lambda spec: (cast(int, spec.usable_bytes), spec.name))

@@ -1,0 +1,177 @@
+"""Why a plan is as it is, in words: what recompute costs and saves, what memory and links do to the cut, the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from autosplit.partition.problem import recompute_fraction
+from autosplit.planning.explain.host import host_step
+from autosplit.planning.explain.verdicts import DeviceVerdict, device_verdicts
+from autosplit.planning.plan.parts import Alternative, StagePlan
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.timeline import predicted_step_s
+from autosplit.units import format_bytes, format_seconds
+
+_LESS_WORK = 0.9
+"""A stage with less than this share of the mean load is said to have less work than the others."""
+_FULL = 0.9
+"""A device is full that holds this share of its capacity."""
+_LONG_LINK = 0.5
+"""A transfer is long that takes this share of the forward that waits for it."""
+_NOTABLE = 0.01
+
+
+def reasons(plan: Plan) -> tuple[str, ...]:
+    """Return what is to be said about a plan, from what it holds; nothing about what it does not hold."""
+    return (*_recompute(plan), *_uneven(plan), *_links(plan), *_host(plan), *_tradeoffs(plan))
+
+
+def _recompute(plan: Plan) -> Iterator[str]:
+    """Yield what recompute costs in time and saves in memory."""
+    again = [stage for stage in plan.stages if stage.recompute != "never"]
+    if not again:
+        return
+    cost = predicted_step_s(plan) / predicted_step_s(without_recompute(plan)) - 1
+    where = "every stage" if len(again) == len(plan.stages) else _named("stage", [stage.index for stage in again])
+    kinds = sorted({stage.recompute for stage in again})
+    saved = max(saved_bytes(plan), default=0)
+    saves = f" and saves {format_bytes(saved)} on the fullest device" if saved > 0 else ""
+    yield f"recompute ({', '.join(kinds)}) on {where} costs {cost:.0%} of the step{saves}"
+
+
+def without_recompute(plan: Plan) -> Plan:
+    """Return the plan with the times of stages that do nothing again."""
+    microbatches = len(plan.microbatch_rows)
+    stages = []
+    for stage in plan.stages:
+        again_s = recompute_fraction(stage.recompute, microbatches=microbatches) * stage.forward_s
+        backward_s = max(stage.weight_s, stage.backward_s - again_s)
+        stages.append(stage.model_copy(update={"recompute": "never", "backward_s": backward_s}))
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def saved_bytes(plan: Plan) -> list[int]:
+    """Return, per device that recomputes, what it would hold more without; empty where the plan has no units.
+
+    That is by the formula: what its units keep of each microbatch in flight, against its peak.
+    """
+    if not plan.units:
+        return []
+    held = plan.schedule_for(len(plan.microbatch_rows)).in_flight
+    found = []
+    for device in device_verdicts(plan):
+        own = [plan.stages[index] for index in device.stages]
+        if all(stage.recompute == "never" for stage in own):
+            continue
+        units = [unit for unit in plan.units if unit.stage in device.stages]
+        kept = sum(held[unit.stage] * unit.kept_bytes for unit in units)
+        transient = max((unit.transient_bytes for unit in units), default=0)
+        found.append(device.states_bytes + kept + transient - device.peak_bytes)
+    return found
+
+
+def _uneven(plan: Plan) -> Iterator[str]:
+    """Yield the devices that were given less work than the others because they are full."""
+    loads = _loads(plan)
+    mean = sum(loads.values()) / len(loads)
+    full = [
+        device
+        for device in device_verdicts(plan)
+        if device.share >= _FULL and mean and loads[device.lane] < _LESS_WORK * mean
+    ]
+    alike: dict[tuple[str, int], list[DeviceVerdict]] = {}
+    for device in full:
+        alike.setdefault((device.term, device.capacity_bytes or 0), []).append(device)
+    for (term, capacity), own in alike.items():
+        less = _span(
+            [f"{1 - loads[device.lane] / mean:.0%}" for device in sorted(own, key=lambda one: -loads[one.lane])]
+        )
+        needs = _span([format_bytes(size) for size in sorted(device.peak_bytes for device in own)])
+        who = _named("device", [device.lane for device in own])
+        has, is_ = ("has", "it is") if len(own) == 1 else ("have", "they are")
+        numbers = f"{needs} of {format_bytes(capacity)}, most of it {term}"
+        yield f"{who} {has} {less} less work than the mean: {is_} full ({numbers})"
+
+
+def _span(texts: Sequence[str]) -> str:
+    """Return the first and the last of some figures: ``10% to 40%``, or the one that they all are."""
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+
+
+def _loads(plan: Plan) -> dict[int, float]:
+    loads: dict[int, float] = {}
+    for stage in plan.stages:
+        loads[stage.lane] = loads.get(stage.lane, 0.0) + stage.forward_s + stage.backward_s
+    return loads
+
+
+def _links(plan: Plan) -> Iterator[str]:
+    """Yield the longest transfer where it is long beside the work that waits for it."""
+    long = [t for t in plan.transfers if t.forward_s > _LONG_LINK * plan.stages[t.consumer].forward_s > 0]
+    if long:
+        worst = max(long, key=lambda transfer: transfer.forward_s)
+        behind = format_seconds(plan.stages[worst.consumer].forward_s)
+        yield (
+            f"the way from stage {worst.producer} to stage {worst.consumer} takes {format_seconds(worst.forward_s)} "
+            f"per microbatch, the forward behind it {behind}: the link binds where the schedule cannot hide it"
+        )
+
+
+def _host(plan: Plan) -> Iterator[str]:
+    """Yield that the host binds, with its time and the devices'."""
+    found = host_step(plan)
+    if found is None or not found.binds:
+        return
+    threads = "one host thread issues" if plan.issue_threads == 1 else f"{plan.issue_threads} host threads each issue"
+    yield (
+        f"host-bound: {threads} kernels for {format_seconds(found.issue_s)} per step, the devices need "
+        f"{format_seconds(found.devices_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer "
+        "kernels, and compile=True fuses them"
+    )
+
+
+def _tradeoffs(plan: Plan) -> Iterator[str]:
+    """Yield the nearest of the other plans: what is faster and needs more, what needs less and is slower."""
+    peak = max(stage.memory.peak_bytes for stage in plan.stages)
+    others = [one for one in plan.frontier if not _same(plan, one)]
+    smaller = [one for one in others if one.peak_bytes < peak and one.step_s > plan.step_s * (1 + _NOTABLE)]
+    faster = [one for one in others if one.step_s < plan.step_s * (1 - _NOTABLE)]
+    if smaller:
+        one = min(smaller, key=lambda other: other.step_s)
+        yield (
+            f"{setting(one)} would need {format_bytes(peak - one.peak_bytes)} less on the fullest device and take "
+            f"{one.step_s / plan.step_s - 1:.0%} longer"
+        )
+    if faster and plan.verdict != "no":
+        one = max(faster, key=lambda other: other.step_s)
+        gain = 1 - one.step_s / plan.step_s
+        but = {"no": "does not fit", "borderline": "may not fit", "fits": "fits by the solver's formula alone"}
+        yield f"{setting(one)} would be {gain:.0%} faster, but {but[one.verdict]}: {format_bytes(one.peak_bytes)}"
+
+
+def _same(plan: Plan, one: Alternative) -> bool:
+    own = (plan.chunks, plan.schedule, plan.virtual_stages)
+    return own == (one.chunks, one.schedule, one.virtual_stages) and _recomputed(plan.stages) == set(one.recompute)
+
+
+def _recomputed(stages: Sequence[StagePlan]) -> set[str]:
+    return {stage.recompute for stage in stages}
+
+
+def setting(one: Alternative) -> str:
+    """Return what another plan chose, in words: ``8 chunks under 1f1b, recompute block``."""
+    each = f" with {one.virtual_stages} stages per device" if one.virtual_stages > 1 else ""
+    kinds = list(dict.fromkeys(one.recompute))
+    listed = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+    again = "" if kinds == ["never"] else f", recompute {listed}"
+    return f"{one.chunks} chunks under {one.schedule}{each}{again}"
+
+
+def _named(noun: str, indices: Sequence[int]) -> str:
+    """Return numbers as ranges behind their noun: ``stages 0-2, 5``."""
+    runs = []
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        found = [index for _, index in run]
+        runs.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else f"{found[0]}")
+    return f"{noun}{'s' * (len(indices) > 1)} {', '.join(runs)}"

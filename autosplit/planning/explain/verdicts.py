@@ -1,0 +1,131 @@
+"""Whether each device of a plan has room for what it holds, and what that is most of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autosplit.planning.plan.parts import StageMemory
+from autosplit.planning.plan.plan import Plan
+
+Verdict = Literal["fits", "borderline", "no"]
+Term = Literal["states", "activations", "transient"]
+
+NEAR = 1.05
+"""A peak without a range that is above its capacity by less than this is borderline."""
+
+
+@dataclass(frozen=True)
+class DeviceVerdict:
+    """One device at its fullest moment, and whether it has the room.
+
+    Attributes:
+        lane: its place among the plan's devices.
+        stages: those that it runs.
+        low_bytes, high_bytes: between which the peak may come out; both the peak where no range was predicted.
+        reserve_bytes: what of the capacity is kept free.
+        verdict: None where no capacity is known.
+        states_bytes: parameters, buffers, gradients and optimizer state.
+    """
+
+    lane: int
+    device: str
+    stages: tuple[int, ...]
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    capacity_bytes: int | None
+    reserve_bytes: int
+    verdict: Verdict | None
+    states_bytes: int
+    activation_bytes: int
+    transient_bytes: int
+
+    @property
+    def room_bytes(self) -> int | None:
+        """The capacity less the reserve: what fits there surely fits."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.reserve_bytes
+
+    @property
+    def term(self) -> Term:
+        """What takes the most of the peak; states where they alone are more than the device has."""
+        if self.capacity_bytes is not None and self.states_bytes > self.capacity_bytes:
+            return "states"
+        sizes: dict[Term, int] = {
+            "states": self.states_bytes,
+            "activations": self.activation_bytes,
+            "transient": self.transient_bytes,
+        }
+        return max(sizes, key=lambda name: sizes[name])
+
+    @property
+    def term_bytes(self) -> int:
+        """The bytes of that."""
+        sizes = (self.states_bytes, self.activation_bytes, self.transient_bytes)
+        return sizes[("states", "activations", "transient").index(self.term)]
+
+    @property
+    def share(self) -> float:
+        """The peak over the capacity; 0 where that is not known."""
+        return self.peak_bytes / max(self.capacity_bytes, 1) if self.capacity_bytes is not None else 0.0
+
+
+def judged(
+    peak: int, capacity: int | None, *, low: int | None = None, high: int | None = None, reserve: int = 0
+) -> Verdict | None:
+    """Return the verdict on a peak; None without a capacity.
+
+    It is borderline where its range reaches into the reserve, or the capacity lies in the range.
+    """
+    if capacity is None:
+        return None
+    if low is None or high is None:
+        return "fits" if peak <= capacity - reserve else "borderline" if peak <= NEAR * capacity else "no"
+    return "fits" if high <= capacity - reserve else "borderline" if low <= capacity else "no"
+
+
+def verdict_of(memory: StageMemory) -> Verdict | None:
+    """Return the verdict on the device of a stage."""
+    return judged(
+        memory.peak_bytes,
+        memory.capacity_bytes,
+        low=memory.low_bytes,
+        high=memory.high_bytes,
+        reserve=memory.reserve_bytes,
+    )
+
+
+def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
+    """Return one verdict per device that runs a stage, in the order of the plan's devices."""
+    found = []
+    for lane in sorted({stage.lane for stage in plan.stages}):
+        stages = [stage for stage in plan.stages if stage.lane == lane]
+        memory = [stage.memory for stage in stages]
+        first = memory[0]
+        found.append(
+            DeviceVerdict(
+                lane=lane,
+                device=stages[0].device,
+                stages=tuple(stage.index for stage in stages),
+                peak_bytes=first.peak_bytes,
+                low_bytes=first.peak_bytes if first.low_bytes is None else first.low_bytes,
+                high_bytes=first.peak_bytes if first.high_bytes is None else first.high_bytes,
+                capacity_bytes=first.capacity_bytes,
+                reserve_bytes=first.reserve_bytes,
+                verdict=verdict_of(first),
+                states_bytes=sum(map(_states_bytes, memory)),
+                activation_bytes=sum(one.activation_bytes for one in memory),
+                transient_bytes=sum(one.transient_bytes for one in memory),
+            )
+        )
+    return tuple(found)
+
+
+def binding(plan: Plan) -> DeviceVerdict | None:
+    """Return the device that is nearest to its capacity, or furthest above it; None where no capacity is known."""
+    known = [one for one in device_verdicts(plan) if one.capacity_bytes is not None]
+    return max(known, key=lambda one: one.share) if known else None
+
+
+def _states_bytes(memory: StageMemory) -> int:
+    return memory.parameter_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes

@@ -1,0 +1,1 @@
+"""The plan: its data, its file, and what is done with it."""

@@ -1,0 +1,58 @@
+"""How much a step does, for its speed in tokens or rows and its share of the devices' arithmetic: plain numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from autosplit.options import Options
+from autosplit.planning.profiled.specs import device_specs
+from autosplit.profile.types import Profile
+from autosplit.trace.graph import NodeClass, TracedGraph
+from autosplit.trace.recording.run import FlatInputs
+from cost_models.work import DType
+
+_RATES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_COMPUTES: dict[str, DType] = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16", "bf16": "bf16"}
+_COMPUTES |= {"bf16_fp32_master": "bf16"}
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def tokens_per_row(inputs: FlatInputs) -> int | None:
+    """Return the length of a row of the first input that is a table of integers; None without one."""
+    for position in inputs.tensors():
+        leaf = inputs.leaves[position]
+        if leaf.dim() == 2 and leaf.dtype in _INTEGERS and inputs.batch_dims[position] == 0:
+            return int(leaf.shape[1])
+    return None
+
+
+def parameter_dtype(traced: TracedGraph) -> str | None:
+    """Return the dtype of most of the model's parameters; None without any."""
+    elements: Counter[str] = Counter()
+    for parameter in traced.root.parameters():
+        elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return max(elements, key=lambda name: elements[name]) if elements else None
+
+
+def model_flops(traced: TracedGraph, costs: Profile, sizes: Sequence[int], *, backward: bool) -> float:
+    """Return the FLOPs of a step's forwards and backwards, each counted once: what is recomputed is none of them."""
+    total = 0.0
+    for _, info in traced.compute_nodes():
+        node, micro = costs.nodes[info.name], info.node_class is NodeClass.MICRO
+        own = node.forward_flops + backward * node.backward_flops
+        total += own * (sum(sizes) / sizes[0] if micro else 1)
+    return total
+
+
+def peak_flops_per_s(options: Options, dtype: str | None) -> float | None:
+    """Return the peak rate of all devices in what the step computes in; None where one has no data sheet for that."""
+    kind = _COMPUTES.get(options.precision or "") or _RATES.get(dtype or "")
+    if kind is None or options.kernels == "cpu":
+        return None
+    try:
+        return sum(spec.peak(kind) for spec in device_specs(options))
+    except ValueError:
+        return None

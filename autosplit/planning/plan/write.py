@@ -1,0 +1,330 @@
+"""The solver's answer written down as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import cast
+
+from torch import nn
+
+from autosplit.errors import ProfileError
+from autosplit.memory.pieces import Recompute
+from autosplit.memory.range import PeakRange
+from autosplit.partition.problem import Work, recompute_fraction
+from autosplit.partition.solve import Partition
+from autosplit.planning.curves import lane_curves
+from autosplit.planning.explain.advice import advice, note_on_training
+from autosplit.planning.explain.verdicts import verdict_of
+from autosplit.planning.memory import Cut, DevicePeak, fullest_moments
+from autosplit.planning.plan.fingerprint import fingerprint
+from autosplit.planning.plan.moves import sealed
+from autosplit.planning.plan.parts import StageMemory, StagePlan, Transfer
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.step_overhead import overhead_s
+from autosplit.planning.plan.throughput import model_flops, parameter_dtype, peak_flops_per_s, tokens_per_row
+from autosplit.planning.profiled.apply import DataflowIndex, assign, boundaries_of, sent_s
+from autosplit.planning.profiled.formulate import state_bytes
+from autosplit.planning.profiled.problem import ProfiledProblem
+from autosplit.planning.profiled.specs import issue_threads, kernel_issue_s, notes_on_unknown
+from autosplit.planning.ranges import peak_ranges
+from autosplit.profile.autocasting import autocast_of
+from autosplit.profile.types import NodeTimes, Profile, StateProfile
+from autosplit.schedule.simulate import simulate
+from autosplit.trace.borrowed import side_effects
+from autosplit.trace.graph import NodeClass, TracedGraph
+from autosplit.trace.recording.draw_rules import with_plain_numbers
+from autosplit.trace.reductions.own_loss import note_on_loss
+from autosplit.trace.rows.kinds import norm_notes
+
+
+class Writer:
+    """Writes the solver's answer down as a plan."""
+
+    def __init__(self, case: ProfiledProblem, partition: Partition) -> None:
+        self.case, self.partition, self.problem = case, partition, case.problem
+        self.model, self.traced, self.costs, self.options = case.model, case.found.graph, case.costs, case.options
+        self.sizes, found = case.sizes, case.found
+        self.whole, self.proof = found.whole, found.proof
+        self.schedule = case.problem.schedule_of(partition.stages)
+        self.lane = self.schedule.stage_lane
+        pairs = zip(case.names, partition.assignment, strict=True)
+        solved = {name: stage for names, stage in pairs for name in names}
+        self._index = DataflowIndex(self.traced)
+        self.stage_of = assign(self.traced, solved, stages=partition.stages, index=self._index)
+        self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
+        self.fullest, self.unreplayed = self._replayed()
+
+    def _replayed(self) -> tuple[tuple[DevicePeak, ...], str | None]:
+        try:
+            with autocast_of(self.options.precision, kernels=self.options.kernels):
+                return fullest_moments(self._cut, memo=self.case.memo), None
+        except ProfileError as error:  # a stage that cannot be replayed: the formula's peaks stay
+            return (), str(error).partition("\n")[0]
+
+    @property
+    def _cut(self) -> Cut:
+        return Cut(self.traced, self.costs, self.options, self.stage_of, self.sizes, self.schedule, self.recompute)
+
+    @cached_property
+    def _ranges(self) -> Mapping[int, PeakRange]:
+        """The range of each device's peak, by lane, where it has one."""
+        with autocast_of(self.options.precision, kernels=self.options.kernels):
+            return peak_ranges(self._cut, self.fullest, memo=self.case.memo)
+
+    def peaks(self) -> list[int]:
+        """Return the peak of every device: replayed, or where that was not possible by the solver's formula."""
+        if self.fullest:
+            return [device.peak_bytes for device in self.fullest]
+        return list(self.partition.costs.device_bytes)
+
+    def highs(self) -> list[int]:
+        """Return the most that the peak of every device may come out as."""
+        ranges = self._ranges
+        return [ranges[lane].high_bytes if lane in ranges else peak for lane, peak in enumerate(self.peaks())]
+
+    def lows(self) -> list[int]:
+        """Return the least that the peak of every device may come out as."""
+        ranges = self._ranges
+        return [ranges[lane].low_bytes if lane in ranges else peak for lane, peak in enumerate(self.peaks())]
+
+    def over_capacity(self) -> bool:
+        """Tell whether a device needs more than a capacity that the solver kept by its formula."""
+        limits = self.problem.capacity_bytes
+        return limits is not None and any(
+            limit is not None and peak > limit for peak, limit in zip(self.peaks(), limits, strict=False)
+        )
+
+    def plan(self, *notes: str) -> Plan:
+        """Return the plan with its prediction; further notes come behind its own."""
+        stages = tuple(self._stage(index) for index in range(self.partition.stages))
+        boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of, index=self._index))
+        transfers = self.partition.costs.transfers
+        timeline = simulate(
+            self.schedule,
+            forward_s=[stage.forward_s for stage in stages],
+            backward_s=[stage.backward_s for stage in stages],
+            input_gradient_s=[stage.backward_s - stage.weight_s for stage in stages],
+            weight_gradient_s=[stage.weight_s for stage in stages],
+            transfers=transfers,
+        )
+        fits = fit_of(stages)
+        extra_s = overhead_s(self.options, stages, self.schedule, timeline)
+        beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s
+        made = Plan(
+            fingerprint=fingerprint(self.model, self.traced),
+            devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
+            stages=stages,
+            boundaries=boundaries,
+            transfers=tuple(Transfer(**asdict(time)) for time in transfers),
+            chunks=self.options.chunks,
+            microbatch_rows=self.sizes,
+            schedule=self.schedule.name,
+            virtual_stages=self.problem.virtual_stages,
+            actions=self.options.actions,
+            optimizer=str(self.options.optimizer),
+            machine=None if self.options.machine is None else self.options.machine.name,
+            precision=self.options.precision,
+            issue_threads=issue_threads(self.options),
+            step_s=self.partition.costs.step_s + beside_s,
+            overhead_s=extra_s,
+            bubble=timeline.bubble,
+            bottleneck_s=self.partition.bottleneck_s,
+            lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
+            status=self.partition.status,
+            objective="step_time",
+            fits=fits,
+            verdict="borderline" if fits is None else "fits" if fits else "no",
+            class_flops=self._class_flops(),
+            measured=self.costs.measured,
+            dtype=(dtype := parameter_dtype(self.traced)),
+            sequence=tokens_per_row(self.case.found.inputs),
+            model_flops=model_flops(self.traced, self.costs, self.sizes, backward=self.schedule.has_backward),
+            peak_flops_per_s=peak_flops_per_s(self.options, dtype),
+            curves=lane_curves(self.fullest, self.schedule),
+            notes=(*self._notes(), *notes),
+            whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
+            proofs=() if self.proof is None else (self.proof,),
+        )
+        return sealed(made)
+
+    def _stage(self, index: int) -> StagePlan:
+        names = self._names[index]
+        own = self._works(index)
+        parameters = [s for s in self._states(index) if s.is_parameter]
+        devices = self.problem.devices
+        slowdown = devices[self.lane[index]].slowdown if devices is not None else 1.0
+        again = recompute_fraction(self.recompute[index], microbatches=len(self.sizes))
+        issue = self._issue(index, names)
+        return StagePlan(
+            index=index,
+            device=self.options.device_name(self.lane[index]),
+            lane=self.lane[index],
+            nodes=tuple(names),
+            modules=tuple(covered_modules(self.model, names)),
+            parameters=sum(s.elements for s in parameters),
+            forward_s=slowdown * sum(work.forward_s for work in own),
+            backward_s=slowdown * (sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own)),
+            recompute=self.recompute[index],
+            weight_s=slowdown * sum(work.weight_s for work in own),
+            forward_issue_s=issue.forward_s,
+            backward_issue_s=issue.backward_s + again * issue.forward_s,
+            memory=self._memory(index),
+        )
+
+    def _issue(self, index: int, names: Sequence[str]) -> NodeTimes:
+        """Return how long a host thread issues a stage's kernels, per microbatch."""
+        each_s = kernel_issue_s(self.options, self.lane[index])
+        share = {NodeClass.MICRO: 1.0, NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
+        own = [(self.costs.nodes[name], each_s * share[self._classes[name]]) for name in names] if each_s else []
+        return NodeTimes(
+            sum(node.forward_kernels * part for node, part in own),
+            self.schedule.has_backward * sum(node.backward_kernels * part for node, part in own),
+        )
+
+    def _memory(self, index: int) -> StageMemory:
+        """Return what a stage holds at its device's peak; what is transient then is the running stage's."""
+        lane = self.lane[index]
+        peak = self.peaks()[lane]
+        own = self._held(index)
+        stages = [stage for stage, place in enumerate(self.lane) if place == lane]
+        running = self.fullest[lane].running if self.fullest else stages[0]
+        held = sum(sum(self._held(stage).values()) for stage in stages)
+        return StageMemory(
+            **own,
+            transient_bytes=peak - held if index == running else 0,
+            peak_bytes=peak,
+            capacity_bytes=self.options.capacity_bytes(lane),
+            reserve_bytes=self.options.reserved_bytes(lane),
+            low_bytes=None if lane not in self._ranges else self._ranges[lane].low_bytes,
+            high_bytes=None if lane not in self._ranges else self._ranges[lane].high_bytes,
+        )
+
+    def _held(self, index: int) -> dict[str, int]:
+        states = self._states(index)
+        totals = [state_bytes(state, self.options) for state in states]
+        if self.fullest:
+            full = self.fullest[self.lane[index]]
+            gradients = full.of(index, "gradients")
+            activations = full.of(index, "activations", "whole_batch", "casts")
+        else:
+            gradients = sum(total.gradient for total in totals)
+            activations = self.partition.costs.stages[index].activation_bytes
+        return {
+            "parameter_bytes": sum(s.bytes for s in states if s.is_parameter),
+            "buffer_bytes": sum(s.bytes for s in states if not s.is_parameter),
+            "gradient_bytes": gradients,
+            "optimizer_bytes": sum(total.optimizer for total in totals),
+            "activation_bytes": activations,
+        }
+
+    def _works(self, index: int) -> list[Work]:
+        return self._works_of[index]
+
+    def _states(self, index: int) -> list[StateProfile]:
+        """Return the parameters and buffers whose home a stage is."""
+        return self._states_of.get(index, [])
+
+    @cached_property
+    def _states_of(self) -> Mapping[int, list[StateProfile]]:
+        found: dict[int, list[StateProfile]] = {}
+        for state in self.costs.state.values():
+            found.setdefault(self._home(state.uses), []).append(state)
+        return found
+
+    @cached_property
+    def _names(self) -> Sequence[list[str]]:
+        """The names of each stage's nodes, in model order."""
+        found: list[list[str]] = [[] for _ in range(self.partition.stages)]
+        for _, info in self.traced.compute_nodes():
+            found[self.stage_of[info.name]].append(info.name)
+        return found
+
+    @cached_property
+    def _works_of(self) -> Sequence[list[Work]]:
+        found: list[list[Work]] = [[] for _ in range(self.partition.stages)]
+        for work, stage in zip(self.problem.works, self.partition.assignment, strict=True):
+            found[stage].append(work)
+        return found
+
+    @cached_property
+    def _classes(self) -> Mapping[str, NodeClass]:
+        return {info.name: info.node_class for _, info in self.traced.compute_nodes()}
+
+    def _home(self, uses: Iterable[str]) -> int:
+        return min((self.stage_of[name] for name in uses), default=0)
+
+    def _class_flops(self) -> dict[str, float]:
+        """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""
+        totals = dict.fromkeys((c.value for c in NodeClass), 0.0)
+        for _, info in self.traced.compute_nodes():
+            times = len(self.sizes) if info.node_class is NodeClass.MICRO else 1
+            totals[info.node_class.value] += times * self.costs.nodes[info.name].forward_flops
+        whole = sum(totals.values())
+        return {name: total / whole if whole else 0.0 for name, total in totals.items()}
+
+    def _notes(self) -> Iterable[str]:
+        infos = [info for _, info in self.traced.compute_nodes()]
+        if (nothing := note_on_training(self.costs, self.schedule.name)) is not None:
+            yield nothing
+        if self.traced.min_rows > 1:
+            yield "one row alone behaves differently in this model: microbatches have at least two rows"
+        yield from norm_notes(self.traced)
+        if self.traced.changed:
+            yield side_effects.words(self.traced.changed)
+        plain = {info.name for info in with_plain_numbers(infos)} if self.options.rng == "plain" else set()
+        random = [info.name for info in infos if info.random and info.name not in plain]
+        if random:
+            yield (
+                f"{len(random)} random operations draw per microbatch from seeded generators, other numbers than the "
+                f"plain model's (first: {random[0]})"
+            )
+        full = [i.name for i in infos if i.node_class is NodeClass.FULL]
+        if full:
+            yield (
+                f"{len(full)} operation{'s mix' if len(full) > 1 else ' mixes'} rows: once per step, on the whole "
+                "batch, on the last device "
+                f"(first: {full[0]})"
+            )
+            if (loss := note_on_loss(self.traced)) is not None:
+                yield loss
+        yield from advice(self.problem, self.partition, self.options, measured=self.costs.measured)
+        if self.unreplayed is not None:
+            yield f"peaks are by the additive formula, not replayed: {self.unreplayed}"
+        if self.costs.estimated:
+            name, why = next(iter(self.costs.estimated.items()))
+            yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"
+        if self.costs.out_of_memory:
+            name, why = next(iter(self.costs.out_of_memory.items()))
+            yield f"times of {len(self.costs.out_of_memory)} operations are modelled (first: {name}: {why})"
+        elif self.options.measure and self.options.kernels == "cuda" and not self.costs.measured:
+            place = self.options.devices[self.options.leading]
+            yield (
+                f"times are those of {self.costs.device} by its data sheet: nothing was measured on {place}; where the "
+                "model lies there while it is planned, it is"
+            )
+        yield from notes_on_unknown(self.options)
+
+
+def shared_s(traced: TracedGraph, costs: Profile) -> float:
+    """Return the time of the shared nodes: they run once per step, wherever the cut is."""
+    shared = (info.name for _, info in traced.compute_nodes() if info.node_class is NodeClass.SHARED)
+    return sum(costs.nodes[name].forward_s + costs.nodes[name].backward_s for name in shared)
+
+
+def fit_of(stages: Sequence[StagePlan]) -> bool | None:
+    """Compare peaks with capacities; None where no capacity is known, or where one lies in the range of a peak.
+
+    A peak without a range is borderline up to 5% above its capacity; a limit that was given is met.
+    """
+    found = {verdict_of(stage.memory) for stage in stages}
+    if None in found:
+        return None
+    return False if "no" in found else None if "borderline" in found else True
+
+
+def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the deepest common description of a stage: the modules whose own operations lie in it, in order."""
+    paths = dict.fromkeys(name.split("#")[0] for name in names)
+    return [path or type(model).__name__ for path in paths]

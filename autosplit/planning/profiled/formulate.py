@@ -1,0 +1,339 @@
+"""From a profiled recording to the pure numbers that the solver cuts.
+
+Every micro node is a work. All full nodes together are one more work that comes after all others. A parameter's bytes
+lie with its first use, a shared node's with the first micro node that it serves. A tied parameter is a value of its
+own: its home is the first stage that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from autosplit.errors import TraceError
+from autosplit.options import Options
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work, devices_of
+from autosplit.planning.profiled.apply import sources
+from autosplit.planning.profiled.specs import link_factors, link_seconds
+from autosplit.planning.request.schedules import ResolvedSchedule
+from autosplit.profile.stage_trace.stage_pieces import block_paths, in_units
+from autosplit.profile.types import NodeProfile, Profile, StateProfile
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+
+EPILOGUE = "epilogue"
+
+
+class Outline:
+    """The works of a recording by number, and what lies between them; full nodes are one work, the last.
+
+    Attributes:
+        micro, full: the nodes that run per microbatch, a work each, and those that run once per step.
+        count: how many works there are.
+        sources: what the tensors that each micro node takes are called, and then each full one.
+        consumers: the works that take the result of each micro node, once per use.
+        inputs: the works that take each input with a batch dimension.
+        first: every node's work: itself, or for a shared node the first that it serves.
+        blocks: the number of the block in which nodes lie; the solver takes any other for a block of its own.
+        order: pairs of works of which the first must not lie in a later stage than the second.
+    """
+
+    def __init__(self, traced: TracedGraph) -> None:
+        nodes = list(traced.compute_nodes())
+        micro = [(node, info) for node, info in nodes if info.node_class is NodeClass.MICRO]
+        full = [(node, info) for node, info in nodes if info.node_class is NodeClass.FULL]
+        self.micro, self.full = [info for _, info in micro], [info for _, info in full]
+        self.count = len(micro) + bool(full)
+        work_of = {info.name: index for index, info in enumerate(self.micro)}
+        work_of.update({info.name: len(micro) for info in self.full})
+        taken = {node: sources(node) for node, _ in nodes}
+        self.sources = [[source.meta[INFO].name for source in taken[node]] for node, _ in (*micro, *full)]
+        users: dict[str, list[int]] = {}
+        for info, own in zip((*self.micro, *self.full), self.sources, strict=True):
+            for name in own:
+                users.setdefault(name, []).append(work_of[info.name])
+        self.consumers = [users.get(info.name, []) for info in self.micro]
+        self.inputs = {name: tuple(dict.fromkeys(users.get(name, ()))) for name in _inputs(traced)}
+        self.first = self._first(nodes, taken, work_of)
+        self.blocks = _blocks(traced, micro)
+        self.order = self._order(traced, {node.name: work_of[info.name] for node, info in (*micro, *full)})
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The stable names that each work stands for."""
+        full = tuple(info.name for info in self.full)
+        return (*((info.name,) for info in self.micro), *((full,) if full else ()))
+
+    def _first(
+        self, nodes: list[tuple[fx.Node, TracedNode]], taken: Mapping[fx.Node, list[fx.Node]], work_of: dict[str, int]
+    ) -> dict[str, int | None]:
+        first: dict[str, int | None] = dict(work_of)
+        users: dict[fx.Node, list[fx.Node]] = {}
+        for node, _ in nodes:
+            for source in taken[node]:
+                users.setdefault(source, []).append(node)
+        for node, info in reversed(nodes):
+            if info.node_class is NodeClass.SHARED:
+                served = [first.get(u.meta[INFO].name) for u in users.get(node, ())]
+                first[info.name] = min((s for s in served if s is not None), default=0 if self.count else None)
+        return first
+
+    def _order(self, traced: TracedGraph, work_of: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+        pairs = [(work_of[a], work_of[b]) for a, b in traced.order if a in work_of and b in work_of]
+        order = [(a, b) for a, b in pairs if a != b]
+        if self.full:
+            order += [(index, len(self.micro)) for index in range(len(self.micro))]
+        return tuple(dict.fromkeys(order))
+
+
+def _inputs(traced: TracedGraph) -> list[str]:
+    """Return the names of the inputs that differ from microbatch to microbatch."""
+    infos = [node.meta[INFO] for node in traced.graph.nodes if node.op == "placeholder" and INFO in node.meta]
+    return [info.name for info in infos if info.node_class is NodeClass.MICRO]
+
+
+def _blocks(traced: TracedGraph, micro: list[tuple[fx.Node, TracedNode]]) -> dict[str, int]:
+    pieces = in_units([node for node, _ in micro], block_paths(traced.root, (info.module for _, info in micro)))
+    return {n.meta[INFO].name: number for number, (unit, own) in enumerate(pieces) if unit for n in own}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a parameter or buffer takes at home: itself, its gradient, its optimizer state."""
+
+    own: int
+    gradient: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.own + self.gradient + self.optimizer
+
+
+def state_bytes(state: StateProfile, options: Options) -> StateBytes:
+    """Return the bytes of one parameter or buffer under the optimizer that was named."""
+    if not (state.is_parameter and state.trainable):
+        return StateBytes(state.bytes, 0, 0)
+    optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes)
+    return StateBytes(state.bytes, state.bytes, optimizer)
+
+
+def formulate(
+    traced: TracedGraph,
+    profile: Profile,
+    options: Options,
+    *,
+    microbatches: int,
+    outline: Outline | None = None,
+) -> Problem:
+    """Return the partition problem of a profiled recording under 1F1B, in which nothing is recomputed.
+
+    ``outline`` is the recording's, for whoever formulates several sizes.
+    """
+    return _Formulator(traced, profile, options, microbatches, outline or Outline(traced)).problem()
+
+
+def scheduled(problem: Problem, settled: ResolvedSchedule) -> Problem:
+    """Return the problem under another schedule."""
+    return replace(problem, schedule=settled.schedule, virtual_stages=settled.virtual_stages, own=settled.own)
+
+
+def held_copies(
+    traced: TracedGraph, profile: Profile, devices: Sequence[torch.device], stage_of: Mapping[str, int]
+) -> dict[int, int]:
+    """Return the bytes of tied parameters that each stage holds a copy of: stages of one device share one.
+
+    ``devices`` has one entry per stage.
+    """
+    held: dict[int, int] = {}
+    for state in tied_states(traced, profile):
+        home, *others = sorted({stage_of[name] for name in state.uses})
+        for stage in others:
+            if devices[stage] != devices[home]:
+                held[stage] = held.get(stage, 0) + state.bytes
+    return held
+
+
+def tied_states(traced: TracedGraph, profile: Profile) -> list[StateProfile]:
+    """Return the parameters that several nodes use as a value."""
+    parameters = dict(traced.root.named_parameters(remove_duplicate=False))
+    tied = {id(parameters[name]) for name in traced.tied}
+    return [s for s in profile.state.values() if s.is_parameter and id(parameters[s.name]) in tied]
+
+
+class _Formulator:
+    def __init__(
+        self,
+        traced: TracedGraph,
+        profile: Profile,
+        options: Options,
+        microbatches: int,
+        outline: Outline,
+    ) -> None:
+        self.traced, self.profile, self.options = traced, profile, options
+        self.microbatches, self.outline = microbatches, outline
+        self.micro, self.full, self.count = outline.micro, outline.full, outline.count
+        self.evaluated = options.schedule == "forward"
+        """No action is a backward, and no optimizer makes a step."""
+        self.links_s: dict[int, float] = {}
+        self.tied = tied_states(traced, profile)
+        self.trained = {name for s in profile.state.values() if s.is_parameter and s.trainable for name in s.uses}
+        flows = {name for name, node in profile.nodes.items() if node.requires_grad}
+        flows |= {name for name, wanted in profile.input_grads.items() if wanted}
+        self.behind_grads = {
+            info.name for info, own in zip(self.micro, outline.sources, strict=False) if not flows.isdisjoint(own)
+        }
+
+    def problem(self) -> Problem:
+        if not self.count:
+            raise TraceError("no operation depends on the batch: there is nothing to pipeline")
+        static = self._static()
+        each = zip(self.micro, static, self._steps(), strict=False)
+        works = [self._work(info, own, step_bytes) for info, own, step_bytes in each]
+        if self.full:
+            works.append(self._epilogue(static[len(self.micro)]))
+        limits = [self.options.room_bytes(lane) for lane in range(len(self.options.devices))]
+        return Problem(
+            tuple(works),
+            tuple(self._nets()),
+            tuple(self._holds()),
+            self.outline.order,
+            self._ties(),
+            microbatches=self.microbatches,
+            devices=devices_of(limits),
+            links=link_factors(self.options),
+        )
+
+    def _work(self, info: TracedNode, static_bytes: int, step_bytes: int) -> Work:
+        node = self.profile.nodes[info.name]
+        backward_s, transient = self._back(node)
+        return Work(
+            info.name,
+            node.forward_s,
+            backward_s,
+            static_bytes,
+            transient,
+            info.colour,
+            weight_s=self._weight_share(info.name) * backward_s,
+            block=self.outline.blocks.get(info.name),
+            step_bytes=step_bytes,
+        )
+
+    def _back(self, node: NodeProfile) -> tuple[float, int]:
+        """Return the seconds of a node's backward, and the larger transient of both passes."""
+        if self.evaluated:
+            return 0.0, node.forward_transient_bytes
+        return node.backward_s, max(node.forward_transient_bytes, node.backward_transient_bytes)
+
+    def _weight_share(self, name: str) -> float:
+        """Return which part of a node's backward only its parameters' gradients need: an estimate by FLOPs.
+
+        A matrix product takes as many FLOPs for the gradient of each operand as it took forward. Where nothing but
+        parameters wants a gradient it is all of the backward; where FLOPs say nothing, half.
+        """
+        if name not in self.trained:
+            return 0.0
+        if name not in self.behind_grads:
+            return 1.0
+        node = self.profile.nodes[name]
+        return min(1.0, node.forward_flops / node.backward_flops) if node.backward_flops else 0.5
+
+    def _epilogue(self, static_bytes: int) -> Work:
+        """The full nodes as one work: their time once per step, their saved values once as a transient."""
+        nodes = [self.profile.nodes[info.name] for info in self.full]
+        saved: dict[int, int] = {}
+        for node in nodes:
+            saved.update(node.saved)
+            saved.update(node.outputs)
+        backs = [self._back(node) for node in nodes]
+        return Work(
+            EPILOGUE,
+            sum(n.forward_s for n in nodes) / self.microbatches,
+            sum(backward_s for backward_s, _ in backs) / self.microbatches,
+            static_bytes,
+            sum(saved.values()) + max(transient for _, transient in backs),
+        )
+
+    def _static(self) -> list[int]:
+        static = [0] * self.count
+        tied = {state.name for state in self.tied}
+        for state in self.profile.state.values():
+            users = self._users(state)
+            if users and state.name not in tied:
+                own = state_bytes(state, self.options)
+                static[users[0]] += own.total - self.evaluated * own.gradient
+        return static
+
+    def _steps(self) -> list[int]:
+        """Return what the optimizer's step holds of the parameters that lie with each work."""
+        steps = [0] * self.count
+        for state in () if self.evaluated else self.profile.state.values():
+            users = self._users(state)
+            if users and state.is_parameter and state.trainable:
+                steps[users[0]] += self.options.step_bytes(elements=state.elements, parameter_bytes=state.bytes)
+        return steps
+
+    def _ties(self) -> tuple[Tie, ...]:
+        """A stage away from home holds a copy, unless it is on the home's device, and its gradient until they meet."""
+        alone = len(set(self.options.devices)) == 1
+        return tuple(
+            Tie(
+                users,
+                home_bytes=state_bytes(state, self.options).total,
+                copy_bytes=state.bytes * ((not alone) + state.trainable),
+                transfer_s=link_seconds(self.options, state.bytes) * (1 + state.trainable),
+            )
+            for state in self.tied
+            if (users := self._users(state))
+        )
+
+    def _users(self, state: StateProfile) -> tuple[int, ...]:
+        """Return the works that use a parameter or buffer, themselves or through a shared node, in model order."""
+        works = (self.outline.first.get(name) for name in state.uses)
+        return tuple(dict.fromkeys(work for work in works if work is not None))
+
+    def _nets(self) -> list[TensorEdge]:
+        nets = []
+        for index, (info, consumers) in enumerate(zip(self.micro, self.outline.consumers, strict=True)):
+            others = tuple(dict.fromkeys(c for c in consumers if c != index))
+            if others:
+                seconds = self._link_s(self.profile.nodes[info.name].output_bytes)
+                floats = bool(info.tensors) and info.tensors[0].dtype.is_floating_point
+                back = seconds if floats and not self.evaluated else 0.0
+                nets.append(TensorEdge(index, others, seconds, back))
+        return nets
+
+    def _link_s(self, count: int) -> float:
+        if count not in self.links_s:
+            self.links_s[count] = link_seconds(self.options, count)
+        return self.links_s[count]
+
+    def _holds(self) -> list[Hold]:
+        """One hold per storage: views of one storage are one, whoever makes, uses or saves them."""
+        sizes: dict[int, int] = {}
+        producers: dict[int, int] = {}
+        users: dict[int, list[int]] = {}
+        savers: dict[int, list[int]] = {}
+        for index, (info, consumers) in enumerate(zip(self.micro, self.outline.consumers, strict=True)):
+            node = self.profile.nodes[info.name]
+            for storage, size in node.outputs.items():
+                sizes[storage] = size
+                producers.setdefault(storage, index)
+                users.setdefault(storage, []).extend(consumers)
+            for storage, size in node.saved.items():
+                sizes.setdefault(storage, size)
+                savers.setdefault(storage, []).append(index)
+        holds = [
+            Hold(
+                size,
+                producers.get(storage, savers.get(storage, [0])[0]),
+                tuple(dict.fromkeys(users.get(storage, ()))),
+                tuple(dict.fromkeys(savers.get(storage, ()))),
+            )
+            for storage, size in sizes.items()
+        ]
+        taken = self.outline.inputs.items()
+        return [*holds, *(Hold(self.profile.input_bytes[name], None, consumers, ()) for name, consumers in taken)]

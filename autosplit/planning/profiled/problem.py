@@ -1,0 +1,160 @@
+"""One configuration of a model on its devices: profiled, and formulated as the problem that is to be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from autosplit.options import Options
+from autosplit.partition.graph import base_graph
+from autosplit.partition.problem import Problem
+from autosplit.planning.profiled.formulate import Outline, formulate, scheduled
+from autosplit.planning.profiled.specs import device_specs, driver_name
+from autosplit.planning.request.paper_loss import PaperLoss, with_loss
+from autosplit.planning.request.schedules import ResolvedSchedule, settle
+from autosplit.profile.autocasting import autocast_of
+from autosplit.profile.blocks import CostMemo
+from autosplit.profile.node_costs.combine import profile
+from autosplit.profile.stage_trace.trace_memo import TraceMemo
+from autosplit.profile.types import Profile
+from autosplit.trace.borrowed.state import attributes, buffer_contents
+from autosplit.trace.ladder import Trace
+from autosplit.trace.rows.probe import probe_rows
+from cost_models.specs import DeviceSpec
+
+
+@dataclass(frozen=True)
+class ProfiledProblem:
+    """A model that was profiled for its microbatches, as the problem that is to be cut.
+
+    ``names`` are the stable names that each work of the problem stands for.
+    """
+
+    model: nn.Module
+    found: Trace
+    options: Options
+    sizes: tuple[int, ...]
+    costs: Profile
+    problem: Problem
+    names: tuple[tuple[str, ...], ...]
+    memo: TraceMemo
+    """What was traced for cuts of the recording; problems of one recording may share it."""
+    warning: str | None = None
+
+    def under(self, options: Options, schedule: ResolvedSchedule) -> ProfiledProblem:
+        """Return the problem under another schedule than 1F1B, and what else was asked for with it."""
+        return replace(self, options=options, problem=scheduled(self.problem, schedule), warning=schedule.warning)
+
+
+class Shared:
+    """What is known of a recording whatever is searched: searches over it at other batches or devices may share it."""
+
+    def __init__(self, found: Trace) -> None:
+        self.memo = TraceMemo()
+        self.costs = CostMemo()
+        self.outline = Outline(found.graph)
+
+
+def prepare(
+    model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...], shared: Shared | None = None
+) -> ProfiledProblem:
+    """Profile a recording for microbatches of the given sizes and formulate its problem under 1F1B."""
+    shared = shared or Shared(found)
+    costs = profiled(model, found, options, sizes, memo=shared.costs)
+    problem = formulate(found.graph, costs, options, microbatches=len(sizes), outline=shared.outline)
+    problem = slowed(problem, slowdowns(model, found, options, sizes, costs, memo=shared.costs))
+    return ProfiledProblem(model, found, options, sizes, costs, problem, shared.outline.names, shared.memo)
+
+
+def prepare_scheduled(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> ProfiledProblem:
+    """Return the problem under the schedule that the options ask for, as far as the model has parts for it."""
+    case = prepare(model, found, options, sizes=sizes)
+    return case.under(options, settle(options, parts=base_graph(case.problem).size, microbatches=len(sizes)))
+
+
+def slowdowns(
+    model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...], costs: Profile, *, memo: CostMemo
+) -> tuple[float, ...] | None:
+    """Return how many times as long all nodes together take on each device as on the leading one; None: all are alike.
+
+    ``costs`` are those of the leading device; ``memo`` is what they were made with. Devices are told apart by their
+    cost models, also where the leading one was measured.
+    """
+    specs = device_specs(options)
+    if len({spec.name for spec in specs}) < 2:
+        return None
+
+    def seconds(spec: DeviceSpec) -> float:
+        return _seconds(profiled(model, found, replace(options, measure=False), sizes, device=spec, memo=memo))
+
+    lead = specs[options.leading]
+    first_s, known = seconds(lead) if costs.measured else _seconds(costs), {lead.name: 1.0}
+    for spec in specs:
+        if spec.name not in known:
+            there_s = seconds(spec)
+            known[spec.name] = there_s / first_s if first_s and there_s else 1.0
+    return tuple(known[spec.name] for spec in specs)
+
+
+def slowed(problem: Problem, factors: tuple[float, ...] | None) -> Problem:
+    """Return the problem with devices that take so many times as long."""
+    if factors is None or problem.devices is None:
+        return problem
+    devices = tuple(replace(device, slowdown=factor) for device, factor in zip(problem.devices, factors, strict=True))
+    return replace(problem, devices=devices)
+
+
+def _seconds(costs: Profile) -> float:
+    return sum(node.forward_s + node.backward_s for node in costs.nodes.values())
+
+
+def _lies_on(lead: torch.device, model: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a model is measured on devices of the leading one's kind: where it lies, or else its inputs do."""
+    tensors = (*model.parameters(), *model.buffers()) or tuple(inputs)
+    places = {tensor.device for tensor in tensors}
+    places = {place for place in places if place.type != "cpu"} or places
+    alike = [place for place in places if place.type == lead.type]
+    return bool(alike) and (places == {lead} or {driver_name(place) for place in alike} == {driver_name(lead)})
+
+
+def profiled(
+    model: nn.Module,
+    found: Trace,
+    options: Options,
+    sizes: tuple[int, ...],
+    *,
+    device: DeviceSpec | str | None = None,
+    memo: CostMemo | None = None,
+) -> Profile:
+    """Return what the nodes of a recording cost for microbatches of the first size; the model stays as it is.
+
+    ``device`` is by default the options' leading one; ``memo`` is for further sizes and devices. Times are measured
+    only where the model lies on a device of that kind.
+    """
+    lead = options.devices[options.leading]
+    if device is None:
+        device = (
+            "cpu-lane" if options.machine is None and lead.type == "cpu" else device_specs(options)[options.leading]
+        )
+    leaves = []
+    for position in found.inputs.tensors():
+        leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
+        leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
+    autocast = autocast_of(options.precision, kernels=options.kernels)
+    with attributes(model), buffer_contents(model), autocast:
+        costs = profile(
+            found.graph,
+            rows=sizes[0],
+            batch_rows=sum(sizes),
+            inputs=leaves,
+            measure=options.measure and _lies_on(lead, model, leaves),
+            device=device,
+            kernels=options.kernels,
+            memo=memo,
+        )
+        if not isinstance(options.loss, PaperLoss):
+            return costs
+        return with_loss(costs, options.loss, batch_rows=sum(sizes), device=device, kernels=options.kernels)

@@ -1,0 +1,163 @@
+"""A model on paper: its twin without values, recorded there, for devices that nobody has to have.
+
+    model (real or on meta) ─► twin on meta, in the dtype of the precision ─► recording ─► plan
+                                     no value is made, none is read
+
+What a forward decides by values cannot be followed there; a model that has values is then recorded with them, as
+`autosplit` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.errors import InputError, TraceError
+from autosplit.options import Options, Sample
+from autosplit.planning.profiled.problem import Shared
+from autosplit.planning.request.paper_loss import paper_loss
+from autosplit.planning.search.sweep import Space, Sweep
+from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
+from autosplit.profile.node_costs.shadow import shadow
+from autosplit.trace.inputs.objects import mapped
+from autosplit.trace.ladder import Trace, trace
+from cost_models.machines import MachineSpec
+
+_DTYPES = {"fp32": torch.float32, "amp_bf16": torch.float32, "amp_fp16": torch.float32}
+_DTYPES |= {"bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16}
+_MOST = 16
+"""Microbatches per device of a search at most, but for one more count."""
+_SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4))
+"""What schedule="auto" weighs, with how many stages per device."""
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """What is planned: the model or its twin, the recording of it, and what was asked for.
+
+    ``by_values``: the forward hangs on values, so that the model's own were used.
+    """
+
+    model: nn.Module
+    found: Trace
+    options: Options
+    sample: Sample
+    loss_fn: Any
+    by_values: bool
+    shared: Shared
+    """What searches over the recording share."""
+
+    def sweep(self, space: Space, *, rows: int) -> Sweep:
+        """Return the configurations of a space for so many rows."""
+        return Sweep(self.model, self.found, self.options, space, rows=rows, shared=self.shared)
+
+
+def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
+    """Return a torch device for each device on paper, none of which has to be there.
+
+    What issues its own work is a CPU lane; everything else counts as a CUDA device of its own.
+    """
+    return tuple(
+        torch.device("cuda", n) if spec.issue_s else torch.device("cpu") for n, spec in enumerate(machine.devices)
+    )
+
+
+def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any = None) -> OnPaper:
+    """Record a model on paper, in the precision that is asked for; the model stays as it is.
+
+    Raises TraceError where no graph can follow it, InputError for a model without parameters, a sample whose batch
+    cannot be told, or a loss that cannot be called on the output.
+    """
+    dtype = _DTYPES.get(options.precision or "")
+    twin, blank = _twin(model, dtype), _blank(sample, dtype)
+    whole_norms = options.batch_norm == "full"
+    try:
+        found = trace(twin, blank, batch_dims=options.batch_dims, whole_norms=whole_norms)
+    except TraceError as refusal:
+        if next(model.parameters(), None) is None and (_has_meta(model) or twin is model):
+            raise InputError(
+                f"{type(model).__name__} has no parameters, so there is nothing to train or to cut; autosplit() runs "
+                "such models"
+            ) from refusal
+        if _has_meta(model) or twin is model:
+            raise
+        if dtype is not None and any(t.is_floating_point() and t.dtype != dtype for t in model.parameters()):
+            raise TraceError(
+                f"{refusal} (planned in precision={options.precision!r} without values; with them only precision=None "
+                "can be planned)"
+            ) from refusal
+        found = trace(model, sample, batch_dims=options.batch_dims, whole_norms=whole_norms)
+        twin = model
+    with autocast_of(options.precision, kernels=options.kernels):
+        if options.precision in AUTOCASTS:
+            set_dtypes(found.graph, kernels=options.kernels)
+        if loss_fn is not None:
+            options = replace(options, loss=paper_loss(loss_fn, found.graph))
+    by_values = twin is model and not _has_meta(model)
+    return OnPaper(twin, found, options, sample if by_values else blank, loss_fn, by_values, Shared(found))
+
+
+def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
+    """Return what is searched: what was asked for, and all that is worth a look where that was left open.
+
+    As many microbatches as devices, twice, four times, ... as many, as far as there are rows; behind 16 times as many a
+    step gets little shorter, and one more is for what only fits in smaller ones. A backward in two parts is left to
+    those who ask for it: what splitting costs is not in the profile.
+    """
+    lanes = len(options.devices)
+    chunks: tuple[int, ...] = (options.chunks,)
+    if free_chunks:
+        counts = [-(-rows // 2**power) for power in range(rows.bit_length()) if 2**power <= max(1, rows // lanes)]
+        chunks = tuple(count for count in counts if count <= _MOST * lanes) or tuple(counts[-1:])
+        chunks = (*[count for count in counts if count <= 4 * _MOST * lanes and count not in chunks][:1], *chunks)
+    if options.schedule != "auto":
+        schedules: tuple[tuple[str, int], ...] = ((options.schedule, options.virtual_stages),)
+    else:
+        schedules = _SCHEDULES if lanes > 1 else _SCHEDULES[:1]
+    return Space(chunks=chunks, schedules=schedules, recompute=options.recompute)
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _has_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in _tensors(model))
+
+
+def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return a model of the same structure on meta; the model itself where it has no tensors, or is that already."""
+    if all(tensor.is_meta and _kind(tensor, dtype) == tensor.dtype for tensor in _tensors(model)):
+        return model
+    lazy = next(
+        (name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)), None
+    )
+    if lazy is not None:
+        raise InputError(f"parameter {lazy!r} has no shape yet; call the model once on its inputs, then plan it")
+
+    def blank(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=_kind(tensor, dtype), device="meta")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+    return shadow(model, replace=blank).module
+
+
+def _kind(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _blank(sample: Sample, dtype: torch.dtype | None) -> Sample:
+    """Return the sample's tensors without values, floating ones in the dtype."""
+
+    def blank(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty(leaf.shape, dtype=_kind(leaf, dtype), device="meta").requires_grad_(leaf.requires_grad)
+
+    args, kwargs = mapped(blank, (sample.args, sample.kwargs))
+    return Sample(*args, **kwargs)

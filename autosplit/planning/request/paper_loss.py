@@ -1,0 +1,183 @@
+"""A loss function on paper: what it costs and keeps, on the model's output without values and a target made up for it.
+
+loss_fn(output)             takes the output alone
+loss_fn(output, target)     targets that are tried: class indices (the output without its last or second dimension),
+                            then values like the output; the first with which the loss is a scalar is the one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autosplit.errors import InputError
+from autosplit.profile.lowering import CudaKernels
+from autosplit.profile.node_costs.fake import empty_value
+from autosplit.profile.node_costs.ledger import Ledger, Operation
+from autosplit.profile.node_costs.work import cost_model_of, work_of
+from autosplit.profile.types import Profile
+from autosplit.trace.borrowed.state import random_state
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.trace.recording.run import quiet_log
+from cost_models.specs import DeviceSpec
+
+_TRIED_ROWS = 3
+
+
+@dataclass(frozen=True)
+class PaperLoss:
+    """The loss of a microbatch, from the first output that is differentiable and the number of rows.
+
+    ``target`` makes a target of an output; None where the loss takes none.
+    """
+
+    function: Callable[..., Any]
+    traced: TracedGraph = field(repr=False)
+    name: str
+    """The stable name of that output."""
+    target: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def __call__(self, value: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the loss; the model's other outputs are as recorded, without values."""
+        leaves = [value if _named(leaf, self.name) else _other(leaf, rows) for leaf in _outputs(self.traced)]
+        output = self.traced.unflatten(leaves)
+        given = (output,) if self.target is None else (output, self.target(value))
+        total: torch.Tensor = self.function(*given)
+        return total
+
+
+def paper_loss(function: Any, traced: TracedGraph) -> PaperLoss:
+    """Return a loss function as it can be called for a recorded model; raises InputError where it cannot."""
+    if not callable(function):
+        raise InputError(
+            f"loss_fn is a {type(function).__name__}; give a function of the output, or of it and a target"
+        )
+    node = next((n for n in _outputs(traced) if _differentiable(n)), None)
+    if node is None:
+        raise InputError("loss_fn is given, but the model has no output that gradients flow through; leave it out")
+    error: Exception | None = None
+    for target in _targets(function, node):
+        loss = PaperLoss(function, traced, node.meta[INFO].name, target)
+        try:
+            with _fake_run(None):
+                total = loss(empty_value(node, _TRIED_ROWS, needs_grad=True), _TRIED_ROWS)
+            if isinstance(total, torch.Tensor) and total.dim() == 0 and total.requires_grad:
+                return loss
+            error = TypeError(f"it returns {_described(total)}, no scalar that gradients flow through")
+        except Exception as own:
+            error = own
+    shape = list(node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS))
+    raise InputError(
+        f"loss_fn cannot be called on the model's output of shape {shape} ({_TRIED_ROWS} rows) and a target of class "
+        f"indices or that shape: {type(error).__name__}: {error}; give a function of the output alone that makes its "
+        "target, such as lambda output: loss(output, torch.zeros_like(output))"
+    ) from error
+
+
+def note_on_no_loss(traced: TracedGraph) -> str | None:
+    """Return what stands for the loss where none is given; None where the model makes one, or gives no gradients."""
+    node = next((n for n in _outputs(traced) if _differentiable(n)), None)
+    if node is None or not node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS):
+        return None
+    return (
+        "no loss is given: the mean of the first output stands for it, a real one takes time and memory of its own "
+        "(loss_fn=, --loss, or labels for a model that makes its loss)"
+    )
+
+
+def with_loss(
+    costs: Profile, loss: PaperLoss, *, batch_rows: int, device: DeviceSpec | str, kernels: Literal["cpu", "cuda"]
+) -> Profile:
+    """Return a profile in which the node that makes the output also computes the loss."""
+    node, own = loss.traced.by_name()[loss.name], costs.nodes.get(loss.name)
+    if own is None:
+        return costs
+    rows = batch_rows if node.meta[INFO].node_class is NodeClass.FULL else costs.rows
+    with _fake_run(kernels) as (ledger, lowering):
+        value = empty_value(node, rows, needs_grad=True)
+        before = ledger.live_bytes
+        ledger.open()
+        with lowering:
+            total = loss(value, rows)
+        forward = tuple(ledger.operations)
+        torch.autograd.grad(total, value, torch.empty_like(total))
+        both, peak = tuple(ledger.operations), ledger.peak_bytes - before
+    model = cost_model_of(device)
+
+    def seconds(operations: tuple[Operation, ...]) -> float:
+        return sum(model.seconds(work_of(operation)) for operation in operations)
+
+    backward = both[len(forward) :]
+    changed = replace(
+        own,
+        forward_s=own.forward_s + seconds(forward),
+        backward_s=own.backward_s + seconds(backward),
+        forward_flops=own.forward_flops + sum(operation.flops for operation in forward),
+        backward_flops=own.backward_flops + sum(operation.flops for operation in backward),
+        backward_transient_bytes=max(own.backward_transient_bytes, peak),
+    )
+    return replace(costs, nodes={**costs.nodes, loss.name: changed})
+
+
+@contextlib.contextmanager
+def _fake_run(
+    kernels: Literal["cpu", "cuda"] | None,
+) -> Iterator[tuple[Ledger, contextlib.AbstractContextManager[Any]]]:
+    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=kernels or "cpu")
+    lowering: contextlib.AbstractContextManager[Any] = CudaKernels() if kernels == "cuda" else contextlib.nullcontext()
+    with random_state(), torch.inference_mode(False), torch.enable_grad(), quiet_log(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # a target of another shape is only warned of
+        with mode, ledger:
+            yield ledger, lowering
+
+
+def _targets(function: Any, node: fx.Node) -> Iterator[Callable[[torch.Tensor], torch.Tensor] | None]:
+    if not _takes_target(function):
+        yield None
+        return
+    dims = len(node.meta[INFO].tensors[0].shape)
+    if dims > 1 and node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS)[-1] > 1:
+        yield lambda value: torch.empty(value.shape[:-1], dtype=torch.int64, device=value.device)
+        yield lambda value: torch.empty((*value.shape[:1], *value.shape[2:]), dtype=torch.int64, device=value.device)
+    yield lambda value: torch.empty_like(value, requires_grad=False)
+
+
+def _takes_target(function: Any) -> bool:
+    """Tell whether a loss wants a second argument; of a module its forward says so."""
+    try:
+        parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+    except (TypeError, ValueError):
+        return True
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = [each for each in parameters.values() if each.kind in kinds]
+    needed = [each for each in own if each.default is inspect.Parameter.empty]
+    several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
+    return len(needed) != 1 or (several and len(own) < 2)
+
+
+def _outputs(traced: TracedGraph) -> list[Any]:
+    return list(next(iter(reversed(traced.graph.nodes))).args[0])
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, fx.Node) and INFO in leaf.meta and leaf.meta[INFO].tensors[0].differentiable
+
+
+def _named(leaf: Any, name: str) -> bool:
+    return isinstance(leaf, fx.Node) and INFO in leaf.meta and leaf.meta[INFO].name == name
+
+
+def _other(leaf: Any, rows: int) -> Any:
+    return empty_value(leaf, rows, needs_grad=False) if isinstance(leaf, fx.Node) and INFO in leaf.meta else leaf
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

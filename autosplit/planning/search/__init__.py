@@ -1,0 +1,1 @@
+"""The search over chunks, schedules, recomputation and cuts."""

@@ -1,0 +1,381 @@
+"""The search over microbatches, schedules and recompute: for each of them the best cut, of all of these the best plan.
+
+A plan that surely fits is better than a borderline one, that better than one that does not fit; among those that fit
+the fastest is best, among those that do not the one that comes closest. All configurations are weighed in units by the
+additive formula (`sweep`). Then the fastest, with what it sends once per step, is replayed; what its devices hold above
+the formula is taken off their room, its next cut waits its turn among the others:
+
+    weighed, the fastest first ─► replay ─► fits: done
+             ▲                       └────► less room ─► next cut of the same configuration ─┐
+             └────────────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import heapq
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.options import Options
+from autosplit.partition.line.search import LineCut
+from autosplit.planning.explain.verdicts import Verdict
+from autosplit.planning.plan.parts import Alternative
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.apply import DataflowIndex, assign, cut_sent_s
+from autosplit.planning.profiled.between import note_on_inside
+from autosplit.planning.profiled.problem import Shared
+from autosplit.planning.profiled.units import units_of
+from autosplit.planning.search.finish import Finished, finish, refined
+from autosplit.planning.search.sweep import Entry, Space, Sweep
+from autosplit.progress import phase, update
+from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.ladder import Trace
+
+__all__ = ["Space", "choose_plan"]
+
+_REPLAYS = 10
+"""How many cuts are replayed at most before the leanest is taken."""
+_LEANEST = 4
+"""How many of the leanest cuts are replayed where nothing fits."""
+_EXACT = 1.01
+"""A replay that is up to so much above the formula bears it out."""
+_NEAR = 1.05
+"""A peak by the formula is borderline up to so much above the capacity."""
+
+
+def choose_plan(
+    model: nn.Module,
+    found: Trace,
+    options: Options,
+    space: Space,
+    *,
+    rows: int | None = None,
+    shared: Shared | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Return the best plan of a space, with the others that are worth a look as its ``frontier``.
+
+    ``options`` say everything that the space does not; ``rows`` is the size of the batch, by default the sample's.
+    ``progress`` is told how much of how much is done. Where nothing fits, the plan that comes closest comes back, its
+    verdict "no". Raises InputError where no entry of the space can be built for the devices.
+    """
+    sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs), shared=shared)
+    return Choice(sweep, progress or update).plan
+
+
+class Choice:
+    """The best plan of a sweep's space, as far as it is asked for; ``best`` is its cut before it is refined."""
+
+    def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = update) -> None:
+        self.sweep, self._search = sweep, _Search(sweep, progress)
+        with phase("searching"):
+            self.best = self._with_room(self._search.run())
+
+    def _with_room(self, found: Finished) -> Finished:
+        """Return a cut inside modules where that fits and none between them does, else the cut that was found."""
+        if found.sure or self.sweep.pieces is None:
+            return found
+        leaner = min_memory_cut(self.sweep.anywhere())
+        return leaner if leaner is not None and leaner.rank[0] < found.rank[0] else found
+
+    @cached_property
+    def finished(self) -> Finished:
+        """The best cut, its boundaries moved node by node."""
+        with phase("searching"):
+            return refined(self.sweep, self.best)
+
+    @property
+    def sure(self) -> bool:
+        """Whether it surely fits."""
+        return self.best.sure or self.finished.sure
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, with the others that are worth a look; warns of what its schedule is not made for."""
+        finished = self.finished
+        case = finished.writer.case
+        if case.warning is not None:
+            warnings.warn(case.warning, UserWarning, stacklevel=2)
+        plan = finished.writer.plan()
+        if pieces := self.sweep.pieces:
+            assignment = finished.writer.partition.assignment
+            inside = note_on_inside(pieces.modules, assignment, longer=finished.longer)
+            plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, (inside,)))})
+        others = [each for each in self._search.alternatives() if _key(each) != _key(alternative(plan))]
+        unit_of = finished.entry.sized.coarse.unit_of
+        units = units_of(case, unit_of, finished.writer.partition.assignment)
+        shown = frontier(alternative(plan), others)
+        near = [self._search.with_sent(each) for each in shown if each in others]
+        return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
+
+
+def min_memory_cut(sweep: Sweep) -> Finished | None:
+    """Return the best of the few cuts of a sweep's configurations that need the least; None without any."""
+    return _Search(sweep, None).leanest()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cut of one configuration and what it costs by the formula; ``limits`` are those it was found for, if any."""
+
+    entry: Entry
+    policy: Sequence[str]
+    cut: LineCut
+    limits: tuple[float, ...] | None
+
+
+class _Search:
+    """What was weighed, and what of it was replayed."""
+
+    def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None) -> None:
+        self.sweep, self.progress = sweep, progress
+        self.candidates: list[Candidate] = []
+        self.entries: list[Entry] = []
+        self.finished: list[Finished] = []
+        self.above: dict[frozenset[str], float] = {}
+        self.cut_of: dict[Alternative, tuple[Entry, LineCut]] = {}
+        self.sent: dict[tuple[int, LineCut], float] = {}
+        self.index = DataflowIndex(sweep.found.graph)
+
+    def weigh(self) -> None:
+        """Find the best cuts of every configuration by the formula; raises InputError where none can be built."""
+        self.entries = [entry for entry in self.sweep.entries() if entry.has_schedule]
+        for done, entry in enumerate(self.entries):
+            if self.progress is not None:
+                self.progress(done, len(self.entries))
+            self.candidates += self._cuts(entry)
+        if not self.entries:
+            raise InputError(
+                f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "
+                "schedules can be built; give others"
+            )
+
+    def _cuts(self, entry: Entry) -> list[Candidate]:
+        """Return the best cut of a configuration for each policy to recompute, until one fits without limits."""
+        limits = self.sweep.memory_limits(entry.problem)
+        cuts: list[Candidate] = []
+        for policy in self.sweep.recompute_policies(entry.settled.stages):
+            free = entry.best(policy, None)
+            assert free is not None, "without limits every line of enough units can be cut"
+            cuts.append(Candidate(entry, policy, free, None))
+            if self._fits(cuts[-1]):
+                break
+            if limits is not None and (held := entry.best(policy, limits)) is not None:
+                cuts.append(Candidate(entry, policy, held, tuple(limits)))
+        return cuts
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Tell whether a cut keeps the devices' limits by the formula."""
+        limits = self.sweep.memory_limits(candidate.entry.problem)
+        return limits is None or _within(candidate.cut.device_bytes, limits)
+
+    def run(self) -> Finished:
+        """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
+        self.weigh()
+        heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.candidates) if self._fits(each)]
+        heapq.heapify(heap)
+        known: set[tuple[int, LineCut]] = set()
+        turns = 0
+        while heap and len(self.finished) < _REPLAYS:
+            turns += 1
+            step_s, place, best = heapq.heappop(heap)
+            whole_s = best.cut.step_s + self._sent_s(best.entry, best.cut)
+            if whole_s > step_s:
+                heapq.heappush(heap, (whole_s, place, best))
+                continue
+            over = self._over(best)
+            if over is None:
+                if (id(best.entry), best.cut) in known:
+                    continue
+                known.add((id(best.entry), best.cut))
+                finished = self._finish(best.entry, best.cut)
+                if finished.sure:
+                    return finished
+                over = [high - held for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
+            for place, following in enumerate(self._less_room(best, over)):
+                heapq.heappush(heap, (following.cut.step_s, len(self.candidates) + 10 * turns + place, following))
+        if not any(each.sure for each in self.finished):
+            self._leanest()
+        return min(self.finished, key=lambda each: each.rank)
+
+    def leanest(self) -> Finished | None:
+        """Return the best of a few of the leanest cuts when they are replayed; None without any."""
+        self.candidates, self.entries = [], [entry for entry in self.sweep.entries() if entry.has_schedule]
+        self._leanest()
+        return min(self.finished, key=lambda each: each.rank, default=None)
+
+    def _finish(self, entry: Entry, cut: LineCut) -> Finished:
+        """Replay a cut, and keep by how much at least cuts of its kind come out above the formula."""
+        finished = finish(self.sweep, entry, cut)
+        self.finished.append(finished)
+        pairs = zip(finished.highs, cut.device_bytes, strict=True)
+        above = min(high / max(held, 1) for high, held in pairs)
+        kind = frozenset(cut.recompute)
+        self.above[kind] = min(above, self.above.get(kind, above))
+        return finished
+
+    def _over(self, candidate: Candidate) -> list[float] | None:
+        """Return by how much devices will be above the formula; None where only a replay can tell whether that fits."""
+        limits = self.sweep.memory_limits(candidate.entry.problem)
+        above = self.above.get(frozenset(candidate.cut.recompute), 1.0) - 1.0
+        expected = [held * (1.0 + above) for held in candidate.cut.device_bytes]
+        if limits is None or _within(expected, [limit * (1 + 1e-9) for limit in limits]):
+            return None
+        return [held * above for held in candidate.cut.device_bytes]
+
+    def _less_room(self, candidate: Candidate, over: Sequence[float]) -> Iterator[Candidate]:
+        """Yield the next cuts of a configuration: with as much less room as devices come out above the formula.
+
+        Where nothing was recomputed all ways follow, else the same one.
+        """
+        limits = self.sweep.memory_limits(candidate.entry.problem)
+        assert limits is not None, "what is over a limit has one"
+        room = [*(limit - more for limit, more in zip(limits, over, strict=False)), *limits[len(over) :]]
+        if candidate.limits is not None:
+            before = zip(room, candidate.limits, limits, strict=True)
+            room = [min(own, last) if own < limit else own for own, last, limit in before]
+        if min(room) <= 0 or tuple(room) == candidate.limits:
+            return
+        free = candidate.policy == ["never"]
+        for way in self.sweep.recompute_policies(candidate.entry.settled.stages) if free else (candidate.policy,):
+            cut = candidate.entry.best(way, room, near=candidate.cut)
+            if cut is not None:
+                yield Candidate(candidate.entry, way, cut, tuple(room))
+
+    def _leanest(self) -> None:
+        """Replay a few of the leanest cuts of all configurations, to find what comes closest to fitting.
+
+        What is fuller than a cut whose replay bore the formula out is left out: by anything at all where it is not
+        faster, else by more than the formula is worth.
+        """
+        found = []
+        for place, entry in enumerate(self.entries):
+            limits = self.sweep.memory_limits(entry.problem)
+            assert limits is not None, "without limits everything fits"
+            for way in self.sweep.recompute_policies(entry.settled.stages):
+                cut = entry.search.leanest(way, limits)
+                self.candidates.append(Candidate(entry, way, cut, None))
+                over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
+                found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
+        tried: dict[tuple[int, LineCut], tuple[float, Finished]] = {}
+        for over, step_s, place, cut in sorted(found, key=lambda each: each[:3]):
+            beaten = (
+                own * (1.0 if each.cut.step_s <= step_s else _EXACT) <= over and each.worst <= _EXACT * own
+                for own, each in tried.values()
+            )
+            if (place, cut) not in tried and not any(beaten):
+                tried[place, cut] = over, self._finish(self.entries[place], cut)
+            if len(tried) == _LEANEST:
+                break
+
+    def alternatives(self) -> list[Alternative]:
+        """Return what was weighed, as the plan's file has it; what was replayed with its peak."""
+        replayed = [
+            self._alternative(each.entry, each.cut, each.writer.partition.value_s, each.peaks, each.verdict)
+            for each in self.finished
+        ]
+        known = set(map(_key, replayed))
+        weighed = (
+            self._alternative(each.entry, each.cut, each.cut.step_s, each.cut.device_bytes) for each in self.candidates
+        )
+        return [*replayed, *(each for each in weighed if _key(each) not in known)]
+
+    def with_sent(self, each: Alternative) -> Alternative:
+        """Return what was weighed with what its cut sends once per step, which a plan's step has in it too."""
+        return each.model_copy(update={"step_s": each.step_s + self._sent_s(*self.cut_of[each])})
+
+    def _sent_s(self, entry: Entry, cut: LineCut) -> float:
+        """Return how long a cut's values that all microbatches share travel; units know nothing of them."""
+        if (id(entry), cut) not in self.sent:
+            graph, sized = self.sweep.found.graph, entry.sized
+            pairs = zip(sized.case.names, sized.coarse.assignment(cut.bounds), strict=True)
+            solved = {name: stage for names, stage in pairs for name in names}
+            stage_of = assign(graph, solved, stages=entry.settled.stages, index=self.index)
+            self.sent[id(entry), cut] = cut_sent_s(self.index, sized.case.costs, stage_of, entry.options)
+        return self.sent[id(entry), cut]
+
+    def _alternative(
+        self,
+        entry: Entry,
+        cut: LineCut,
+        step_s: float,
+        held: Sequence[int],
+        replayed: Verdict | None = None,
+    ) -> Alternative:
+        """``replayed`` is the verdict of a replay; without one the formula's peaks are held against the limits.
+
+        They count as much above the formula as replays of cuts of their kind came out at least.
+        """
+        limits = self.sweep.memory_limits(entry.problem)
+        above = self.above.get(frozenset(cut.recompute), 1.0)
+        expected = [above * own for own in held]
+        fits = limits is not None and _within(expected, limits)
+        near = limits is None or _within(expected, [limit * _NEAR for limit in limits])
+        found = Alternative(
+            chunks=entry.options.chunks,
+            schedule=entry.settled.schedule,
+            virtual_stages=entry.settled.virtual_stages,
+            recompute=cut.recompute if len(set(cut.recompute)) > 1 else cut.recompute[:1],
+            step_s=step_s + entry.sized.once_s,
+            peak_bytes=max(held),
+            verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
+            replayed=replayed is not None,
+        )
+        self.cut_of[found] = entry, cut
+        return found
+
+
+def _key(each: Alternative) -> tuple[object, ...]:
+    return each.chunks, each.schedule, each.virtual_stages, each.recompute
+
+
+def alternative(plan: Plan) -> Alternative:
+    """Return what a plan chose and what it costs."""
+    recompute = tuple(stage.recompute for stage in plan.stages)
+    return Alternative(
+        chunks=plan.chunks,
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
+        recompute=recompute if len(set(recompute)) > 1 else recompute[:1],
+        step_s=plan.step_s,
+        peak_bytes=max(stage.memory.peak_bytes for stage in plan.stages),
+        verdict=plan.verdict,
+        replayed=True,
+    )
+
+
+def frontier(chosen: Alternative, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """Return what was chosen and of the others those that nothing beats in both step and peak, the fastest first.
+
+    The formula may find another better by a little that a replay would not: what was chosen stays.
+    """
+    kept: list[Alternative] = []
+    for each in sorted((chosen, *others), key=lambda own: (own.step_s, own.peak_bytes)):
+        if each is chosen or not kept or each.peak_bytes < kept[-1].peak_bytes:
+            kept.append(each)
+    beaten = {
+        id(each)
+        for each in kept
+        if each is not chosen
+        and ((each.step_s >= chosen.step_s and each.peak_bytes >= chosen.peak_bytes) or _same(each, chosen))
+    }
+    return tuple(each for each in kept if id(each) not in beaten)
+
+
+def _same(each: Alternative, chosen: Alternative) -> bool:
+    """Tell whether another is no better than what was chosen by more than the formula is worth."""
+    return (
+        each.verdict == chosen.verdict
+        and each.step_s > 0.99 * chosen.step_s
+        and (each.peak_bytes > 0.99 * chosen.peak_bytes)
+    )
+
+
+def _within(held: Iterable[float], limits: Iterable[float]) -> bool:
+    """Tell whether every device keeps its limit."""
+    return all(own <= limit for own, limit in zip(held, limits, strict=False))

@@ -1,0 +1,185 @@
+"""From a cut in units to a plan: the nodes between its boundaries moved singly, and the devices replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autosplit.partition.bounds.step import simple_bound, spread_bound
+from autosplit.partition.checker import check
+from autosplit.partition.line.line import Line
+from autosplit.partition.line.search import LineCut, LineSearch
+from autosplit.partition.problem import recompute_fraction
+from autosplit.partition.reduce.coarse import Coarse, coarsened, taken_apart
+from autosplit.partition.solve import Partition
+from autosplit.planning.explain.verdicts import Verdict
+from autosplit.planning.plan.write import Writer
+from autosplit.planning.profiled.between import INSIDE, WIDE
+from autosplit.planning.profiled.problem import ProfiledProblem
+from autosplit.planning.search.sweep import Entry, Sweep
+
+_MOST = 1_000
+"""Boundaries are moved node by node where no more pieces come of it."""
+_GAIN = 1e-4
+"""What a cut must gain to be replayed again."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A cut that was replayed: what its plan is written from, and each device's peak and limit."""
+
+    entry: Entry
+    cut: LineCut
+    """The cut of the units that it comes from, and what its stages recompute."""
+    writer: Writer
+    limits: tuple[float, ...]
+    """What each device surely has room for."""
+    capacities: tuple[float, ...]
+    """That and what it keeps in reserve."""
+    longer: float | None = None
+    """How much longer the step would be with cuts between modules, where it has others for that; else None."""
+
+    @property
+    def step_s(self) -> float:
+        """The step, with what runs once in it beside the stages."""
+        return self.writer.partition.value_s + self.entry.sized.once_s
+
+    @property
+    def peaks(self) -> list[int]:
+        """The replayed peak of each device."""
+        return self.writer.peaks()
+
+    @property
+    def worst(self) -> float:
+        """The fullest device's peak, relative to its limit."""
+        return max((peak / max(limit, 1.0) for peak, limit in zip(self.peaks, self.limits, strict=False)), default=0.0)
+
+    @property
+    def highs(self) -> list[int]:
+        """The most that each device's peak may come out as."""
+        return self.writer.highs()
+
+    @property
+    def fullest(self) -> float:
+        """The most that the fullest device may need, relative to its limit."""
+        return max((high / max(limit, 1.0) for high, limit in zip(self.highs, self.limits, strict=False)), default=0.0)
+
+    @property
+    def sure(self) -> bool:
+        """Whether every device has room for the most that it may need."""
+        return all(high <= limit for high, limit in zip(self.highs, self.limits, strict=False))
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits, by the ranges of all devices."""
+        if self.sure:
+            return "fits"
+        lows = zip(self.writer.lows(), self.capacities, strict=False)
+        return "borderline" if all(low <= own for low, own in lows) else "no"
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The less the better: what fits for sure, what is predicted to, what may, and of the rest the closest.
+
+        Of what may fit it is that with the smaller part of its range above the limit: it is the likeliest to run.
+        """
+        step_s = self.writer.partition.value_s
+        if self.sure:
+            return (0.0, step_s)
+        if self.worst <= 1.0:
+            return (1.0, step_s)
+        if self.verdict == "borderline":
+            ranges = zip(self.writer.lows(), self.highs, self.limits, strict=False)
+            risk = max((high - limit) / max(high - low, 1) for low, high, limit in ranges)
+            return (2.0, round(risk, 1), step_s)
+        return (3.0, round(self.worst, 2), step_s)
+
+
+def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:
+    """Return a cut of the units as one of the nodes, replayed."""
+    case = entry.case
+    return _replayed(sweep, entry, cut, case, entry.sized.coarse.assignment(cut.bounds))
+
+
+def refined(sweep: Sweep, finished: Finished) -> Finished:
+    """Return the cut with its boundaries moved node by node, where that is faster and fits when it is replayed.
+
+    The units next to a boundary are taken apart; all others stay whole. Where cuts fall between modules, those come
+    first, then narrow places inside for `INSIDE` of the step, then any others for `WIDE`, or for room.
+    """
+    if sweep.pieces is None:
+        return bounded(_inside(sweep, finished, gain=_GAIN))
+    best = _inside(sweep, finished, gain=WIDE)
+    longer = None
+    for pieces, enough in ((sweep.pieces.modules, INSIDE), (sweep.pieces.narrow, WIDE)):
+        other = _between(sweep, best, pieces)
+        if other is None:
+            continue
+        gain = 1 - best.writer.partition.value_s / other.writer.partition.value_s
+        if gain < enough:
+            return bounded(replace(other, longer=longer))
+        longer = max(0.0, 1 / (1 - gain) - 1) if longer is None else longer
+    return bounded(replace(best, longer=longer))
+
+
+def _between(sweep: Sweep, best: Finished, pieces: tuple[int, ...]) -> Finished | None:
+    """Return the fastest cut of the same configuration between some pieces; None where none fits as the best does."""
+    stages, case = best.entry.settled.stages, best.writer.case
+    if max(pieces) + 1 < stages:
+        return None
+    coarse = coarsened(case.problem, pieces)
+    search = LineSearch(Line(coarse.problem), coarse.problem, stages=stages)
+    cut = search.listed(best.cut.recompute, best.limits)
+    if cut is None:
+        return None
+    own = replace(cut, bounds=best.cut.bounds)
+    found = _replayed(sweep, best.entry, own, case, coarse.assignment(cut.bounds))
+    return found if found.rank[0] <= best.rank[0] else None
+
+
+def _inside(sweep: Sweep, finished: Finished, *, gain: float) -> Finished:
+    """Return the cut with its boundaries moved node by node where that gains so much of the step, else as it is."""
+    entry, cut, case = finished.entry, finished.cut, finished.writer.case
+    apart = taken_apart(sweep.group_of, entry.sized.coarse, cut.bounds)
+    if max(apart) >= _MOST:
+        return finished
+    fine = coarsened(case.problem, apart)
+    search = LineSearch(Line(fine.problem), fine.problem, stages=entry.settled.stages)
+    limits, held = finished.limits, search.device_bytes(_bounds(fine, finished.writer.partition), cut.recompute)
+    above = finished.highs if finished.sure else finished.peaks
+    room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, above, held, strict=False)]
+    better = search.listed(cut.recompute, [*room, *limits[len(room) :]])
+    if better is None or better.step_s >= cut.step_s * (1 - gain):
+        return finished
+    moved = _replayed(sweep, entry, replace(better, bounds=cut.bounds), case, fine.assignment(better.bounds))
+    return min(finished, moved, key=lambda each: each.rank)
+
+
+def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
+    """Return the boundaries of a partition among the units of another coarse problem."""
+    ends = [0] * (partition.stages + 1)
+    for unit, stage in zip(fine.unit_of, partition.assignment, strict=True):
+        ends[stage + 1] = max(ends[stage + 1], unit + 1)
+    return tuple(ends)
+
+
+def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: ProfiledProblem, assignment: tuple[int, ...]) -> Finished:
+    costs = check(case.problem, assignment, recompute=cut.recompute)
+    partition = Partition(assignment, "step_time", costs.step_s, 0.0, "bounded", costs)
+    limits = sweep.memory_limits(case.problem) or [float("inf")] * len(sweep.options.devices)
+    capacities = (entry.options.capacity_bytes(lane) for lane in range(len(limits)))
+    whole = tuple(float("inf") if own is None else float(own) for own in capacities)
+    return Finished(entry, cut, Writer(case, partition), tuple(limits), whole)
+
+
+def bounded(finished: Finished) -> Finished:
+    """Return the same with a lower bound: of all cuts whose stages do as much again as the one that does least."""
+    writer, problem = finished.writer, finished.writer.case.problem
+    stages, costs = finished.entry.settled.stages, finished.writer.partition.costs
+    least = min(recompute_fraction(option, microbatches=problem.microbatches) for option in costs.recompute)
+    lower_s = max(simple_bound(problem, stages=stages), spread_bound(problem, stages=stages, again=least))
+    writer.partition = replace(
+        writer.partition,
+        lower_bound_s=min(lower_s, costs.step_s),
+        status="optimal" if costs.step_s <= lower_s * (1 + 1e-9) else "bounded",
+    )
+    return finished

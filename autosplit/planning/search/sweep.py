@@ -1,0 +1,204 @@
+"""Every configuration of a space on a coarse problem: microbatches x schedules x what is recomputed.
+
+    recording ─► profile and problem per microbatch size ─► units ─► per schedule: the best cut of the line of units
+
+Peaks are the additive formula's, steps are simulated. Nothing is replayed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+
+from autosplit.errors import ScheduleError
+from autosplit.options import Options
+from autosplit.partition.graph import Graph, base_graph
+from autosplit.partition.line.line import Line
+from autosplit.partition.line.search import LineCut, LineSearch
+from autosplit.partition.problem import RECOMPUTE, Problem
+from autosplit.partition.reduce.coarse import Coarse, coarsened, runs
+from autosplit.planning.plan.write import shared_s
+from autosplit.planning.profiled.between import Pieces, pieces_of
+from autosplit.planning.profiled.formulate import scheduled
+from autosplit.planning.profiled.problem import ProfiledProblem, Shared, prepare
+from autosplit.planning.request.schedules import ResolvedSchedule, settle
+from autosplit.planning.request.sizes import sizes_of
+from autosplit.trace.ladder import Trace
+
+_FEW = 4
+"""Pieces per device from which on the search looks at no other cuts than between them."""
+_UNITS = 320
+"""About as many units a model is cut into at most."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen: how many microbatches, which schedule with how many stages per device, what is recomputed.
+
+    ``recompute`` is as in `Options`: one entry for all stages, one per stage, or None for what the memory asks for.
+    """
+
+    chunks: tuple[int, ...]
+    schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
+    recompute: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model that was profiled for microbatches of one size, whole and in units."""
+
+    case: ProfiledProblem
+    coarse: Coarse
+    line: Line
+    once_s: float
+    """What runs once per step beside the stages."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One configuration but for what is recomputed, and the search for its cuts."""
+
+    sized: Sized
+    options: Options
+    settled: ResolvedSchedule
+    problem: Problem
+    """That of the units."""
+
+    @cached_property
+    def search(self) -> LineSearch:
+        """The search; made when it is asked for. Raises ScheduleError."""
+        return LineSearch(self.sized.line, self.problem, stages=self.settled.stages)
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the schedule can be built."""
+        try:
+            return bool(self.search)
+        except ScheduleError:
+            return False
+
+    @property
+    def case(self) -> ProfiledProblem:
+        """The whole problem of the configuration."""
+        return self.sized.case.under(self.options, self.settled)
+
+    def best(
+        self, policy: Sequence[str], limits: Sequence[float] | None, *, near: LineCut | None = None
+    ) -> LineCut | None:
+        """Return the best cut where stages choose among the entries of a list, or recompute as a tuple lists.
+
+        ``near`` is a cut whose neighbours are looked at too: under tight limits the dynamic program, which divides a
+        device's memory evenly among its stages, may miss all that fit.
+        """
+        if isinstance(policy, tuple):
+            return self.search.listed(policy, limits, near=near)
+        return self.search.fastest(policy, limits, near=near)
+
+
+class Sweep:
+    """The configurations of a space."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Trace,
+        options: Options,
+        space: Space,
+        *,
+        rows: int,
+        shared: Shared | None = None,
+    ) -> None:
+        self.model, self.found, self.options, self.space, self.rows = model, found, options, space, rows
+        self._shared = shared or Shared(found)
+        self._units: tuple[int, ...] | None = None
+        self._parts = 0
+        self.group_of: tuple[int, ...] = ()
+        """Of each work the group that cannot be separated, in an order that may be cut anywhere."""
+        self.pieces: Pieces | None = None
+        """What lies between two places between modules; None where cuts may fall anywhere."""
+
+    def anywhere(self) -> Sweep:
+        """Return the like sweep whose cuts may fall between any operations."""
+        options = replace(self.options, cut_between="operations")
+        return Sweep(self.model, self.found, options, self.space, rows=self.rows, shared=self._shared)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every configuration that may have a schedule, each pair of sizes and schedule once."""
+        every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+        for chunks in self.space.chunks:
+            sizes = sizes_of(self.rows, chunks, self.found.graph.min_rows, like=self.options.microbatches)
+            every.setdefault(sizes, []).extend(own for own in self.space.schedules if own not in every[sizes])
+        for sizes, schedules in every.items():
+            sized = self._sized(sizes)
+            made = (self._entry(sized, *schedule) for schedule in schedules)
+            yield from (entry for entry in made if entry is not None)
+
+    def _sized(self, sizes: tuple[int, ...]) -> Sized:
+        """Return the model for microbatches of some sizes."""
+        options = replace(self.options, chunks=len(sizes))
+        case = prepare(self.model, self.found, options, sizes=sizes, shared=self._shared)
+        problem = case.problem
+        if self._units is None:
+            graph = base_graph(problem)
+            self.group_of, self._parts = graph.group_of, graph.size
+            places = self._module_places(case, graph)
+            if places is not None:
+                self._parts = len(places) + 1
+            self._units = runs(problem, graph, most=self._most(graph), places=places)
+        coarse = coarsened(problem, self._units)
+        once_s = shared_s(self.found.graph, case.costs)
+        return Sized(case, coarse, Line(coarse.problem), once_s)
+
+    def _module_places(self, case: ProfiledProblem, graph: Graph) -> tuple[int, ...] | None:
+        """Return where units begin: between modules and at narrow places, None: anywhere, for these are too few."""
+        if self.options.cut_between != "modules":
+            return None
+        self.pieces = pieces_of(case, graph.group_of)
+        places = self.pieces.places
+        return places if len(places) + 1 >= _FEW * len(self.options.devices) else None
+
+    def _most(self, graph: Graph) -> int:
+        stages = max(virtual_stages for _, virtual_stages in self.space.schedules) * len(self.options.devices)
+        return max(_UNITS, 4 * stages)
+
+    def _entry(self, sized: Sized, schedule: str, virtual_stages: int) -> Entry | None:
+        own = schedule == self.options.schedule
+        options = replace(
+            self.options,
+            chunks=len(sized.case.sizes),
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            actions=self.options.actions if own else (),
+            recompute=self.space.recompute,
+        )
+        try:
+            settled = settle(options, parts=self._parts, microbatches=len(sized.case.sizes))
+            if settled.warning is not None and self._wide():
+                return None
+            return Entry(sized, options, settled, scheduled(sized.coarse.problem, settled))
+        except ScheduleError:
+            if len(self.space.schedules) == 1:
+                raise
+            return None
+
+    def _wide(self) -> bool:
+        """Tell whether some schedule has work for every device; one with more stages on fewer is then no choice."""
+        return any(len(self.options.devices) * each <= self._parts for _, each in self.space.schedules)
+
+    def memory_limits(self, problem: Problem) -> list[float] | None:
+        """Return the bytes of each device, None where none has a limit."""
+        if problem.capacity_bytes is None:
+            return None
+        return [float("inf") if own is None else float(own) for own in problem.capacity_bytes]
+
+    def recompute_policies(self, stages: int) -> list[Sequence[str]]:
+        """Return what stages may recompute, one policy after the other: a list to choose from, or a tuple of theirs."""
+        asked = self.space.recompute
+        if asked is None:
+            return [["never"], list(RECOMPUTE), *([option] for option in RECOMPUTE if option != "never")]
+        if len(asked) == 1:
+            return [list(asked)]
+        return [asked[:stages]] if len(asked) >= stages else []

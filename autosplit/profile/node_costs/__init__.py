@@ -1,0 +1,1 @@
+"""FLOPs, bytes and time of each node, from a run on fake tensors."""

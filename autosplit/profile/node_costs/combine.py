@@ -1,0 +1,178 @@
+"""One profile of a recording: bytes and FLOPs from the fake pass, times from the device or from a cost model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from autosplit.errors import DeviceError
+from autosplit.profile.blocks import CostMemo, block_costs
+from autosplit.profile.measured import measure as measure_nodes
+from autosplit.profile.node_costs.fake import FakeCosts, NodeCosts
+from autosplit.profile.node_costs.ledger import Operation
+from autosplit.profile.node_costs.work import cost_model_of, work_of
+from autosplit.profile.types import MeasuredNode, MeasuredTimes, NodeProfile, NodeTimes, Profile, StateProfile
+from autosplit.progress import phase
+from autosplit.trace.graph import TracedGraph
+from cost_models.protocol import CostModel
+from cost_models.specs import DeviceSpec
+
+
+def profile(
+    traced: TracedGraph,
+    *,
+    rows: int,
+    batch_rows: int,
+    inputs: Sequence[torch.Tensor] | None = None,
+    measure: bool = True,
+    device: str | DeviceSpec = "cpu-lane",
+    count_bytes: bool = False,
+    kernels: Literal["cpu", "cuda"] = "cpu",
+    memo: CostMemo | None = None,
+) -> Profile:
+    """Return what every node, parameter and buffer costs in training, for a microbatch of ``rows`` batch rows.
+
+    ``full`` nodes cost what they do on a batch of ``batch_rows``. ``inputs`` are the input tensors in the order of the
+    placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
+    model is not on "meta"; else they are those of ``device`` by its cost model, see `cost_model_of`. ``full`` nodes are
+    not measured: the cost model gives their times, scaled as the measured nodes came out against it. So it does for
+    nodes that memory runs out for, with a warning. ``count_bytes`` also counts what a CPU's allocator gives out, see
+    `measure`. ``kernels``: whose kernels' results and scratch are counted. ``memo`` is for profiles of one recording
+    that follow each other.
+    """
+    grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
+    with phase("profiling"):
+        costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels, memo=memo)
+        times = modelled_times(costs, model=cost_model_of(device))
+    name = device.name if isinstance(device, DeviceSpec) else device
+    found = MeasuredTimes({}, name)
+    if measure and inputs is not None and not _on_meta(traced, inputs):
+        found = measure_nodes(traced, inputs=inputs, rows=rows, count_bytes=count_bytes)
+        _warn_of_memory(found)
+        times = _completed(costs, found.nodes, times)
+    placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
+    return Profile(
+        rows=rows,
+        nodes={name: _joined(cost, times[name]) for name, cost in costs.nodes.items()},
+        state=_state(traced),
+        input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
+        input_grads={info.name: grad for info, grad in zip(placeholders, grads or (), strict=False)},
+        device=found.device if found.nodes else name,
+        measured=bool(found.nodes),
+        estimated=costs.estimated,
+        out_of_memory=found.out_of_memory,
+        samples=found.nodes,
+        workspaces=found.workspaces,
+    )
+
+
+def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes]:
+    """Return the times that a cost model gives to every node, by stable name.
+
+    Raises DeviceError with a node's name where the device cannot do what it does, as in a dtype that it lacks.
+    """
+
+    known: dict[int, float] = {}  # by the lists that nodes of repeated blocks share
+
+    def seconds(operations: Sequence[Operation]) -> float:
+        if id(operations) not in known:
+            known[id(operations)] = sum(model.seconds(work_of(operation)) for operation in operations)
+        return known[id(operations)]
+
+    times = {}
+    for name, node in costs.nodes.items():
+        try:
+            times[name] = NodeTimes(seconds(node.forward_operations), seconds(node.backward_operations))
+        except ValueError as error:
+            raise DeviceError(f"node {name!r}: {error}") from error
+    return times
+
+
+def _warn_of_memory(found: MeasuredTimes) -> None:
+    """Warn of what did not run because memory ran out: the first is the node that did not fit."""
+    if found.out_of_memory:
+        name, why = next(iter(found.out_of_memory.items()))
+        others = len(found.out_of_memory) - 1
+        warnings.warn(
+            f"{name}: {why}; a cost model gives its time"
+            + (f", and those of what did not run after it ({others})" if others else "")
+            + "; take fewer rows (more chunks), or a device with more memory",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _completed(
+    costs: FakeCosts, measured: Mapping[str, MeasuredNode], modelled: Mapping[str, NodeTimes]
+) -> dict[str, NodeTimes]:
+    """Return the measured times, and for the nodes that lack one the modelled time in the measured scale.
+
+    Nodes with FLOPs and nodes that only move bytes have a scale each.
+    """
+    scales = {}
+    for computes in (True, False):
+        names = [name for name in measured if (costs.nodes[name].forward_flops > 0) is computes]
+        scales[computes] = NodeTimes(
+            _ratio([measured[n].forward_s for n in names], [modelled[n].forward_s for n in names]),
+            _ratio([measured[n].backward_s for n in names], [modelled[n].backward_s for n in names]),
+        )
+    completed = {}
+    for name, cost in costs.nodes.items():
+        scale, model = scales[cost.forward_flops > 0], modelled[name]
+        estimate = NodeTimes(model.forward_s * scale.forward_s, model.backward_s * scale.backward_s)
+        completed[name] = measured.get(name, estimate)
+    return completed
+
+
+def _ratio(measured_s: Sequence[float], modelled_s: Sequence[float]) -> float:
+    """Return measured over modelled time, over the nodes that the model gives any time; 1 when there are none."""
+    pairs = [(a, b) for a, b in zip(measured_s, modelled_s, strict=True) if b > 0]
+    return sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else 1.0
+
+
+def _joined(cost: NodeCosts, times: NodeTimes) -> NodeProfile:
+    return NodeProfile(
+        name=cost.name,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        forward_flops=cost.forward_flops,
+        backward_flops=cost.backward_flops,
+        output_bytes=cost.output_bytes,
+        saved=cost.saved,
+        outputs=cost.outputs,
+        forward_transient_bytes=cost.forward_transient_bytes,
+        backward_transient_bytes=cost.backward_transient_bytes,
+        requires_grad=cost.requires_grad,
+        forward_kernels=len(cost.forward_operations),
+        backward_kernels=len(cost.backward_operations),
+    )
+
+
+def _state(traced: TracedGraph) -> dict[str, StateProfile]:
+    parameters = dict(traced.root.named_parameters(remove_duplicate=False))
+    tensors = parameters | dict(traced.root.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    uses: dict[str, list[str]] = {name: [] for name in first.values()}
+    for _, info in traced.compute_nodes():
+        for name in dict.fromkeys(first[id(tensors[read])] for read in info.reads if read in tensors):
+            uses[name].append(info.name)
+    return {
+        name: StateProfile(
+            name=name,
+            elements=tensors[name].numel(),
+            bytes=tensors[name].numel() * tensors[name].element_size(),
+            trainable=tensors[name].requires_grad,
+            is_parameter=name in parameters,
+            uses=tuple(users),
+        )
+        for name, users in uses.items()
+    }
+
+
+def _on_meta(traced: TracedGraph, inputs: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.is_meta for tensor in (*traced.root.parameters(), *traced.root.buffers(), *inputs))

@@ -1,0 +1,339 @@
+"""What every node of a recording costs, from one run on fake tensors: nothing is allocated, no value is computed.
+
+Every fake tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process without
+a GPU, and "meta" tensors take other kernels.
+
+Private torch API, tried on torch 2.11 and 2.13: ``FakeTensorMode`` and ``FakeTensor`` of ``torch._subclasses``. torch
+has no public way to run shapes only.
+
+    first pass    shared and micro nodes at ``rows``      ──► ids of the storages by node
+    second pass   full nodes, on a batch of ``batch_rows``      equal values, equal ids
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from autosplit.errors import ProfileError, is_internal
+from autosplit.profile.lowering import CudaKernels
+from autosplit.profile.node_costs.assumptions import parameters_met, why_estimated
+from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
+from autosplit.profile.node_costs.ledger import Ledger, Operation, Storage
+from autosplit.profile.node_costs.shadow import Shadow, shadow
+from autosplit.trace.borrowed.state import random_state
+from autosplit.trace.graph import INFO, TracedGraph, TracedNode
+from autosplit.trace.recording.run import quiet_log
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class NodeCosts:
+    """Work and bytes of one node; the fields that are also in ``NodeProfile`` mean the same.
+
+    ``forward_operations`` and ``backward_operations`` list what ran, for a cost model. ``estimated`` says why the node,
+    or its backward, could not run on fake tensors (its costs are then estimates), and is None when it did.
+    ``requires_grad``: gradients flow through its results.
+    """
+
+    name: str
+    forward_flops: int
+    backward_flops: int
+    output_bytes: int
+    saved: Mapping[int, int]
+    outputs: Mapping[int, int]
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    forward_operations: tuple[Operation, ...]
+    backward_operations: tuple[Operation, ...]
+    requires_grad: bool
+    estimated: str | None = None
+
+
+@dataclass(frozen=True)
+class FakeCosts:
+    """Costs by stable node name in model order, inputs excluded."""
+
+    nodes: Mapping[str, NodeCosts]
+
+    @property
+    def estimated(self) -> dict[str, str]:
+        """The nodes whose costs are estimates, and why."""
+        return {name: node.estimated for name, node in self.nodes.items() if node.estimated is not None}
+
+
+def fake_costs(
+    traced: TracedGraph,
+    *,
+    rows: int,
+    batch_rows: int,
+    input_grads: Sequence[bool] | None = None,
+    without: Iterable[str] = (),
+    kernels: Literal["cpu", "cuda"] = "cpu",
+) -> FakeCosts:
+    """Return the costs of every node: micro and shared nodes at ``rows`` batch rows, full nodes at ``batch_rows``.
+
+    ``input_grads`` says which inputs require a gradient (None: none of them). The costs are those of training, also
+    when gradients are switched off around the call. ``without``: paths of modules that the graph does not use.
+    ``kernels``: whose kernels run: what they save, allocate and compute.
+    """
+    grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
+    epilogue = epilogue_nodes(traced)
+    before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
+    mode, ledger = fake_mode(), Ledger(kernels=kernels)
+    with random_state(), torch.inference_mode(False), torch.enable_grad():
+        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
+        with quiet_log(), mode, ledger:
+            first = _FakePass(traced, twin, ledger, before_epilogue, {})
+            first.sweep(rows, grads, skip=epilogue)
+            costs = first.costs
+            if epilogue:
+                second = _FakePass(traced, twin, ledger, epilogue, first.output_ids)
+                second.sweep(batch_rows, grads, skip=frozenset())
+                costs |= second.costs
+    names = [info.name for _, info in traced.compute_nodes()]
+    return FakeCosts({name: costs[name] for name in names})
+
+
+class _FakePass(BorderInterpreter):
+    """One sweep over the graph: profiles the nodes in ``profiled`` and runs the others plainly."""
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        twin: Shadow,
+        ledger: Ledger,
+        profiled: frozenset[fx.Node],
+        known_ids: Mapping[str, list[int]],
+    ) -> None:
+        super().__init__(twin.module, graph=traced.graph, device=_CPU)
+        self.costs: dict[str, NodeCosts] = {}
+        self.output_ids: dict[str, list[int]] = {}
+        self._ledger = ledger
+        self._lowering = CudaKernels() if ledger.kernels == "cuda" else contextlib.nullcontext()
+        self._profiled = profiled
+        self._known_ids = known_ids
+        self._saved: dict[int, int] = {}
+        self._rows = 0
+        self._state_ids = {storage.id for t in twin.tensors if (storage := ledger.storage(t))}
+
+    def sweep(self, rows: int, input_grads: Sequence[bool], *, skip: frozenset[fx.Node]) -> None:
+        """Run the graph at ``rows`` batch rows, without the nodes in ``skip``."""
+        self._rows = rows
+        inputs: list[torch.Tensor] = []
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder" and INFO in node.meta]
+        for node, needs_grad in zip(placeholders, input_grads, strict=True):
+            tensor = _empty(node.meta[INFO], rows)[0].requires_grad_(needs_grad)
+            inputs.append(tensor)
+            if storage := self._ledger.storage(tensor):
+                self._state_ids.add(storage.id)
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            self.run(rows, *inputs, initial_env=dict.fromkeys(skip))
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; profile it when it is one of this sweep's."""
+        info: TracedNode | None = n.meta.get(INFO)
+        if info is None or n.op == "placeholder":
+            return super().run_node(n)
+        self._ledger.open()
+        self._saved = {}
+        before = self._ledger.live_bytes
+        call = self.prepare(n)
+        try:
+            with self._lowering:
+                result = call.run()
+        except Exception as error:
+            if is_internal(error):
+                raise
+            return self._estimate(n, call, error)
+        settled = call.settle(result)
+        if n in self._profiled:
+            self.costs[info.name] = self._profile(info, call, result, before=before)
+        self._number(info, settled)
+        return settled
+
+    def _profile(self, info: TracedNode, call: Invocation, result: Any, *, before: int) -> NodeCosts:
+        ledger = self._ledger
+        alive = max(before, ledger.live_bytes)
+        forward_transient_bytes = max(0, ledger.peak_bytes - alive)
+        forward = tuple(ledger.operations)
+        saved, problem = dict(self._saved), None
+        ledger.open()
+        targets = call.targets(result)
+        if targets and call.leaves:
+            try:
+                ones = [torch.empty_like(target) for target in targets]
+                found = torch.autograd.grad(targets, call.leaves, ones, allow_unused=True)
+                del ones, found
+            except Exception as error:
+                if is_internal(error):
+                    raise
+                problem = f"its backward did not run alone: {_text(error)}"
+        forward_flops, backward = sum(op.flops for op in forward), tuple(ledger.operations)
+        backward_transient_bytes = max(0, ledger.peak_bytes - alive)
+        backward_flops = sum(op.flops for op in backward)
+        if problem is not None:
+            backward_flops, backward = 2 * forward_flops, forward + forward
+            backward_transient_bytes = _bytes(targets) + _bytes(call.leaves)
+        return NodeCosts(
+            name=info.name,
+            forward_flops=forward_flops,
+            backward_flops=backward_flops,
+            output_bytes=_bytes(tensors_of(result)),
+            saved=saved,
+            outputs=self._storages(tensors_of(result)),
+            forward_transient_bytes=forward_transient_bytes,
+            backward_transient_bytes=backward_transient_bytes,
+            forward_operations=forward,
+            backward_operations=backward,
+            requires_grad=any(tensor.requires_grad for tensor in tensors_of(result)),
+            estimated=problem,
+        )
+
+    def _estimate(self, node: fx.Node, call: Invocation, error: Exception) -> Any:
+        """Return values of the recorded shapes for a node that cannot run on fake tensors, with guessed costs.
+
+        Every parameter is taken to meet every output position once, those of experts their share of the positions; the
+        backward to cost twice as much.
+        """
+        info: TracedNode = node.meta[INFO]
+        values = _empty(info, self._rows)
+        needs_grad = bool(call.leaves)
+        for value in values:
+            value.requires_grad_(needs_grad and value.dtype.is_floating_point)
+        if node in self._profiled:
+            inputs = [t for t in call.leaves if not isinstance(t, nn.Parameter)]
+            module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+            parameters = [t.numel() for t in call.leaves if isinstance(t, nn.Parameter)]
+            weights = sum(parameters) if module is None else parameters_met(module)
+            positions = values[0].numel() // max(1, values[0].shape[-1] if values[0].dim() else 1)
+            flops, moved = 2 * weights * positions, _bytes(values) + _bytes(inputs)
+            work = Operation("unknown", flops, moved, values[0].dtype)
+            self.costs[info.name] = NodeCosts(
+                name=info.name,
+                forward_flops=flops,
+                backward_flops=2 * flops * needs_grad,
+                output_bytes=_bytes(values),
+                saved=self._storages(inputs),
+                outputs=self._storages(values),
+                forward_transient_bytes=0,
+                backward_transient_bytes=(moved + _bytes(call.leaves)) * needs_grad,
+                forward_operations=(work,),
+                backward_operations=(work, work) if needs_grad else (),
+                requires_grad=needs_grad,
+                estimated=why_estimated(error, module=module),
+            )
+        self._number(info, values)
+        return as_recorded(node, values, self._rows)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_cast_of_parameter(tensor):
+            self._saved |= self._storages([tensor])
+        return tensor
+
+    def _storages(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Map ids to bytes; storages of the model's state and of its inputs left out."""
+        found: list[Storage | None] = [self._ledger.storage(tensor) for tensor in tensors]
+        return {s.id: s.bytes for s in found if s is not None and s.bytes and s.id not in self._state_ids}
+
+    def _number(self, info: TracedNode, result: Any) -> None:
+        """Note the ids of a result's storages, or give them those of the pass before."""
+        storages = [self._ledger.storage(tensor) for tensor in tensors_of(result)]
+        known = self._known_ids.get(info.name, ())
+        for storage, number in zip(storages, known, strict=False):
+            if storage is not None and number >= 0:
+                storage.id = number
+        self.output_ids[info.name] = [-1 if storage is None else storage.id for storage in storages]
+
+
+def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Tell whether autocast made a tensor of a parameter: that is kept once per step, whatever is in flight."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return False
+    node, casts = tensor.grad_fn, False
+    while node is not None and len(node.next_functions) == 1:
+        casts |= node.name() == "ToCopyBackward0"
+        node = node.next_functions[0][0]
+    return casts and isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+@contextlib.contextmanager
+def on_fakes(what: str) -> Iterator[None]:
+    """Raise ProfileError for what the user's code raises on fake tensors, or torch lacks there."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ProfileError) or is_internal(error):
+            raise
+        first = str(error).partition("\n")[0]
+        raise ProfileError(f"{what} does not run on fake tensors ({type(error).__name__}: {first})") from error
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode for fake tensors that allows real ones, such as numbers that a forward makes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a fake twin of a tensor, on the CPU."""
+    if tensor.device.type == "cpu":
+        return mode.from_tensor(tensor, static_shapes=True)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    twin = FakeTensor(mode, empty.requires_grad_(tensor.requires_grad), _CPU)
+    if isinstance(tensor, nn.Parameter):
+        twin._is_param = True  # what makes isinstance(twin, Parameter) true, as torch's own conversion does
+    return twin
+
+
+def empty_value(node: fx.Node, rows: int, *, needs_grad: bool) -> Any:
+    """Return what a node gives at ``rows`` batch rows, as new tensors of the recorded shapes and dtypes."""
+    values = _empty(node.meta[INFO], rows)
+    for value in values:
+        value.requires_grad_(needs_grad and (value.dtype.is_floating_point or value.dtype.is_complex))
+    return as_recorded(node, values, rows)
+
+
+def as_recorded(node: fx.Node, values: list[torch.Tensor], rows: int) -> Any:
+    """Return the tensors of a node's result in the form in which the graph takes them apart."""
+    return _shaped(node, values, rows) or (values[0] if len(values) == 1 else tuple(values))
+
+
+def _shaped(node: fx.Node, values: Sequence[torch.Tensor], rows: int) -> Picks:
+    """Return the values of a node as the nested result that the graph picks from; empty where it picks nothing."""
+    return _pick(node, Picks(), f"{node.meta[INFO].name}.", list(values), rows)
+
+
+def _pick(parent: fx.Node, picked: Picks, inside: str, free: list[torch.Tensor], rows: int) -> Picks:
+    for user in parent.users:
+        info: TracedNode | None = user.meta.get(INFO)
+        if user.target not in (operator.getitem, getattr) or user.args[0] is not parent:
+            continue
+        if info is None:
+            _pick(user, picked.setdefault(user.args[1], Picks()), inside, free, rows)
+        elif info.name.startswith(inside):
+            kind = info.tensors[0].shape_at(rows), info.tensors[0].dtype
+            place = next(i for i, value in enumerate(free) if (tuple(value.shape), value.dtype) == kind)
+            picked[user.args[1]] = free.pop(place)
+    return picked
+
+
+def _empty(info: TracedNode, rows: int) -> list[torch.Tensor]:
+    return [torch.empty(tensor.shape_at(rows), dtype=tensor.dtype) for tensor in info.tensors]
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _text(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,347 @@
+"""What is alive while a stage works on a microbatch: its nodes run on fake tensors, with autograd's own backward.
+
+    forward 0 ─ backward 0 ─ forward 1 ─ backward 1        1: gradients are there already
+        │            │                       │
+        ▼            ▼                       ▼
+      forward     backward             backward_later      of the StageTrace
+
+Nothing is allocated and no value is computed. Autograd's engine decides what is saved and when it is freed; what it
+runs belongs to the node in whose range of sequence numbers its autograd node's number lies.
+
+Private torch API, used in this file only, tried on torch 2.13: ``torch.utils.checkpoint._StopRecomputationError``,
+which ends a recomputation early: torch has no public name for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import _StopRecomputationError
+
+from autosplit.errors import ProfileError, is_internal
+from autosplit.memory.events import Change, Held, StageTrace, Step
+from autosplit.profile.lowering import CudaKernels
+from autosplit.profile.node_costs.border import Picks, alias, tensors_of
+from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake, fake_mode, on_fakes
+from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.profile.node_costs.shadow import shadow
+from autosplit.profile.stage_trace.engine import Guess, Handed, Labels
+from autosplit.profile.stage_trace.products import late, products_in
+from autosplit.profile.stage_trace.stage_graph import StageGraph
+from autosplit.profile.stage_trace.stage_pieces import cut_in_pieces, last_uses
+from autosplit.trace.borrowed.state import random_state
+from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.recording.run import quiet_log
+from cost_models.workspaces import Workspaces
+
+_CPU = torch.device("cpu")
+LARGE_BYTES = 1 << 16
+"""From here on a lane adds a leaf's gradient to its sum as soon as it is made; smaller ones at the backward's end."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How a stage is run.
+
+    Attributes:
+        rows: batch rows of the microbatch.
+        input_grads: whether gradients flow back through the inputs, by stable name; those that are missing want none.
+        roots: stable names of the outputs that gradients arrive for; None: all through which gradients flow.
+        averaged: the output whose mean is the loss: its gradient is made in the backward, and goes when it is used.
+        loss: what the loss is instead of that mean, from that output and the number of rows.
+        units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
+        whole: the whole stage is recomputed, as one.
+        apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made,
+            but for leaves from :data:`LARGE_BYTES` on; else each is added in place as soon as it is made.
+        autocast_ends: the caller's autocast context ends with the forward, as in a plain training loop; else it is
+            around the step, and what it cast lives until then.
+        kernels: whose kernels' scratch is counted.
+        observed: what those of a device were seen to hold.
+    """
+
+    rows: int
+    input_grads: Mapping[str, bool] = field(default_factory=dict)
+    roots: Collection[str] | None = None
+    averaged: str | None = None
+    loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    units: Collection[str] = ()
+    whole: bool = False
+    apart: bool = False
+    autocast_ends: bool = False
+    kernels: Literal["cpu", "cuda"] = "cpu"
+    observed: Workspaces | None = None
+
+
+def trace_stage(stage: StageGraph, how: How) -> StageTrace:
+    """Return what a stage allocates and frees in the forward and the backward of one microbatch."""
+    mode = fake_mode()
+    observed = None if how.observed is None else how.observed.operations
+    ledger = Ledger(kernels=how.kernels, listing=False, observed=observed)
+    with random_state(), torch.inference_mode(False), torch.enable_grad():
+        twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
+        with quiet_log(), mode, ledger, _one_autocast():
+            run = _Run(stage, how, twin.module, ledger)
+            for tensor in twin.tensors:
+                ledger.storage(tensor)
+            return run.traced()
+
+
+@contextlib.contextmanager
+def _one_autocast() -> Iterator[None]:
+    """Keep what autocast casts from one operation to the next: the caller's own context is around all of a step."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+class _Run:
+    def __init__(self, stage: StageGraph, how: How, root: nn.Module, ledger: Ledger) -> None:
+        self.stage, self.how, self.root, self.ledger = stage, how, root, ledger
+        self.interpreter = fx.Interpreter(root, graph=stage.graph)
+        self.lowering = CudaKernels() if how.kernels == "cuda" else contextlib.nullcontext()
+        """Entered node by node: what runs again in a backward runs outside of the modes around it."""
+        self.labels = Labels()
+        self.steps: list[tuple[str, list[Change]]] = []
+        self.parameters = {id(p): name for name, p in root.named_parameters() if p.requires_grad}
+        self.leaves: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
+        self.totals: dict[int, torch.Tensor] = {}
+        self.saved: dict[str, dict[int, None]] = {}
+        self.late: set[str] = set()
+        self.goes_back = False
+        self.outputs = frozenset(stage.outputs)
+        self.shared = {node: self._given(node) for node in stage.inputs if _is_shared(node)}
+        for node, value in self.shared.items():
+            for tensor in tensors_of(value):
+                if tensor.requires_grad:
+                    self.leaves.append(tensor)
+                    self.parameters[id(tensor)] = node.meta[INFO].name
+        self.pieces = cut_in_pieces(stage, how.units, whole=how.whole)
+        self.ends = last_uses(self.pieces, keep=self.outputs)
+
+    def traced(self) -> StageTrace:
+        self.ledger.notify(self._note)
+        forward, backward = self._microbatch()
+        gradients = self._gradients()
+        split = self._split(gradients, self.saved)
+        again, later = self._microbatch()
+        kept = _kept((*forward, *backward), gradients)
+        sums = {name: storage for storage, name in self._gradients().items()}
+        renewed = {storage: sums[name] for storage, name in gradients.items()}
+        later = _renamed(later, renewed | _as_first(again, forward, kept))
+        guessed_bytes = max(self.ledger.guessed.values(), default=0)
+        return StageTrace(forward, backward, later, gradients, kept, split, guessed_bytes)
+
+    def _note(self, change: Change) -> None:
+        name = self.labels.current()
+        if not self.steps or self.steps[-1][0] != name:
+            self.steps.append((name, []))
+        self.steps[-1][1].append(change)
+
+    def _taken(self) -> tuple[Step, ...]:
+        steps = tuple(Step(name, tuple(changes)) for name, changes in self.steps)
+        self.steps = []
+        return steps
+
+    # -- one microbatch ------------------------------------------------------------------------------------------
+    def _microbatch(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        self.labels.begin()
+        self.goes_back = False
+        env: dict[fx.Node, Any] = dict.fromkeys(self.stage.numbers, None)
+        env |= zip(self.stage.numbers[:1], (self.how.rows,), strict=True)
+        given = {node: self._given(node) for node in self.stage.inputs if node not in self.shared}
+        env |= {node: _lent(node, value) for node, value in (given | self.shared).items()}
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            for piece in self.pieces:
+                piece.run(self, env)
+        sent = {node: [t for t in tensors_of(env[node]) if t.requires_grad] for node in self.stage.outputs}
+        env.clear()
+        self.labels.forget()
+        self._end_autocast()
+        forward = self._taken()
+        wanted = self.how.roots
+        named = [(n.meta[INFO].name, t) for n, own in sent.items() for t in own]
+        averaged = self.how.averaged
+        outputs = [self._loss(t) if n == averaged else t for n, t in named if wanted is None or n in wanted]
+        self.goes_back = True
+        self._look_at(outputs)
+        with on_fakes("a backward"):
+            self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
+        self.labels.forget()
+        del outputs, named, sent, given
+        return forward, self._taken()
+
+    def _look_at(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Read off the graph, which nobody holds afterwards, which gradients can wait."""
+        arrivals, products = products_in(outputs)
+        self.late = {self.parameters[leaf] for leaf in late(arrivals, products, self.parameters)}
+
+    def _loss(self, value: torch.Tensor) -> torch.Tensor:
+        if self.how.loss is None:
+            return value.mean()
+        with on_fakes("the loss"), self.lowering:
+            return self.how.loss(value, self.how.rows)
+
+    def _backward(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        if not outputs:
+            return
+        cotangents = [torch.empty_like(output) for output in outputs]
+        if self.how.apart:
+            held = [leaf for leaf in self.leaves if id(leaf) in self.totals]
+            large = [leaf for leaf in held if _is_large(leaf)]
+            small = [leaf for leaf in held if not _is_large(leaf)]
+            outputs, cotangents = outputs + small, cotangents + [self.totals[id(leaf)] for leaf in small]
+            if large:
+                root = Handed.apply([self.totals.pop(id(leaf)) for leaf in large], *large)
+                outputs, cotangents = [*outputs, root], [*cotangents, root.detach()]
+                del root
+            wanted: list[torch.Tensor] = [*inputs, *self.leaves]
+            found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            self.labels.forget()
+            pairs = zip(self.leaves, found[len(inputs) :], strict=True)
+            self.totals |= {id(leaf): total for leaf, total in pairs if total is not None}
+        else:
+            torch.autograd.backward(outputs, cotangents)
+            self.labels.forget()
+            for tensor in inputs:
+                tensor.grad = None
+
+    def copied(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+        """Copy the buffers that nodes take and the forward writes, for their second run."""
+        infos = [node.meta[INFO] for node in nodes if INFO in node.meta]
+        names = dict.fromkeys(name for info in infos for name in info.rewritten)
+        if not names:
+            return []
+        with self.labels.forward(infos[0].name):
+            return [self.root.get_buffer(name).clone() for name in names]
+
+    @contextlib.contextmanager
+    def unit(self) -> Iterator[None]:
+        """Note that a unit's nodes run; the autocast context in which they run again ends with it, also when early."""
+        self.labels.repeating = self.goes_back
+        try:
+            yield
+        finally:
+            self.labels.repeating = False
+            if self.goes_back:
+                self._end_autocast()
+
+    def _end_autocast(self) -> None:
+        """Forget what autocast cast, where its context ends here."""
+        if self.how.autocast_ends:
+            torch.clear_autocast_cache()
+
+    def _given(self, node: fx.Node) -> Any:
+        info = node.meta[INFO]
+        return empty_value(node, self.how.rows, needs_grad=self.how.input_grads.get(info.name, False))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := self.ledger.storage(tensor)) is not None and self.labels.running:
+            self.saved.setdefault(self.labels.running[-1], {})[storage.id] = None
+        return tensor
+
+    def _gradients(self) -> dict[int, str]:
+        found = {}
+        for leaf in self.leaves:
+            gradient = self.totals.get(id(leaf)) if self.how.apart else leaf.grad
+            storage = None if gradient is None else self.ledger.storage(gradient)
+            if storage is not None:
+                found[storage.id] = self.parameters[id(leaf)]
+        return found
+
+    def _split(self, gradients: Mapping[int, str], saved: Mapping[str, Mapping[int, None]]) -> dict[str, Held]:
+        made = {name: storage for storage, name in gradients.items()}
+        found = {}
+        for _, info in self.stage.computing():
+            own = tuple(made[name] for name in info.reads if name in made and name in self.late)
+            if own:
+                size = sum(tensor.bytes_at(self.how.rows) for tensor in info.tensors)
+                found[info.name] = Held(tuple(saved.get(info.name, ())), size, own)
+        return found
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+    def execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        """Run one node, on the CPU wherever the model's own devices are."""
+
+        def load(argument: Any) -> Any:
+            if isinstance(argument, torch.device):
+                return _CPU
+            return env[argument] if isinstance(argument, fx.Node) else argument
+
+        args = fx.node.map_aggregate(node.args, load)
+        kwargs: Any = dict(fx.node.map_aggregate(node.kwargs, load))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _CPU
+        run: Any = getattr(self.interpreter, node.op)
+        if INFO not in node.meta:
+            return run(node.target, args, kwargs)
+        with self.labels.forward(node.meta[INFO].name), self.lowering:
+            try:
+                return run(node.target, args, kwargs)
+            except Exception as error:  # whatever its author wrote, or torch lacks on fake tensors
+                if isinstance(error, (_StopRecomputationError, ProfileError)) or is_internal(error):
+                    raise
+                return self._guessed(node, tensors_of((args, kwargs)))
+
+    def _guessed(self, node: fx.Node, taken: list[torch.Tensor]) -> Any:
+        """Return values of the recorded shapes for a node that does not run on fake tensors.
+
+        It is taken to save what it is given, and to allocate nothing but its results and gradients.
+        """
+        if node.op == "call_module":
+            taken = [*taken, *self.interpreter.fetch_attr(str(node.target)).parameters()]
+        made = [torch.empty(t.shape_at(self.how.rows), dtype=t.dtype) for t in node.meta[INFO].tensors]
+        if any(t.requires_grad for t in taken) and torch.is_grad_enabled():
+            made = list(Guess.apply(len(made), *made, *taken))
+        return as_recorded(node, made, self.how.rows)
+
+
+def _kept(steps: Sequence[Step], gradients: Collection[int]) -> dict[int, str]:
+    """Name the storages that a first microbatch leaves beside gradients; those without bytes are never seen to go."""
+    alive = {storage for step in steps for storage, _ in step.changes}
+    freed = {storage for step in steps for storage, count in step.changes if count < 0}
+    return {storage: f"kept{n}" for n, storage in enumerate(sorted(alive - freed - set(gradients)))}
+
+
+def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[int]) -> dict[int, int]:
+    """Map the storages of a second forward to those of the first, of which it is a repetition."""
+    one = [(s, count) for step in forward for s, count in step.changes if count > 0 and s not in kept]
+    two = [(s, count) for step in again for s, count in step.changes if count > 0]
+    if [count for _, count in one] != [count for _, count in two]:
+        raise ProfileError(
+            f"a second microbatch allocates {sum(c for _, c in two)} bytes in {len(two)} storages, the first "
+            f"{sum(c for _, c in one)} in {len(one)}: the forward does not repeat itself"
+        )
+    return {second: first for (first, _), (second, _) in zip(one, two, strict=True)}
+
+
+def _renamed(steps: Sequence[Step], names: Mapping[int, int]) -> tuple[Step, ...]:
+    return tuple(Step(step.node, tuple((names.get(s, s), count) for s, count in step.changes)) for step in steps)
+
+
+def _is_large(leaf: torch.Tensor) -> bool:
+    return leaf.numel() * leaf.element_size() >= LARGE_BYTES
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Tell whether a value is the same for all microbatches: it is there before the first one and after the last."""
+    return bool(node.meta[INFO].node_class is NodeClass.SHARED)
+
+
+def _lent(node: fx.Node, value: Any) -> Any:
+    """Return a value that comes from outside as the nodes are given it.
+
+    As what they may change in place, where one does; and as no leaf, whose casts autocast would keep.
+    """
+    if isinstance(value, Picks):
+        return Picks({place: _lent(node, part) for place, part in value.items()})
+    if not isinstance(value, torch.Tensor) or not (node.meta[INFO].mutated or value.requires_grad):
+        return value
+    return alias(value) if node.meta[INFO].mutated else value[...]

@@ -1,0 +1,1 @@
+"""What kernels hold beside their results."""

@@ -1,0 +1,1 @@
+"""The backward of a cell: gradients, split weight gradients, recomputation."""

@@ -1,0 +1,182 @@
+"""A part of a stage that runs again in its backward instead of keeping what autograd saves.
+
+    forward    inputs ─► region ─► outputs        what it saves is dropped; its inputs are kept
+    backward   inputs ─► region ─► what was saved ─► gradients
+
+Autograd's graph is that of the first run, so gradients add in the same order, to the same bits. Random operations take
+the key of their cell among the inputs and draw the same again. The second run finds what the first one found: copies of
+buffers that the forward writes, and the modules' attributes, parameters and buffers of then. What was changed in place
+since, and is no such buffer, is an error. What the second run writes to buffers is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autosplit.errors import ScheduleError
+from autosplit.runtime.backward.surroundings import Observers, Surroundings
+from autosplit.runtime.compiled import Compiled
+from autosplit.runtime.lanes.ambient import may_hook_saved_tensors
+from autosplit.runtime.ops import CellContext
+
+_HERE = threading.local()
+"""Which run of a region that runs twice is under way in this thread."""
+
+
+def is_checkpointing() -> bool:
+    """Tell whether a module's forward is called in a run that keeps nothing: it will be called again."""
+    return getattr(_HERE, "run", None) == "first"
+
+
+def is_recomputing() -> bool:
+    """Tell whether a module's forward is called again, in the backward, so as to have what was not kept."""
+    return getattr(_HERE, "run", None) == "second"
+
+
+@contextlib.contextmanager
+def _during(run: str) -> Iterator[None]:
+    before = getattr(_HERE, "run", None)
+    _HERE.run = run
+    try:
+        yield
+    finally:
+        _HERE.run = before
+
+
+class Recomputed(nn.Module):
+    """Runs a region so that it runs again in the backward; the region's own module is not registered here.
+
+    Attributes:
+        region: the GraphModule; ``region.parameters()`` are those that it reads.
+        root: where its modules, parameters and buffers are.
+        rewritten: names of the buffers that it reads or writes and that the same forward writes, anywhere, each with
+            whether the region writes it: they are copied for the second run.
+        aliased: names of all such buffers: what is given that is a part of one is copied too.
+        written: names of what the forward may change without an error: those, and what norms and tables write.
+        copied: positions in the bundle "inputs" of what the model changes in place, which is copied too.
+        place: what to call the region in a note on an exception of the second run.
+        run: what runs the region: itself, or what compiles it.
+    """
+
+    region: Any
+    root: nn.Module
+    rewritten: Mapping[str, bool]
+    aliased: tuple[str, ...]
+    written: frozenset[str]
+    copied: tuple[int, ...]
+    place: str
+    run: Any
+
+    def __init__(
+        self,
+        region: Any,
+        root: nn.Module,
+        *,
+        rewritten: Mapping[str, bool] = MappingProxyType({}),
+        aliased: Sequence[str] = (),
+        written: frozenset[str] = frozenset(),
+        copied: Sequence[int] = (),
+        place: str,
+        run: Compiled | None = None,
+    ) -> None:
+        super().__init__()
+        self.__dict__.update(region=region, root=root, rewritten=dict(rewritten), aliased=tuple(aliased))
+        self.__dict__.update(written=written, copied=tuple(copied), place=place, run=run or region)
+
+    def forward(self, *given: Any, recompute: bool = True) -> Any:
+        """Run the region; with ``recompute`` and gradients it runs again in the backward."""
+        if not (recompute and torch.is_grad_enabled() and may_hook_saved_tensors()):
+            return self.run(*given)
+        flat, sizes = spread(given)
+        again = _Again(self, sizes, self._changed(given, flat))
+        return checkpoint(again, *flat, use_reentrant=False, preserve_rng_state=False)
+
+    def _changed(self, given: Sequence[Any], flat: list[Any]) -> dict[int, torch.Tensor]:
+        """Replace in ``flat`` what the forward changes in place by copies; return what was there by position."""
+        found: dict[int, torch.Tensor] = {}
+        if self.copied:
+            start = len(spread(given[: self.region.takes.index("inputs")])[0])
+            found = {start + place: flat[start + place] for place in self.copied}
+        if self.aliased:
+            storages = {_storage(self.root.get_buffer(name)) for name in self.aliased}
+            tensors = ((place, value) for place, value in enumerate(flat) if isinstance(value, torch.Tensor))
+            found |= {place: value for place, value in tensors if _storage(value) in storages}
+        for place, copy in _copies(found).items():
+            flat[place] = copy
+        return found
+
+
+class _Again:
+    """What is called first in the forward, and then in each backward that asks for what was saved."""
+
+    def __init__(self, part: Recomputed, sizes: Sequence[int | None], first: dict[int, torch.Tensor]) -> None:
+        self.part, self.sizes, self.first, self.places = part, sizes, first, tuple(first)
+        self.found: Surroundings | None = None
+        self.observers = Observers(())
+
+    def __call__(self, *flat: Any) -> Any:
+        own = list(flat)
+        if self.found is not None:
+            return self._second(own, self.found)
+        steady = [value for place, value in enumerate(own) if place not in self.places]
+        part = self.part
+        self.found = Surroundings.of(part.region, part.root, steady, rewritten=part.rewritten, written=part.written)
+        for place in self.places:
+            own[place] = self.first.pop(place)
+        self.observers = Observers(self.found.modules)
+        try:
+            with _during("first"), self.observers.watched():
+                return self.part.run(*gathered(own, self.sizes))
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ScheduleError(
+                f"{part.place} cannot run again in its backward: a forward in it uses torch.func.grad, vjp or jacrev, "
+                "which take no saved tensor hooks; give recompute='never', or 'never' for that stage"
+            ) from error
+
+    def _second(self, own: list[Any], found: Surroundings) -> Any:
+        found.check(self.part.place)
+        for place, copy in _copies({place: own[place] for place in self.places}).items():
+            own[place] = copy
+        try:
+            with found.restored(), _during("second"), self.observers.silenced():
+                return self.part.run(*gathered(own, self.sizes))
+        except Exception as error:
+            error.add_note(f"raised when {self.part.place} ran again for its backward")
+            raise
+
+
+def _copies(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return copies of tensors, one copy of those that are the same memory."""
+    made = {(tensor.data_ptr(), tensor.shape): tensor.detach().clone() for tensor in tensors.values()}
+    return {place: made[tensor.data_ptr(), tensor.shape] for place, tensor in tensors.items()}
+
+
+def spread(given: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
+    """Return the tensors of all bundles one by one, and the length of each bundle; None for what is no bundle."""
+    flat: list[Any] = []
+    sizes: list[int | None] = []
+    for value in given:
+        bundle = isinstance(value, (tuple, list)) and not isinstance(value, CellContext)
+        flat += value if bundle else [value]
+        sizes.append(len(value) if bundle else None)
+    return flat, sizes
+
+
+def gathered(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
+    """Put what `spread` took apart together again, each bundle a tuple."""
+    rest = iter(flat)
+    return [next(rest) if size is None else tuple(next(rest) for _ in range(size)) for size in sizes]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)

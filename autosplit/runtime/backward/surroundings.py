@@ -1,0 +1,219 @@
+"""What a region of the model reads besides its inputs, kept for its second run.
+
+    first run     modules' attributes, parameters and buffers are noted; buffers that the forward writes are copied
+    second run    what was put in their places since is taken away for as long as it runs
+
+A model may be called with other attributes between a forward and its backward (``eval()``, ``dropout.p``), and the same
+forward may write a buffer behind the region that reads it. A tensor that was changed in place cannot be had back. A
+forward hook that only observes sees the first run alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.trace.inputs.structure import tensors_in
+
+_TABLES = ("_parameters", "_buffers")
+_SWAPPING = threading.RLock()
+"""Held while modules have attributes of an earlier forward: second runs that need that take turns."""
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+_ABSENT = object()
+Table = dict[str, Any]
+Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Steady:
+    """A tensor that must not change between the two runs."""
+
+    what: str
+    tensor: torch.Tensor
+    version: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What one region found in its first run.
+
+    Attributes:
+        tables: dictionaries of the modules that it calls, and their entries.
+        places: other entries that it takes: a dictionary, a name and the value there.
+        rewritten: the same of buffers that the forward writes, with copies, and whether the region itself writes them.
+        steady: parameters, buffers and inputs that must not change.
+        modules: the modules that it calls, with their children.
+    """
+
+    tables: tuple[tuple[Table, Table], ...]
+    places: tuple[tuple[Table, str, Any], ...]
+    rewritten: tuple[tuple[Table, str, torch.Tensor, bool], ...]
+    steady: tuple[_Steady, ...]
+    modules: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(
+        cls,
+        region: Any,
+        root: nn.Module,
+        inputs: Sequence[Any],
+        *,
+        rewritten: Mapping[str, bool],
+        written: Collection[str],
+    ) -> Surroundings:
+        """Note what a region finds.
+
+        ``inputs`` are the values that it is given. ``rewritten`` are the names of buffers to copy, and whether the
+        region itself writes them; ``written`` the names of all that the forward changes: other tensors must not change.
+        """
+        modules, places = _used(region, root)
+        named = [
+            (f"{path}.{key}", t) for path, m in modules for table in _TABLES for key, t in m.__dict__[table].items()
+        ]
+        named += places.items()
+        held = [(_word(t), t) for name, t in named if name not in written and isinstance(t, torch.Tensor)]
+        held += [("an input", value) for value in inputs if isinstance(value, torch.Tensor)]
+        copies: dict[int, torch.Tensor] = {}
+        copied = []
+        for full, own in rewritten.items():
+            table, name = _place(root, full)
+            buffer = table[name]
+            if id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone()
+            copied.append((table, name, copies[id(buffer)], own))
+        tables = [table for _, m in modules for table in (m.__dict__, *(m.__dict__[name] for name in _TABLES))]
+        return cls(
+            tuple((table, table.copy()) for table in tables),
+            tuple((*_place(root, full), value) for full, value in places.items()),
+            tuple(copied),
+            tuple(_Steady(what, t, t._version, t.requires_grad) for what, t in held if not t.is_inference()),
+            tuple(m for _, m in modules),
+        )
+
+    def check(self, place: str) -> None:
+        """Raise RuntimeError where a tensor is not what it was in the first run of ``place``."""
+        for own in self.steady:
+            if own.tensor._version != own.version:
+                change = "was changed in place"
+            elif own.tensor.requires_grad != own.requires_grad:
+                change = f"got requires_grad={own.tensor.requires_grad}"
+            else:
+                continue
+            raise RuntimeError(
+                f"{own.what} of {place} {change} between the forward and the backward, which runs the forward again: "
+                "call backward before the optimizer's step and other changes, or split with recompute='never'"
+            )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put back what was found, and at the end what is there now."""
+        with contextlib.ExitStack() as stack:
+            with _SWAPPING:
+                others = list(self._others())
+                if others:
+                    stack.enter_context(_SWAPPING)
+            copies = ((t, name, copy.clone() if own else copy) for t, name, copy, own in self.rewritten)
+            for table, name, value in (*others, *copies):
+                stack.callback(_put, table, name, table.get(name, _ABSENT))
+                _put(table, name, value)
+            yield
+
+    def _others(self) -> Iterator[tuple[Table, str, Any]]:
+        """Yield where something else is now, and what was found there."""
+        for table, found in self.tables:
+            if not _same(table, found):
+                yield from ((table, name, found.get(name, _ABSENT)) for name in {**table, **found})
+        for table, name, value in self.places:
+            if table.get(name) is not value:
+                yield table, name, value
+
+
+def _used(region: Any, root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[str, torch.Tensor]]:
+    """Return the modules that a region calls, with their children, and the tensors that it takes, by their paths."""
+    modules: dict[str, nn.Module] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for node, path in region.named():
+        if not path or path in modules:
+            continue
+        parent, _, name = path.rpartition(".")
+        holder = root.get_submodule(parent)
+        if name in holder._modules:
+            modules.update(holder._modules[name].named_modules(prefix=path))  # type: ignore[union-attr]
+        elif node.op == "get_attr" and isinstance(value := getattr(holder, name), torch.Tensor):
+            tensors[path] = value
+    return list(modules.items()), tensors
+
+
+def _place(root: nn.Module, full: str) -> tuple[Table, str]:
+    """Return the dictionary that holds a tensor of the model, and its name there."""
+    path, _, name = full.rpartition(".")
+    holder = root.get_submodule(path).__dict__
+    return next((holder[table] for table in _TABLES if name in holder[table]), holder), name
+
+
+def _word(tensor: torch.Tensor) -> str:
+    return "a parameter" if isinstance(tensor, nn.Parameter) else "a buffer"
+
+
+def _same(now: Table, found: Table) -> bool:
+    return len(now) == len(found) and all(map(is_, now, found)) and all(map(is_, now.values(), found.values()))
+
+
+def _put(table: Table, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        table.pop(name, None)
+    else:
+        table[name] = value
+
+
+class Observers:
+    """Tells which hooks of some modules return None and write to no tensor that they are given."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        tables = [module.__dict__[name] for module in modules for name in _HOOK_TABLES]
+        self._tables: list[dict[int, Hook]] = [table for table in tables if table]
+        self._called: set[int] = set()
+        self._changing: set[int] = set()
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the first run, in which hooks are watched."""
+        return self._replaced(lambda number, hook: partial(self._watch, number, hook))
+
+    def silenced(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the second run, in which hooks are not called that only observed the first one."""
+        observers = self._called - self._changing
+        return self._replaced(lambda number, hook: _nothing if number in observers else hook)
+
+    def _watch(self, number: int, hook: Hook, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensor for tensor in tensors_in((args[1:], kwargs)) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        result = hook(*args, **kwargs)
+        self._called.add(number)
+        if result is not None or versions != [tensor._version for tensor in tensors]:
+            self._changing.add(number)
+        return result
+
+    @contextlib.contextmanager
+    def _replaced(self, other: Callable[[int, Hook], Hook]) -> Iterator[None]:
+        """Put other hooks in the places of those that are there; what is registered or removed inside stays so."""
+        found = [(table, dict(table)) for table in self._tables]
+        for table, hooks in found:
+            table.update({number: other(number, hook) for number, hook in hooks.items()})
+        try:
+            yield
+        finally:
+            for table, hooks in found:
+                table.update({number: hook for number, hook in hooks.items() if number in table})
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a hook that only observes."""

@@ -1,0 +1,303 @@
+"""A lane: where one stage's actions run in order. The one place, with streams.py, that asks what a device is.
+
+A lane of an accelerator has a compute stream, and a copy stream for each direction. A bundle y goes from s to t:
+
+    lane s  compute   ── y ──●                                     ● an event: every ─► is a stream that waits for it
+            outbound         │         ┌─► copy ──┐
+                             │         ●          │                torch's own barrier around a copy
+    lane t  inbound          ├─► ──────┘          └─► ●
+            compute          └─► ─────────────────────┴─► use
+
+On one device y stays where it is, and only the compute stream waits. The allocator is told of every stream that uses
+memory which another stream allocated. The backward mirrors this: gradients are fetched by lane s from lane t.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from autosplit.runtime.lanes.streams import DeviceStreams, Streams
+
+Bundle = tuple[torch.Tensor, ...]
+_NOTHING = nullcontext()
+
+
+class Lane(Protocol):
+    """One stage's device and its order of work."""
+
+    device: torch.device
+    asynchronous: bool
+    """Whether work may still be under way when the call that issued it has returned."""
+
+    def record(self) -> Any:
+        """Return an event that is reached when the compute issued so far is done; None where it is done by now."""
+
+    def wait(self, event: Any) -> None:
+        """Make later work of this lane, copies too, wait for an event of another lane."""
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make the lane's compute stream the current one."""
+
+    def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
+        """Bring a bundle of another lane here, without gradients: a copy, or on one device the tensors themselves.
+
+        This lane must have waited for an event that ``source`` recorded after the bundle was made. What the model
+        itself keeps on a third device, such as lengths on the CPU, stays there.
+        """
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have the memory of a tensor that another lane made outlive the work that this lane is given on it."""
+
+    def stamp(self, *, copies: bool = False) -> Any:
+        """Return the time when the lane is through with what it was given so far, or an event that takes it then.
+
+        With ``copies`` it is that of the copies that end here, and of what they wait for.
+        """
+
+    def seconds(self, first: Any, then: Any) -> float:
+        """Return how long after the first of two stamps of this lane the other was; the host waits for both."""
+
+    def occupy(self, seconds: float) -> None:
+        """Keep the lane's device at work for at least so long, where work may be under way when a call has returned."""
+
+    def held_bytes(self) -> int | None:
+        """Return the bytes of the lane's device that tensors have now; None where nobody counts them."""
+
+    def watch_peak(self) -> None:
+        """Forget the most bytes that tensors had on the lane's device so far."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that they had since then; None where nobody counts them."""
+
+    def now(self) -> Lane:
+        """Return this lane as it is now, for another thread: a caller's lane with its stream of this moment."""
+
+    def here(self) -> Lane:
+        """Return the caller's lane on this lane's device."""
+
+    def origin(self, tensor: torch.Tensor) -> Lane:
+        """Return the caller's lane on the device of one of the caller's tensors."""
+
+
+class CpuLane:
+    """Work on the CPU is done when the call returns: there is nothing to record or to keep."""
+
+    asynchronous = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def record(self) -> None:
+        """Return None: everything issued is done."""
+
+    def wait(self, event: Any) -> None:
+        """Wait for another lane's event; the host itself does."""
+        if event is not None:
+            event.synchronize()
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Return the one context that does nothing."""
+        return _NOTHING
+
+    def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
+        """Return the bundle; from a lane with streams, when its copies are through."""
+        return source.to_host(bundle) if isinstance(source, StreamLane) else bundle
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Do nothing: the CPU is through with a tensor when the call returns."""
+
+    def stamp(self, *, copies: bool = False) -> float:
+        """Return the time: everything issued is done."""
+        return time.perf_counter()
+
+    def seconds(self, first: float, then: float) -> float:
+        """Return the time between two stamps."""
+        return then - first
+
+    def occupy(self, seconds: float) -> None:
+        """Do nothing: an action begins when it is called."""
+
+    def held_bytes(self) -> None:
+        """Return None: nobody counts the host's tensors."""
+
+    def watch_peak(self) -> None:
+        """Do nothing: nobody counts them."""
+
+    def peak_bytes(self) -> None:
+        """Return None."""
+
+    def now(self) -> CpuLane:
+        """Return the lane itself."""
+        return self
+
+    def here(self) -> CpuLane:
+        """Return the lane itself: the caller is on the CPU too."""
+        return self
+
+    def origin(self, tensor: torch.Tensor) -> Lane:
+        """Return the caller's lane on the device of one of the caller's tensors."""
+        return caller_lane(tensor.device)
+
+
+class _Own(NamedTuple):
+    """The streams of a lane: for its stages, and for copies that end or start here."""
+
+    compute: Any
+    inbound: Any
+    outbound: Any
+
+
+class StreamLane:
+    """A compute stream, and one copy stream per direction, of one accelerator; they are made at the first use.
+
+    Copies in and out have a stream each: on a single one, the next microbatch's copy in would queue behind this
+    microbatch's copy out, which waits for the compute that the copy in should overlap with.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self.device = device
+        self.streams: Streams = DeviceStreams() if streams is None else streams
+        self._made: _Own | None = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.device, self.streams)
+
+    @property
+    def own(self) -> _Own:
+        """The lane's streams; all are made at once, in the caller's thread: a backward uses lanes from several."""
+        if self._made is None:
+            self._made = _Own(*(self.streams.new(self.device) for _ in _Own._fields))
+        return self._made
+
+    def record(self) -> Any:
+        """Record an event on the compute stream."""
+        return self.streams.event(self.own.compute)
+
+    def wait(self, event: Any) -> None:
+        """Make the compute stream and the stream of incoming copies wait for an event; None is reached already."""
+        if event is not None:
+            for stream in dict.fromkeys((self.own.compute, self.own.inbound)):
+                self.streams.wait(stream, event)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Make the compute stream the current one of its device."""
+        return self.streams.using(self.own.compute)
+
+    def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
+        """Bring a bundle here; on another device by a copy, which the compute stream waits for."""
+        if source.device != self.device:
+            bundle = self._copied(bundle, source)
+            self.streams.wait(self.own.compute, self.streams.event(self.own.inbound))
+        for tensor in bundle:
+            self.keep(tensor)
+        return bundle
+
+    def _copied(self, bundle: Bundle, source: Lane) -> Bundle:
+        streams = self.streams
+        moving = [tensor for tensor in bundle if streams.device(tensor) == source.device]
+        if isinstance(source, StreamLane):
+            streams.wait(source.own.outbound, streams.event(self.own.inbound))
+            with streams.using(source.own.outbound, self.own.inbound):
+                copies = [streams.copy(tensor, self.device) for tensor in moving]
+            for tensor in moving:
+                streams.keep(tensor, source.own.outbound)
+        else:
+            staged = [streams.staged(tensor) for tensor in moving]
+            with streams.using(self.own.inbound):
+                copies = [streams.copy(tensor, self.device) for tensor in staged]
+        arrived = iter(copies)
+        return tuple(next(arrived) if streams.device(tensor) == source.device else tensor for tensor in bundle)
+
+    def to_host(self, bundle: Bundle) -> Bundle:
+        """Copy a bundle of this lane to the CPU and return it when the host may read it.
+
+        The host must have waited for the event after which the bundle is ready.
+        """
+        streams, host = self.streams, torch.device("cpu")
+        with streams.using(self.own.outbound):
+            copies = tuple(streams.copy(t, host) if streams.device(t) == self.device else t for t in bundle)
+        streams.event(self.own.outbound).synchronize()
+        return copies
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the compute stream uses a tensor of this device."""
+        if self.streams.device(tensor) == self.device:
+            self.streams.keep(tensor, self.own.compute)
+
+    def stamp(self, *, copies: bool = False) -> Any:
+        """Record an event that takes the time, on the compute stream or on that of incoming copies."""
+        return self.streams.timed(self.own.inbound if copies else self.own.compute)
+
+    def seconds(self, first: Any, then: Any) -> float:
+        """Wait for two stamps and return the time between them."""
+        return self.streams.seconds(first, then)
+
+    def occupy(self, seconds: float) -> None:
+        """Keep the compute stream at work."""
+        self.streams.occupy(self.own.compute, seconds)
+
+    def held_bytes(self) -> int | None:
+        """Return what the device's allocator has given out."""
+        return self.streams.held_bytes(self.device)
+
+    def watch_peak(self) -> None:
+        """Reset the peak of the device's allocator."""
+        self.streams.watch_peak(self.device)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that the device's allocator has given out at once."""
+        return self.streams.peak_bytes(self.device)
+
+    def now(self) -> StreamLane:
+        """Return the lane itself: its streams are the same everywhere."""
+        return self
+
+    def here(self) -> StreamLane:
+        """Return the caller's lane on this lane's device."""
+        return CallerLane(self.device, self.streams)
+
+    def origin(self, tensor: torch.Tensor) -> Lane:
+        """Return the caller's lane on the device of one of the caller's tensors."""
+        device = self.streams.device(tensor)
+        return CpuLane() if device.type == "cpu" else CallerLane(device, self.streams)
+
+
+class CallerLane(StreamLane):
+    """The caller's work on one accelerator: the calling thread's current stream, looked up at each use.
+
+    Given a stream, it is that one; its copies run on the same stream.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None, *, stream: Any = None) -> None:
+        super().__init__(device, streams)
+        self.stream = stream
+
+    @property
+    def own(self) -> _Own:
+        """The one stream, for everything."""
+        stream = self.streams.current(self.device) if self.stream is None else self.stream
+        return _Own(stream, stream, stream)
+
+    def now(self) -> CallerLane:
+        """Return the lane with the stream that is current now: in the backward another thread has another one."""
+        return CallerLane(self.device, self.streams, stream=self.own.compute)
+
+    def here(self) -> CallerLane:
+        """Return the lane itself."""
+        return self
+
+
+def lane(device: torch.device) -> Lane:
+    """Return the lane of a stage on a device."""
+    return CpuLane() if device.type == "cpu" else StreamLane(device)
+
+
+def caller_lane(device: torch.device) -> Lane:
+    """Return the lane of the caller on a device."""
+    return CpuLane() if device.type == "cpu" else CallerLane(device)

@@ -1,0 +1,1 @@
+"""What a microbatch adds to the loss."""

@@ -1,0 +1,282 @@
+"""Is a loss a mean or a sum over rows? Asked on the first batch, and held against the whole batch in every step.
+
+A loss must do nothing but return a value: it is called several times in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autosplit.compare.tensors import ROUNDING, difference
+from autosplit.errors import InputError
+from autosplit.runtime.backward.differentiate import gradients
+from autosplit.runtime.loss.calls import Count, Counted
+from autosplit.runtime.loss.parts import WAY_OUT, Parts, adds_up, call_loss
+from autosplit.runtime.loss.used_outputs import Placeholder, joined
+from autosplit.trace.borrowed import state
+from autosplit.trace.graph import TracedGraph
+
+_TINY = 1e-30
+WRITES = "writes"
+"""The kind of a loss that changes its target or the output in place: it runs once, on the whole batch."""
+_KEPT = 32
+_KEPT_BYTES = 1 << 26
+_ROUGHEST = 1e-2
+"""A loss is one number: however coarse its dtype, a larger difference has another cause than rounding."""
+_WORDS = {
+    "mean": "mean over rows",
+    "sum": "sum over rows",
+    "counted": "mean over rows with torch's losses in it",
+    "counted sum": "sum over rows with torch's losses in it",
+}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What one batch says about a loss: the kinds that explain it, the most exact first; or `WRITES` alone.
+
+    Not conclusive when a mean and a sum both would.
+    """
+
+    kinds: tuple[str, ...]
+    conclusive: bool
+
+
+class Proofs:
+    """What was found out about losses, by what the loss is and what was asked; the last few answers are kept."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+
+    def find(self, loss_fn: Any, question: Any) -> Any:
+        """Return the answer; None when there is none yet."""
+        found = self._kept.get((identity(loss_fn), question))
+        return None if found is None else found[1]
+
+    def keep(self, loss_fn: Any, question: Any, answer: Any) -> Any:
+        """Keep an answer and return it."""
+        self._kept[identity(loss_fn), question] = loss_fn, answer  # the loss too: what its identity names must live on
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return answer
+
+
+def identity(value: Any, depth: int = 4, *, numbers: bool = False) -> Any:
+    """Return what a loss is: a lambda that a loop makes anew in every round is the same one.
+
+    Numbers and tensors that it holds may be others in the next round, functions and other objects may not; with
+    ``numbers`` whole numbers may not either.
+    """
+    inner = partial(identity, depth=depth - 1, numbers=numbers)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return "tensor", value.shape, value.dtype
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, (int, float)):
+        return value if numbers and isinstance(value, int) else type(value)
+    if depth and isinstance(value, partial):
+        named = tuple((name, inner(v)) for name, v in sorted(value.keywords.items()))
+        return inner(value.func), tuple(inner(v) for v in value.args), named
+    if depth and isinstance(value, types.MethodType):
+        return id(value.__self__), inner(value.__func__)
+    if depth and isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents if _is_filled(cell) else None for cell in value.__closure__ or ()]
+        outer = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        held = (*cells, *outer, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return id(value.__code__), tuple(inner(v) for v in held)
+    return id(value)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def prove(
+    loss_fn: Callable[..., Any],
+    output: Callable[[int | None], Any],
+    target: Any,
+    targets: Sequence[Any],
+    sizes: Sequence[int],
+    leaves: Sequence[torch.Tensor],
+) -> Proof | None:
+    """Find out on one batch how the losses of microbatches add up; None when this batch does not tell.
+
+    ``output(m)`` returns the model's output for microbatch ``m``, or for the whole batch when ``m`` is None; ``leaves``
+    are the tensors of the whole output, and parameters of the loss, whose gradients count. Raises InputError when the
+    loss or its gradient is neither a mean nor a sum, or when the loss draws random numbers or changes its own buffers.
+    """
+    with torch.no_grad():
+        given = [leaf for leaf in pytree.tree_leaves((output(None), target)) if isinstance(leaf, torch.Tensor)]
+        versions = [leaf._version for leaf in given if not leaf.is_inference()]
+        with _pure(loss_fn), state.contents(given):
+            whole, counted = _whole(loss_fn, output(None), target)
+            writes = versions != [leaf._version for leaf in given if not leaf.is_inference()]
+        if writes:
+            return Proof((WRITES,), conclusive=True)
+        outputs = [output(m) for m in range(len(sizes))]
+        found = {
+            kind: _parts(Parts(kind, loss_fn, sizes, targets, counted if "counted" in kind else ()), outputs)
+            for kind in ("mean", "sum", *(("counted", "counted sum") if counted else ()))
+        }
+    if not math.isfinite(whole):
+        return None
+    agree = [kind for kind, values in found.items() if values is not None and _close(values, float(whole), whole.dtype)]
+    if not agree:
+        mean, total = (math.fsum(found[kind] or [math.nan]) for kind in ("mean", "sum"))
+        raise InputError(
+            f"the loss is neither a mean nor a sum over rows: {float(whole):.6g} on the whole batch, {mean:.6g} as the "
+            f"mean and {total:.6g} as the sum over {len(sizes)} microbatches; {WAY_OUT}"
+        )
+    best = tuple(kind for kind in ("counted", "counted sum", "mean", "sum") if kind in agree)
+    conclusive = not {"mean", "sum"} <= set(agree)
+    if conclusive and leaves:
+        parts = Parts(best[0], loss_fn, sizes, targets, counted if "counted" in best[0] else ())
+        _check_gradients(parts, output, target, leaves)
+    return Proof(best, conclusive=conclusive)
+
+
+def _check_gradients(
+    parts: Parts, output: Callable[[int | None], Any], target: Any, leaves: Sequence[torch.Tensor]
+) -> None:
+    """Raise InputError when the gradients of the microbatches' losses are not those of the whole batch's loss.
+
+    A loss that is divided by a detached part of itself, or that changes gradients by a hook, has the value of a mean
+    and the gradient of none.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        whole = _gradients(call_loss(parts.loss_fn, output(None), target), leaves)
+        added = [_gradients(parts(output(m), m), leaves) for m in range(len(parts.sizes))]
+    for gradient, *of_parts in zip(whole, *added, strict=True):
+        largest = gradient.abs().max().item() if gradient.numel() else 0.0
+        if not math.isfinite(largest):
+            continue
+        apart = difference(torch.stack(of_parts).sum(0), gradient, floor=_TINY).share
+        if apart > 10 * _tolerance(gradient.dtype):
+            raise InputError(
+                f"the loss has the value of a {_WORDS[parts.kind]}, its gradient is none: it is up to {largest:.3g} on "
+                f"the whole batch, and off by {apart * largest:.3g} from {len(parts.sizes)} microbatches; "
+                f"{WAY_OUT}"
+            )
+
+
+def _gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if not loss.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = gradients([loss], [torch.ones_like(loss)], leaves, keep=False)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
+def _whole(loss_fn: Callable[..., Any], output: Any, target: Any) -> tuple[torch.Tensor, tuple[Counted, ...]]:
+    if any(hasattr(loss_fn, name) for name in ("_torchdynamo_orig_callable", "_orig_mod")):
+        return call_loss(loss_fn, output, target), ()  # compiled code calls nothing that a mode sees
+    with Count() as mode:
+        whole = call_loss(loss_fn, output, target)
+    return whole, tuple(mode.counted)
+
+
+def _parts(parts: Parts, outputs: Sequence[Any]) -> list[float] | None:
+    """Return what each microbatch would add; None when its losses are not parts of the whole batch's."""
+    values = []
+    for m, output in enumerate(outputs):
+        try:
+            values.append(float(parts(output, m)))
+        except Exception as error:
+            if parts.counted:
+                return None
+            raise InputError(
+                f"loss_fn works on the whole batch and fails on microbatch {m}, {parts.sizes[m]} of {sum(parts.sizes)} "
+                f"rows ({error}); give what belongs to rows by target=; {WAY_OUT}"
+            ) from error
+    return None if parts.values and not adds_up(parts.counted, list(parts.values.values())) else values
+
+
+@contextlib.contextmanager
+def _pure(loss_fn: Any) -> Iterator[None]:
+    """Raise InputError at the end when random numbers were drawn, or the loss changed buffers of its own."""
+    drawn = torch.get_rng_state(), random.getstate()
+    module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+    versions = {name: buffer._version for name, buffer in module.named_buffers()}
+    with state.buffer_contents(module), state.attributes(module):
+        yield
+        changed = [name for name, buffer in module.named_buffers() if versions.get(name) != buffer._version]
+    if changed:
+        raise InputError(
+            f"the loss changes its own buffer {changed[0]!r} when it is called, and would per microbatch; {WAY_OUT}"
+        )
+    if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
+        raise InputError(f"the loss draws random numbers, which it would do per microbatch; {WAY_OUT}")
+
+
+class WholeCheck:
+    """Holds a proved loss against the whole batch in every step, where the outputs are small enough to be kept."""
+
+    def __init__(self, parts: Parts, target: Any) -> None:
+        self.parts, self.target = parts, target
+        self.kept: dict[int, list[Any]] | None = {}
+        self.bytes = 0
+
+    def keep(self, flat: Sequence[Any], microbatch: int) -> None:
+        """Keep the flat outputs of one microbatch, unless all together are too large."""
+        if self.kept is None:
+            return
+        tensors = [t for t in flat if isinstance(t, torch.Tensor) and not isinstance(t, Placeholder)]
+        self.bytes += sum(t.numel() * t.element_size() for t in tensors)
+        if self.bytes > _KEPT_BYTES:
+            self.kept = None
+        else:
+            self.kept[microbatch] = [t.detach() if any(t is own for own in tensors) else t for t in flat]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are kept."""
+        leaves = [leaf for flat in (self.kept or {}).values() for leaf in flat]
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
+
+    def compare(self, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
+        """Raise InputError when the loss of the whole batch is not what the microbatches add up to.
+
+        All losses are read at once, when the step was issued: the one time that the host waits for it.
+        """
+        self.parts.check_values()
+        if self.kept is None:
+            return
+        kept = [self.kept[microbatch] for microbatch in sorted(self.kept)]
+        flat = [
+            joined(parts, dim) if dim is not None else parts[0]
+            for parts, dim in zip(zip(*kept, strict=True), traced.batch_outputs, strict=True)
+        ]
+        with torch.no_grad():
+            whole = call_loss(self.parts.loss_fn, traced.unflatten(flat), self.target)
+        *values, total = torch.stack([loss.double() for loss in (*losses, whole.to(losses[0].device))]).tolist()
+        if not _close(values, total, whole.dtype) and math.isfinite(total):
+            raise InputError(
+                f"the loss was a {_WORDS[self.parts.kind]} on the first batch and is none on this one: "
+                f"{total:.6g} on the whole batch, {math.fsum(values):.6g} from its microbatches; no gradient "
+                f"was added; {WAY_OUT}"
+            )
+
+
+def _close(values: Sequence[float], whole: float, dtype: torch.dtype) -> bool:
+    """Tell whether values add up to the whole, up to the rounding of the largest of them."""
+    scale = max(abs(whole), *map(abs, values), _TINY)
+    return abs(sum(values) - whole) <= _tolerance(dtype) * scale
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return what rounding in the parts and in the whole explains."""
+    return min(2 * ROUNDING.get(dtype, _ROUGHEST), _ROUGHEST)

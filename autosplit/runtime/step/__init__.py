@@ -1,0 +1,1 @@
+"""A step: cells, their order, and who runs them."""

@@ -1,0 +1,309 @@
+"""The cells of one step: one stage on one microbatch, each with inputs of its own and a backward of its own.
+
+    forward of a cell     detach what comes in ─► stage ─► keep inputs and outputs until the backward
+    backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
+    or in two parts       input gradient: of what came in; weight gradients: what was put off (weight_gradients.py)
+
+Any thread may run a cell, one after another or at the same time, as long as what it takes is there: a transport brings
+it. What a stage sums up belongs to its own lane. Contributions add in the order of the stage's backwards, so the order
+is the same on any cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autosplit.profile.stage_trace.stage_trace import LARGE_BYTES
+from autosplit.runtime.backward.differentiate import donate_gradients, gradients
+from autosplit.runtime.backward.weight_gradients import DeferredWeightGrads, Product, defer_weight_gradients
+from autosplit.runtime.lanes.ambient import any_autocast
+from autosplit.runtime.ops import OUT, Bundle, CellContext
+from autosplit.runtime.step.step import Start, Step
+from autosplit.runtime.transport import Message, SharedMemory, Transport, Way
+from autosplit.schedule.action import Action
+from autosplit.trace.scope import has_module_hooks
+
+
+@dataclass(slots=True)
+class CellState:
+    """What one cell keeps from its forward to its backward."""
+
+    leaves: dict[Way | None, list[torch.Tensor]] = field(default_factory=dict)
+    """Detached inputs by the way that they came; those of the batch by None."""
+    sent: dict[str, Bundle] = field(default_factory=dict)
+    """What the stage gave, by target."""
+    out_gradients: Message = ()
+    """Gradients of what it gave the caller, where the caller's backward brings them."""
+    deferred: list[Product] = field(default_factory=list)
+    """What the weight gradients have to make, from the input gradient on."""
+    late: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Leaves and gradients that an input gradient made before its turn: they are added with the weight gradients."""
+
+
+class Cells:
+    """Runs forwards and backwards of one step's cells and adds up the gradients.
+
+    With ``detached=False`` values go from cell to cell as they are: nothing is kept for :meth:`backward`, and autograd,
+    where it is on, sees the whole graph.
+    """
+
+    def __init__(self, step: Step, start: Start, *, detached: bool) -> None:
+        self.step = step
+        self.transport: Transport = SharedMemory(step.lanes, step.log, detached=detached)
+        self.start = start
+        self.detached = detached
+        self.keep = False
+        """Whether backwards leave the cells' graphs for another backward."""
+        self.lowered = step.lowered
+        self.layout = self.lowered.layout
+        self.last = len(self.lowered.stages) - 1
+        self.cells: dict[tuple[int, int], CellState] = {}
+        self.given = {s: _detached(bundle) if detached else bundle for s, bundle in start.shared.items()}
+        self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
+        self.aliased = detached and (has_module_hooks() or any_autocast())
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
+        self.summed = [
+            [leaf for leaf in (*self.given.get(stage, ()), *own) if leaf.requires_grad]
+            for stage, own in enumerate(self.parameters)
+        ]
+        """By stage, the leaves whose gradient is a sum over microbatches: shared values, tied and own parameters."""
+        self.totals: list[dict[int, torch.Tensor]] = [{} for _ in self.summed]
+        """By stage, the sums so far by the leaf's identity."""
+        self.apart: set[int] = set()
+        """Leaves, by identity, that are not the lane's own: autograd may add their gradients on another stream."""
+        self.own: list[set[int]] = [set() for _ in self.summed]
+        """By stage, the leaves, by identity, whose sum is memory that nothing else uses."""
+        self.added = [0 for _ in self.summed]
+        """By stage, how many microbatches were added, but for what was put off."""
+        self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
+        """By stage, microbatch and position in the stage's bundle of inputs."""
+        self.transport.clear()
+        for state in self.cells.values():
+            state.out_gradients = ()
+
+    def act(self, action: Action) -> None:
+        """Perform an action; an exception gets a note that says where it happened."""
+        log = self.step.log
+        try:
+            if log is not None:
+                log.begins(action)
+            perform = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradients}
+            perform[action.kind](action.stage, action.microbatch)
+            if log is not None:
+                log.ends(action)
+        except BaseException as error:
+            self.step.locate(error, action=action)
+            raise
+
+    def forward(self, stage: int, microbatch: int) -> CellState:
+        """Run a stage on a microbatch and send on what other stages take."""
+        layout, lane = self.layout.stages[stage], self.step.lanes[stage]
+        state = self.cells[stage, microbatch] = CellState()
+        given: dict[str, Any] = {**self.step.lengths, "rows": self.step.sizes[microbatch]}
+        given["shared"] = self._passed(self.given.get(stage))
+        given["key"] = CellContext(self.step.state, microbatch)
+        with lane.active():
+            if layout.inputs:
+                given["inputs"] = self._passed(self._inputs(state, stage, microbatch))
+            for source in layout.received:
+                given[f"from{source}"] = self._passed(self.receive(state, Way(source, stage, microbatch)))
+            if self.step.log is not None:  # on the lane itself it begins when that is there
+                self.step.log.begins(Action(stage, "F", microbatch))
+            run = self.lowered.cell(stage, last=microbatch == len(self.step.sizes) - 1)
+            state.sent = run(*[given[name] for name in self.lowered.takes[stage]])
+        for target in [name for name in state.sent if name != OUT]:
+            bundle = state.sent[target] if self.detached else state.sent.pop(target)
+            self.transport.send(Way(stage, int(target), microbatch), bundle)
+        return state
+
+    def receive(self, state: CellState, way: Way) -> Sequence[torch.Tensor]:
+        """Return what another stage sent to a cell."""
+        bundle = [tensor for tensor in self.transport.recv(way) if tensor is not None]
+        if self.detached:
+            state.leaves[way] = bundle
+        return bundle
+
+    def _passed(self, bundle: Any) -> Any:
+        """Return what a stage is given: no leaves where hooks for several gradients would fail on them.
+
+        Nor under autocast, which keeps the casts of leaves, and with them the leaves, until the caller's context ends.
+        """
+        if not (self.aliased and bundle):
+            return bundle
+        return [t[...] if t.requires_grad else t for t in bundle]
+
+    def _inputs(self, state: CellState, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
+        bundle = self.start.inputs[stage][microbatch]
+        if not self.detached:
+            return bundle
+        taken = state.leaves[None] = _detached(bundle)
+        return taken
+
+    def backward(self, stage: int, microbatch: int) -> None:
+        """Run a cell's backward, pass gradients on and add to the sums."""
+        self._differentiate(stage, microbatch, whole=True)
+
+    def input_gradient(self, stage: int, microbatch: int) -> None:
+        """Run a cell's backward but for the weight gradients that can wait, and free its graph."""
+        self._differentiate(stage, microbatch, whole=False)
+
+    def weight_gradients(self, stage: int, microbatch: int) -> None:
+        """Make what a cell's input gradient put off, and add it to the sums in a whole backward's order."""
+        state, own = self.cells[stage, microbatch], self.own[stage]
+        with self.step.lanes[stage].active():
+            if state.late is not None:
+                for leaf, gradient in state.late:
+                    self._add(stage, leaf, gradient)
+                state.late, self.added[stage] = None, microbatch + 1
+            for product in state.deferred:
+                for leaf, gradient in product.gradients():
+                    self._add(stage, leaf, gradient)
+                    own.add(id(leaf))
+        state.deferred = []
+
+    def _add(self, stage: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to a sum, in place where nothing else uses its memory."""
+        totals, key = self.totals[stage], id(leaf)
+        if key not in totals:
+            totals[key] = gradient
+        elif key in self.own[stage]:
+            totals[key] += gradient
+        else:
+            totals[key] = totals[key] + gradient
+
+    def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
+        """Run a cell's backward, whole or but for what can wait.
+
+        What was summed so far is given to autograd as one more gradient of the leaf. Contributions are then added one
+        after the other, as in one backward of all cells, also where a cell has several. An input gradient whose turn
+        has not come (microbatches add in ascending order) leaves its own to the weight gradients.
+        """
+        state = self.cells[stage, microbatch]
+        in_turn = whole or self.added[stage] == microbatch
+        with self.step.lanes[stage].active():
+            roots, seeds = self.roots_of(state, stage, microbatch)
+            if self.step.log is not None:  # on the lane itself it begins when the gradients are there
+                self.step.log.begins(Action(stage, "B" if whole else "I", microbatch))
+            leaves = [t for own in state.leaves.values() for t in own if t.requires_grad]
+            back, made = self._made(state, stage, microbatch, roots, seeds, leaves, whole=whole, in_turn=in_turn)
+            if in_turn:
+                self._take_totals(stage, made)
+        self._send_back(state, stage, microbatch, back)
+        if in_turn:
+            self.added[stage] = microbatch + 1
+        else:
+            state.late = [(leaf, gradient) for leaf, gradient in made if gradient is not None]
+        state.out_gradients = ()
+        if not self.keep:
+            state.leaves.clear()
+            state.sent = {}
+
+    def _made(
+        self,
+        state: CellState,
+        stage: int,
+        microbatch: int,
+        roots: list[torch.Tensor],
+        seeds: list[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        *,
+        whole: bool,
+        in_turn: bool,
+    ) -> tuple[dict[int, torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor | None]]]:
+        """Run autograd's engine on a cell.
+
+        Returns the gradients of what it took, by identity, and what came to each leaf that sums.
+        """
+        if not (roots and (leaves or self.summed[stage])):
+            return {}, []
+        later = DeferredWeightGrads() if whole else self._deferred(roots, stage, microbatch)
+        summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
+        if in_turn:
+            self._hold(stage, summed, roots, seeds)
+        found = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
+        back = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=False)}
+        made = list(zip(summed, found, strict=False))
+        later.catch(found)
+        state.deferred = later.products
+        return back, made
+
+    def _send_back(self, state: CellState, stage: int, microbatch: int, back: dict[int, torch.Tensor | None]) -> None:
+        """Send the gradients of what a cell received; those of the batch are kept."""
+        for way, leaves in state.leaves.items():
+            own = [back.get(id(leaf)) for leaf in leaves]
+            if way is not None:
+                self.transport.send(way.back, own)
+                continue
+            for position, gradient in enumerate(own):
+                if gradient is not None:
+                    self.input_gradients[stage, microbatch, position] = gradient
+
+    def _take_totals(self, stage: int, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Keep the sums that a backward gives; what was no part of it is added."""
+        totals = self.totals[stage]
+        for leaf, total in made:
+            if total is not None:
+                before = totals.get(id(leaf)) if id(leaf) in self.apart else None
+                totals[id(leaf)] = total if before is None else before + total
+
+    def _hold(self, stage: int, summed: Iterable[torch.Tensor], roots: list[Any], seeds: list[torch.Tensor]) -> None:
+        """Add what was summed so far to what a backward begins at; large sums so that they are added to in place."""
+        totals = self.totals[stage]
+        held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
+        large = [leaf for leaf in held if leaf.numel() * leaf.element_size() >= LARGE_BYTES]
+        small = [leaf for leaf in held if leaf.numel() * leaf.element_size() < LARGE_BYTES]
+        roots += small
+        seeds += [totals[id(leaf)] for leaf in small]
+        if large:
+            root = donate_gradients(large, [totals.pop(id(leaf)) for leaf in large])
+            roots.append(root)
+            seeds.append(root.detach())
+
+    def _deferred(self, roots: Sequence[torch.Tensor], stage: int, microbatch: int) -> DeferredWeightGrads:
+        """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only."""
+        last = microbatch == len(self.step.sizes) - 1
+        if self.lowered.runs_again(stage, last=last) or self.lowered.stages[stage].units:
+            return DeferredWeightGrads()
+        return defer_weight_gradients(roots, {id(leaf) for leaf in self.summed[stage]} - self.apart)
+
+    def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what a cell's backward begins at, and the gradients that came in for it."""
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+        for target, bundle in state.sent.items():
+            for tensor, gradient in zip(bundle, self._came_in(state, target, stage, microbatch), strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    seeds.append(gradient)
+        return roots, seeds
+
+    def _came_in(self, state: CellState, target: str, stage: int, microbatch: int) -> Message:
+        """Return the gradients of what a cell gave to a target."""
+        if target == OUT:
+            return state.out_gradients or (None,) * len(state.sent[OUT])
+        return self.transport.recv(Way(stage, int(target), microbatch).back)
+
+
+@contextlib.contextmanager
+def held_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Hold back the hooks of tensors while cells run: they want the whole gradient, once."""
+    held = [(hooks, dict(hooks)) for hooks in (tensor._backward_hooks for tensor in tensors) if hooks]
+    try:
+        for hooks, _ in held:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, own in held:
+            hooks.update(own)
+
+
+def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in bundle]

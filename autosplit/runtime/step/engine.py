@@ -1,0 +1,275 @@
+"""One training step: which loss each microbatch adds, then the cells in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.lanes.threads import LaneThreads
+from autosplit.runtime.loss import own_loss
+from autosplit.runtime.loss import parts as losses
+from autosplit.runtime.loss.calls import Counted
+from autosplit.runtime.loss.outputs import Outputs
+from autosplit.runtime.loss.proof import WRITES, Proof, Proofs, WholeCheck, identity, prove
+from autosplit.runtime.loss.targets import split_target
+from autosplit.runtime.loss.used_outputs import used_outputs
+from autosplit.runtime.ops import bring
+from autosplit.runtime.step import train_cells
+from autosplit.runtime.step.step import Step
+from autosplit.runtime.step_log import StepLog
+from autosplit.trace.borrowed import state
+from autosplit.trace.inputs.structure import flatten_output
+from autosplit.trace.reductions.own_loss import own_loss as loss_of
+
+_KIND = "kind"
+
+
+def train_step(
+    step: Step,
+    *,
+    target: Any,
+    loss_fn: Any,
+    reduction: str,
+    proofs: Proofs,
+    whole: Callable[[], Any],
+    threads: LaneThreads | None,
+) -> torch.Tensor:
+    """Run forward, loss and backward of a whole batch; see :meth:`PipelinedModule.train_step`.
+
+    ``whole`` runs the ordinary program on the step; it is used where the loss needs the whole batch at once.
+    ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
+    """
+    if loss_fn is None:
+        own = own_loss.in_schedule(step) if len(step.sizes) > 1 else None
+        if own is not None:
+            return train_cells.run(step, own, None, threads)
+        return _in_one_piece(step, whole, target=None, loss_fn=None)
+    outputs = Outputs(step)
+    target = _with_outputs(target, step.lanes)
+    targets = split_target(target, step.sizes, outputs=outputs.shapes())
+    wants = _wants(outputs, loss_fn, target, proofs)
+    if outputs.by_rows(wants) and len(step.sizes) > 1 and not _has_graph(target):
+        found = _Loss(step, outputs, loss_fn, target, targets, wants).find(reduction, proofs, whole)
+        if found is not None:
+            return train_cells.run(step, found.parts, found.check, threads)
+    return _in_one_piece(step, whole, target=target, loss_fn=loss_fn)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What each microbatch adds to the loss, and what holds that against the whole batch."""
+
+    parts: losses.Parts
+    check: WholeCheck | None = None
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The loss of one step; each method returns None where only the whole batch gives it."""
+
+    step: Step
+    outputs: Outputs
+    loss_fn: Any
+    target: Any
+    targets: Sequence[Any]
+    wants: frozenset[str] | None
+
+    def find(self, reduction: str, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
+        """Return how the losses of microbatches add up: by the caller's word, or as known or proved."""
+        if reduction != "auto":
+            return _Found(self._parts(reduction))
+        return self.known(proofs) if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
+
+    def known(self, proofs: Proofs) -> _Found | None:
+        """Return torch's own loss where every value of it belongs to one row; asked once for the same shapes."""
+        question = self.step.sizes, *_shapes(self.outputs, self.target)
+        answer = proofs.find(self.loss_fn, question)
+        if isinstance(answer, tuple):  # numbers that the shapes decide
+            return _Found(self._parts("counted", answer))
+        counted = self._count() if answer is not False else None
+        if answer is None:
+            fits = counted is not None and self._adds_up(counted)
+            fixed = fits and counted is not None and not any(isinstance(c.divisor, torch.Tensor) for c in counted)
+            proofs.keep(self.loss_fn, question, counted if fixed else fits)
+            counted = counted if fits else None
+        return None if counted is None else _Found(self._parts("counted", counted))
+
+    def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
+        """Return a loss that is proved on this batch or was on an earlier one."""
+        kind, counted = proofs.find(self.loss_fn, _KIND), None
+        if kind == WRITES:
+            return None
+        if kind is None:
+            proof = _prove(self, whole)
+            if proof is not None and proof.kinds == (WRITES,):
+                proofs.keep(self.loss_fn, _KIND, WRITES)
+                return None
+            if proof is None or not proof.conclusive:
+                return None
+            counted = self._count() if "counted" in proof.kinds[0] else None
+            kinds = [kind for kind in proof.kinds if counted or "counted" not in kind]
+            kind = proofs.keep(self.loss_fn, _KIND, (kinds or proof.kinds)[0])
+        elif "counted" in kind:
+            counted = self._count()
+        if "counted" in kind and counted is None:
+            return None
+        parts = self._parts(kind, counted or ())
+        return _Found(parts, WholeCheck(parts, self.target))
+
+    def _parts(self, kind: str, counted: Sequence[Counted] = ()) -> losses.Parts:
+        return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted, self.wants)
+
+    def _count(self) -> tuple[Counted, ...] | None:
+        """Return torch's losses in the loss of the whole batch."""
+        device = self.step.lanes[-2].device
+        for zeros in (False, True):
+            counted = losses.count(self.loss_fn, self.outputs.stand_in(zeros=zeros), self.target, device)
+            if counted is not None:
+                return counted
+        return None
+
+    def _adds_up(self, counted: Sequence[Counted]) -> bool:
+        """Tell whether the values of the microbatches are those of the whole batch."""
+        device, parts = self.step.lanes[-2].device, []
+        for m, target in enumerate(self.targets):
+            parts.append(losses.count(self.loss_fn, self.outputs.stand_in(m), target, device) or ())
+        return losses.adds_up(counted, [[call.values for call in calls] for calls in parts])
+
+
+def _shapes(outputs: Outputs, target: Any) -> tuple[Any, ...]:
+    tensors = [leaf for leaf in flatten_output(target)[0] if isinstance(leaf, torch.Tensor)]
+    return tuple((t.shape, t.dtype) for t in tensors), tuple(outputs.shapes())
+
+
+def _wants(outputs: Outputs, loss_fn: Any, target: Any, proofs: Proofs) -> frozenset[str] | None:
+    """Return which outputs a loss uses; asked once for the same shapes, and the same whole numbers that it holds."""
+    if len(outputs.nodes) < 2:
+        return None
+    question = "wants", identity(loss_fn, numbers=True), *_shapes(outputs, target)
+    found = proofs.find(loss_fn, question)
+    if found is None:
+        found = proofs.keep(loss_fn, question, (used_outputs(loss_fn, outputs, target),))
+    wants: frozenset[str] | None = found[0]
+    return wants
+
+
+def _has_graph(target: Any) -> bool:
+    """Tell whether a target was computed with gradients: microbatches share its graph, so one backward takes it."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(target))
+
+
+def whole_step(
+    whole: Callable[[], Any],
+    *,
+    target: Any,
+    loss_fn: Any,
+    lanes: Callable[[], Sequence[Lane]],
+    why: str,
+    log: StepLog | None = None,
+) -> torch.Tensor:
+    """Run the loss on the output of the whole batch, and its backward; ``loss_fn`` None: the model's own loss.
+
+    ``lanes`` are the stages' and last the caller's, as they are when ``whole`` has run; ``why`` there are no actions.
+    """
+    if log is not None:
+        log.start(lanes(), whole=why)
+    with torch.inference_mode(False), torch.enable_grad():
+        output = _gathered(whole(), lanes())
+        if loss_fn is None:
+            value = loss_of(output)
+        else:
+            value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
+        value.backward()
+    if log is not None:
+        log.finish(value.detach())
+    return value.detach()
+
+
+def _in_one_piece(step: Step, whole: Callable[[], Any], *, target: Any, loss_fn: Any) -> torch.Tensor:
+    why = "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
+    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why, log=step.log)
+
+
+def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:
+    """Raise InputError for a reduction that there is not, and for a target or a loss without the other."""
+    losses.check_reduction(reduction)
+    if loss_fn is not None:
+        losses.check_target(loss_fn, target)
+        return
+    for name, given in (("target", target is not None), ("loss_reduction", reduction != "auto")):
+        if given:
+            raise InputError(
+                f"train_step got {name}= without loss_fn=, a function loss_fn(output, target) that returns a scalar; "
+                "the model's own loss takes its labels as inputs of the model"
+            )
+
+
+def _with_outputs(target: Any, lanes: Sequence[Lane]) -> Any:
+    """Return a target that lies on the caller's device on the last stage's, in the caller's order."""
+    *_, last, caller = lanes
+    if not (last.asynchronous or caller.asynchronous):
+        return target
+    with torch.inference_mode(False), torch.enable_grad():
+        return bring(target, caller, last.here())
+
+
+def _gathered(output: Any, lanes: Sequence[Lane]) -> Any:
+    """Return the model's output on the last stage's device, in the caller's order; on CPU lanes that is what it is."""
+    if not any(lane.asynchronous for lane in lanes):
+        return output
+    flat, rebuild = flatten_output(output)
+    target = lanes[-2].here()
+    for source in {lane.device: lane.here() for lane in lanes}.values():
+        if source.device != target.device:
+            flat = bring(flat, source, target)
+    return rebuild(flat)
+
+
+def _prove(loss: _Loss, whole: Callable[[], Any]) -> Proof | None:
+    step = loss.step
+    traced = step.lowered.traced
+    given = state.contents(step.tensors if step.lowered.changes_inputs else ())
+    with (
+        torch.no_grad(),
+        state.random_state(),
+        state.buffer_contents(traced.root),
+        state.attributes(traced.root),
+        given,
+    ):
+        output = whole()
+    flat, rebuild = flatten_output(_gathered(output, step.lanes))
+    flat = [_as_leaf(leaf) for leaf in flat]
+    output = rebuild(flat)
+
+    def part(microbatch: int | None) -> Any:
+        if microbatch is None:
+            return output
+        start = sum(step.sizes[:microbatch])
+        leaves = []
+        for leaf, dim in zip(flat, traced.batch_outputs, strict=True):
+            if dim is None:
+                leaves.append(leaf)
+            else:
+                factor = leaf.shape[dim] // step.rows
+                leaves.append(leaf.narrow(dim, start * factor, step.sizes[microbatch] * factor))
+        return rebuild(leaves)
+
+    weights = loss.loss_fn.parameters() if isinstance(loss.loss_fn, nn.Module) else ()
+    leaves = [leaf for leaf in (*flat, *weights) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    with state.random_state(), state.attributes(functions=[loss.loss_fn]):
+        return prove(loss.loss_fn, part, loss.target, loss.targets, step.sizes, leaves)
+
+
+def _as_leaf(value: Any) -> Any:
+    """Return an output as a tensor of the same memory whose gradient can be asked for; other values as they are."""
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    with torch.inference_mode(False):
+        return (value.clone() if value.is_inference() else value.detach()).requires_grad_()

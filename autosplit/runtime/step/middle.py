@@ -1,0 +1,228 @@
+"""A call of the pipe on lanes that run at the same time: all cells stand behind one autograd function.
+
+    setup (autograd) ─► _Middle: forwards of all cells on their lanes ─► ending (autograd): merge, epilogue
+                        _Middle.backward: backwards of all cells on their lanes
+
+On the CPU autograd runs every node on the thread that calls backward. So each cell has a graph of its own, whose
+backward its lane calls; to the caller's graph all of them are one node, between the batch and parameters, and
+the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.runtime.lanes.ambient import ThreadState, graph_is_kept, one_intra_op_thread
+from autosplit.runtime.lanes.threads import LaneThreads
+from autosplit.runtime.lanes.turns import Turns, backwards, forwards, turns
+from autosplit.runtime.ops import OUT, sent
+from autosplit.runtime.step.cells import Cells, held_back
+from autosplit.runtime.step.step import Step
+from autosplit.trace.borrowed.state import attributes
+
+_AGAIN = "create_graph=True runs the forward again on lanes='threads'; split with lanes='inline' for that"
+Leaf = tuple[str, Any, torch.Tensor]
+
+
+def call(step: Step, threads: LaneThreads | None) -> Sequence[Any]:
+    """Run the pipe on its lanes and return the model's flat outputs; they are part of the caller's graph.
+
+    Without ``threads`` the caller's thread issues everything.
+    """
+    with step.entered() as used:
+        flat = _call(step, threads)
+        used += flat
+    return flat
+
+
+def _call(step: Step, threads: LaneThreads | None) -> Sequence[Any]:
+    state, start = ThreadState.current(), step.start()
+    cells = Cells(step, start, detached=state.grad)
+    leaves = _leaves(cells) if state.grad else []
+    if leaves:
+        flat = _Middle.apply(cells, threads, state, leaves, *(tensor for *_, tensor in leaves))
+    else:
+        flat = _forward(Cells(step, start, detached=False) if state.grad else cells, threads, state)
+    tensors = iter(flat)
+    bundles = {
+        stage: [sent(tuple(next(tensors) for _ in slots), step.lanes[stage]) for _ in step.sizes]
+        for stage, slots in _out_slots(cells).items()
+    }
+    return step.end(start, bundles)
+
+
+def _leaves(cells: Cells) -> list[Leaf]:
+    """Return what the cells' gradients go to, as (kind, place, tensor): inputs, shared values and parameters."""
+    found: list[Leaf] = [
+        ("inputs", (stage, microbatch, position), tensor)
+        for stage, bundles in cells.start.inputs.items()
+        for microbatch, bundle in enumerate(bundles)
+        for position, tensor in enumerate(bundle)
+    ]
+    found += [("shared", (stage, p), t) for stage, bundle in cells.start.shared.items() for p, t in enumerate(bundle)]
+    found += [("parameters", (stage, p), t) for stage, own in enumerate(cells.parameters) for p, t in enumerate(own)]
+    return [leaf for leaf in found if leaf[2].requires_grad]
+
+
+def _out_slots(cells: Cells) -> dict[int, Any]:
+    return {stage: layout.sent[OUT] for stage, layout in enumerate(cells.layout.stages) if layout.sent.get(OUT)}
+
+
+def _outputs(cells: Cells) -> list[torch.Tensor]:
+    """Return what the stages give the epilogue and the caller, stage by stage, microbatch by microbatch."""
+    count = len(cells.step.sizes)
+    return [t for stage in _out_slots(cells) for m in range(count) for t in cells.cells[stage, m].sent[OUT]]
+
+
+def _turns(cells: Cells, kind: str) -> Turns:
+    part = forwards if kind == "F" else backwards
+    sources = [set(layout.received) for layout in cells.layout.stages]
+    return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(part(cells.step.schedule), sources))
+
+
+def _forward(cells: Cells, threads: LaneThreads | None, state: ThreadState) -> list[torch.Tensor]:
+    if threads is not None:
+        threads.run(_turns(cells, "F"), cells.act, state, meanwhile=cells.step.state.draw_ahead)
+    else:
+        with torch.set_grad_enabled(state.grad):
+            for action in cells.step.forwards():
+                cells.act(action)
+    return _outputs(cells)
+
+
+def _backward(cells: Cells, threads: LaneThreads | None, leaves: Sequence[Leaf]) -> None:
+    """Run the backwards of all cells, the last forward's first."""
+    hooks = held_back(tensor for *_, tensor in leaves)
+    if threads is not None:
+        threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
+        return
+    *own, _ = cells.step.lanes
+    with hooks, cells.step.entered() as used:
+        for ready in [lane.here().record() for lane in own]:  # a gradient is ready where autograd has this node
+            for lane in own:
+                lane.wait(ready)
+        for action in reversed(cells.step.forwards()):
+            cells.act(action._replace(kind="B"))
+        used += [*cells.input_gradients.values(), *(total for totals in cells.totals for total in totals.values())]
+
+
+class _Middle(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        cells: Cells,
+        threads: LaneThreads | None,
+        state: ThreadState,
+        leaves: list[Leaf],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.cells, ctx.threads, ctx.state, ctx.leaves = cells, threads, state, leaves
+        ctx.versions = _versions(cells, tensors)
+        outputs = _forward(cells, threads, state)
+        flat = tuple(tensor.detach() for tensor in outputs)
+        ctx.mark_non_differentiable(*(f for f, o in zip(flat, outputs, strict=True) if not o.requires_grad))
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        cells: Cells | None = ctx.cells
+        if cells is None:
+            raise RuntimeError(
+                "Trying to backward through the pipe a second time: what the first backward needed is freed. Specify "
+                "retain_graph=True in the first backward, or split with lanes='inline'"
+            )
+        if torch.is_grad_enabled():
+            return (None,) * 4 + tuple(_differentiable(ctx, gradients))
+        leaves: list[Leaf] = ctx.leaves
+        cells.keep = graph_is_kept()
+        if not cells.keep:
+            ctx.cells = ctx.leaves = None  # who keeps the loss keeps this node, and would keep the batch
+        cells.clear()
+        _seed(cells, gradients)
+        _backward(cells, ctx.threads, leaves)
+        found = tuple(_gradient(cells, kind, place) for kind, place, _ in leaves)
+        cells.clear()
+        return (None,) * 4 + found
+
+
+def _seed(cells: Cells, gradients: Sequence[torch.Tensor | None]) -> None:
+    given = iter(gradients)
+    for stage, slots in _out_slots(cells).items():
+        for microbatch in range(len(cells.step.sizes)):
+            found = cells.cells[stage, microbatch].out_gradients = [next(given) for _ in slots]
+            for gradient in found:
+                if gradient is not None:
+                    cells.step.lanes[stage].keep(gradient)
+
+
+def _gradient(cells: Cells, kind: str, place: Any) -> torch.Tensor | None:
+    if kind == "inputs":
+        return cells.input_gradients.get(place)
+    stage, position = place
+    leaf = (cells.given if kind == "shared" else cells.parameters)[stage][position]
+    return cells.totals[stage].get(id(leaf))
+
+
+def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Run the forwards again in one graph and differentiate that, so that the gradients have gradients."""
+    cells: Cells = ctx.cells
+    leaves = [tensor for *_, tensor in ctx.leaves]
+    if _versions(cells, leaves) != ctx.versions:
+        raise RuntimeError(f"a parameter or an input was changed in place since the forward; {_AGAIN}")
+    if cells.lowered.changes_inputs:
+        raise RuntimeError(f"the model changes its input in place; {_AGAIN}")
+    with one_intra_op_thread():
+        before, outputs = _outputs(cells), _again(ctx)
+        if not all(_same(b, o) for b, o in zip(before, outputs, strict=True)):
+            raise RuntimeError(f"the model gives other values when it runs again, as its state changed; {_AGAIN}")
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        if not pairs:
+            return [None] * len(leaves)
+        roots, seeds = zip(*pairs, strict=True)
+        with held_back(leaves):
+            return torch.autograd.grad(roots, leaves, seeds, create_graph=True, allow_unused=True)
+
+
+def _again(ctx: Any) -> list[torch.Tensor]:
+    """Run all forwards again, in the caller's thread and graph, and return their outputs."""
+    cells: Cells = ctx.cells
+    again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, detached=False)
+    try:
+        with cells.step.entered(), _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
+            for action in cells.step.forwards():
+                again.act(action)
+            return _outputs(again)
+    finally:
+        torch.clear_autocast_cache()  # the caller's autocast context, which would clear it, ended with the forward
+
+
+@contextlib.contextmanager
+def _copied_buffers(model: nn.Module) -> Iterator[None]:
+    """Give a model copies of its buffers, so that what is written goes there; its own come back at the end.
+
+    Own buffers put back in place would count as changed, which a backward that saved them refuses.
+    """
+    with attributes(model):
+        copies: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+        yield
+
+
+def _versions(cells: Cells, leaves: Sequence[torch.Tensor]) -> list[int]:
+    """Return how often each leaf and each input of the call was changed in place."""
+    return [tensor._version for tensor in (*leaves, *cells.step.tensors) if not tensor.is_inference()]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether all values are equal; nan equals nan here."""
+    return bool(((one == other) | (one != one) & (other != other)).all())

@@ -1,0 +1,113 @@
+"""One call of the pipe: what to run, on what, in which schedule, and what comes before and behind the cells."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.lanes.turns import forwards
+from autosplit.runtime.ops import Bundle, CallState, enter, leave
+from autosplit.runtime.step_log import StepLog
+from autosplit.schedule.action import Action, Schedule
+
+
+@dataclass
+class Step:
+    """One call of the pipe: what to run, on what, in which schedule.
+
+    ``lowered`` are the pieces (:class:`autosplit.lower.split.Lowered`); ``setup`` and ``ending`` the parts of the
+    program before the first cell and behind the last; ``locate`` adds a note to an exception of an action.
+    """
+
+    lowered: Any
+    setup: Callable[..., Any]
+    ending: Callable[..., Any]
+    locate: Callable[..., None]
+    tensors: list[torch.Tensor]
+    rows: int
+    lengths: dict[str, int]
+    """The lengths for which the recording has symbols, by their names."""
+    sizes: tuple[int, ...]
+    lanes: tuple[Lane, ...]
+    """One lane per stage, and last the caller's device."""
+    state: CallState
+    planned: Callable[[int], Schedule]
+    """Gives the plan's schedule for a number of microbatches."""
+    orders: dict[Any, Any]
+    """Schedules made ready to run, kept from call to call."""
+    log: StepLog | None = field(default=None, kw_only=True)
+    """Notes what runs, where somebody asked for that."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The plan's schedule for this call's microbatches."""
+        count = len(self.sizes)
+        return self.once(("schedule", count), lambda: self.planned(count))
+
+    def forwards(self) -> Sequence[Action]:
+        """Return the forwards of the schedule in the order in which one thread issues them."""
+        return forwards(self.schedule).issue_order
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` made at the first call with this key."""
+        if key not in self.orders:
+            self.orders[key] = make()
+        return self.orders[key]
+
+    def given(self) -> tuple[Any, ...]:
+        """Return what the program takes."""
+        return (*self.tensors, self.rows, *self.lengths.values(), self.sizes, self.lanes, self.state)
+
+    def start(self) -> Start:
+        """Run what comes before the first cell, in the caller's thread and graph."""
+        with self.located():
+            return Start(*self.setup(*self.given()))
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[list[Any]]:
+        """Order the lanes' work behind the caller's, and at the end the caller's behind theirs.
+
+        Yields a list for the tensors that the caller is going to use.
+        """
+        *stages, caller = self.lanes
+        own = list(dict.fromkeys(stages))
+        handed: list[Any] = []
+        enter(caller, own)
+        try:
+            yield handed
+        finally:
+            leave(caller, own, handed)
+
+    def end(self, start: Start, bundles: Mapping[int, Sequence[Bundle]]) -> Sequence[Any]:
+        """Run what comes behind the last cell, on what the stages gave per microbatch; return the flat outputs."""
+        with self.located():
+            return self.ending(*self.given(), start.kept, bundles)
+
+    @contextlib.contextmanager
+    def located(self) -> Iterator[None]:
+        """Add a note to an exception that says where in the program it was raised."""
+        try:
+            yield
+        except Exception as error:
+            self.locate(error)
+            raise
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the cells begin with.
+
+    Attributes:
+        inputs: per stage that takes any, its microbatches of the batch.
+        shared: per stage that takes any, its shared values and tied parameters.
+        kept: what the ending wants of the values that the setup made.
+    """
+
+    inputs: dict[int, Sequence[Bundle]]
+    shared: dict[int, Bundle]
+    kept: Bundle

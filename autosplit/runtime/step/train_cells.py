@@ -1,0 +1,287 @@
+"""The cells of a training step, in the order of a schedule.
+
+Nothing reaches ``.grad`` before the last action has succeeded; then one backward hands all sums over, so that hooks
+fire once. One thread issues the actions in clock order, or every lane's thread works through its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from autosplit.errors import InputError
+from autosplit.runtime.backward.differentiate import donate_gradients
+from autosplit.runtime.lanes.ambient import ThreadState
+from autosplit.runtime.lanes.threads import LaneThreads
+from autosplit.runtime.lanes.turns import Turns, turns
+from autosplit.runtime.loss.outputs import Outputs
+from autosplit.runtime.loss.proof import WholeCheck
+from autosplit.runtime.loss.used_outputs import with_placeholders
+from autosplit.runtime.ops import OUT, rows_along, transfer, update_statistics
+from autosplit.runtime.step.cells import Cells, CellState, held_back
+from autosplit.runtime.step.step import Step
+from autosplit.runtime.transport import Message, Way
+from autosplit.schedule.action import Action
+from autosplit.trace.graph import INFO, NodeClass
+
+
+class Loss(Protocol):
+    """What a microbatch adds to the loss: of the model's output, or of all that stages give, by name."""
+
+    takes_values: bool
+    wants: frozenset[str] | None
+    """The names of the values of stages that it uses; None: all."""
+
+    def __call__(self, output: Any, microbatch: int, /) -> torch.Tensor:
+        """Return what a microbatch adds."""
+
+
+def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
+    """Run a step in its schedule and return the loss of the batch; nothing reaches ``.grad`` before all has succeeded.
+
+    ``loss`` is what each microbatch adds; ``check`` holds the sum against the loss of the whole batch.
+    ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        with step.entered() as used:
+            if step.log is not None:
+                step.log.start(step.lanes, rows=step.sizes)
+            cells = _TrainCells(step, loss, check)
+            hooks = held_back(p for parameters in cells.parameters for p in parameters)
+            if threads is None:
+                with hooks:
+                    for action in cells.order():
+                        cells.act(action)
+            else:
+                threads.run(cells.turns(), cells.act, ThreadState.current(), hooks, meanwhile=step.state.draw_ahead)
+            used += cells.results()
+        used.clear()
+        losses = [cells.losses[microbatch] for microbatch in range(len(step.sizes))]
+        total = losses[0]
+        for value in losses[1:]:
+            total = total + value
+        if check is not None:
+            check.compare(losses, cells.lowered.traced)
+        with step.located():
+            cells.hand_over()
+        with step.entered():
+            update_statistics(step.state, step.lanes)
+        if step.log is not None:
+            step.log.finish(total)
+    return total
+
+
+class _TrainCells(Cells):
+    """The cells of a training step: the last stage's end in a loss."""
+
+    def __init__(self, step: Step, loss: Loss, check: WholeCheck | None) -> None:
+        super().__init__(step, step.start(), detached=True)
+        self.loss = loss
+        self.check = check
+        self.losses: dict[int, torch.Tensor] = {}
+        self.roots: dict[int, torch.Tensor] = {}
+        """The loss of each microbatch, until its backward."""
+        self.free: list[torch.Tensor] = []
+        self.wants = loss.wants
+        self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
+        """Inputs that are outputs too."""
+
+    def order(self) -> Sequence[Action]:
+        """Return the schedule's actions in the order in which one thread issues them."""
+        return self.step.once(("order", len(self.step.sizes)), lambda: self.step.schedule.issue_order)
+
+    def turns(self) -> Turns:
+        """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
+        key = ("turns", len(self.step.sizes), self.wants)
+        return self.step.once(key, lambda: turns(self.step.schedule, self._sources()))
+
+    def _sources(self) -> list[set[int]]:
+        found = [set(layout.received) for layout in self.layout.stages]
+        found[-1] |= {stage for stage in range(len(found)) if self._slots(stage)} - {self.last}
+        return found
+
+    def _wanted(self, name: str) -> bool:
+        return self.wants is None or name in self.wants
+
+    def _slots(self, stage: int) -> list[Any]:
+        """Return the slots of what a stage gives the loss."""
+        return [slot for slot in self.layout.stages[stage].sent.get(OUT, ()) if self._wanted(slot.value)]
+
+    def _leave_out(self, state: CellState, stage: int) -> None:
+        """Let go of what a stage gives the caller and the loss does not use."""
+        if self.wants is not None and OUT in state.sent:
+            pairs = zip(self.layout.stages[stage].sent[OUT], state.sent[OUT], strict=True)
+            state.sent = state.sent | {OUT: tuple(t for slot, t in pairs if self._wanted(slot.value))}
+
+    def forward(self, stage: int, microbatch: int) -> CellState:
+        """Run a stage on a microbatch, and behind the last one the loss."""
+        state = super().forward(stage, microbatch)
+        self._leave_out(state, stage)
+        if stage != self.last and state.sent.get(OUT):
+            self.transport.send(Way(stage, self.last, microbatch, loss=True), state.sent[OUT])
+        if stage == self.last:
+            passed = {value.name: self._input(value, microbatch) for value in self.passed}
+            with self.step.lanes[stage].active():
+                values = self._values(microbatch, state, passed)
+                flat: list[Any] = list(values.values())
+                given: Any = values
+                if not self.loss.takes_values:
+                    flat = [
+                        None if isinstance(value, fx.Node) and not self._wanted(value.name) else _flat(value, values)
+                        for value in self.lowered.outputs
+                    ]
+                    flat = with_placeholders(Outputs(self.step), flat, microbatch)
+                    given = self.lowered.traced.unflatten(flat)
+                if self.check is not None:
+                    self.check.keep(flat, microbatch)
+                value = self.roots[microbatch] = self.loss(given, microbatch)
+            self.losses[microbatch] = value.detach()
+            given_names = {node.name for node in self.passed}
+            free = self._free_leaves(state, [t for name, t in values.items() if name not in given_names], value)
+            self.free += free
+            self.summed[stage] += free
+            self.apart |= {id(leaf) for leaf in free}
+        return state
+
+    def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
+        """Run a cell's backward; hooks on the loss's own leaves want the whole gradient too."""
+        with held_back(self.free if stage == self.last else ()):
+            super()._differentiate(stage, microbatch, whole=whole)
+
+    def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if stage != self.last:
+            return super().roots_of(state, stage, microbatch)
+        value = self.roots.pop(microbatch)
+        return ([value], [torch.ones_like(value)]) if value.requires_grad else ([], [])
+
+    def _came_in(self, state: CellState, target: str, stage: int, microbatch: int) -> Message:
+        if target != OUT:
+            return super()._came_in(state, target, stage, microbatch)
+        return self.transport.recv(Way(stage, self.last, microbatch, loss=True).back) if state.sent[OUT] else ()
+
+    def _free_leaves(self, state: CellState, made: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
+        """Return new leaves under the loss that are not the last stage's: the loss's own parameters, for one.
+
+        So are parameters of other stages that the loss looks at itself, as a penalty on weights does, and the batch
+        where it is an output too. What stands behind the outputs that stages ``made`` is the stages' own.
+        """
+        own = {id(t) for bundle in (*state.leaves.values(), *self.given.values()) for t in bundle}
+        own |= {id(leaf) for leaf in (*self.parameters[-1], *self.free)}
+        found: list[torch.Tensor] = []
+        seen = {tensor.grad_fn for tensor in made if tensor.grad_fn is not None}
+        todo = [value.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in own:
+                found.append(leaf)
+            todo += [following for following, _ in node.next_functions]
+        return found
+
+    def _values(self, microbatch: int, last: CellState, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what stages give for one microbatch, by name; what earlier stages made has a state of its own.
+
+        ``values`` are the inputs among them by name; the others are added.
+        """
+        for stage in range(len(self.layout.stages)):
+            slots = self._slots(stage)
+            if not slots:
+                continue  # its cell may not have run yet: the last stage waits for those that it takes values of
+            own = stage == self.last
+            bundle = last.sent[OUT] if own else self.receive(last, Way(stage, self.last, microbatch, loss=True))
+            values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
+        return values
+
+    def _input(self, node: fx.Node, microbatch: int) -> torch.Tensor:
+        names = [n.name for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
+        tensor = self.step.tensors[names.index(node.name)]
+        piece = rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
+        *_, last, caller = self.step.lanes
+        return transfer((piece,), caller, last)[0]
+
+    def results(self) -> list[torch.Tensor | None]:
+        """Return what the caller's thread works on when the lanes are done."""
+        totals = [total for own in self.totals for total in own.values()]
+        kept = self.check.tensors() if self.check is not None else []
+        return [*self.losses.values(), *totals, *self.input_gradients.values(), *kept]
+
+    def hand_over(self) -> None:
+        """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for stage, totals in enumerate(self.totals):
+            leaves = [(p, p) for p in (*self.parameters[stage], *(self.free if stage == self.last else ()))]
+            leaves += zip(self.start.shared.get(stage, ()), self.given.get(stage, ()), strict=True)
+            pairs += [(whole, totals[id(leaf)]) for whole, leaf in leaves if id(leaf) in totals]
+        for (stage, microbatch, position), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
+            pairs.append((self.start.inputs[stage][microbatch][position], gradient))
+        if not pairs:
+            raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
+        tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        for totals in self.totals:
+            totals.clear()
+        self.input_gradients.clear()
+        pairs.clear()
+        with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
+            torch.autograd.backward(self._roots_by_device(tensors, gradients))
+
+    def _roots_by_device(self, tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a root per device that hands over its leaves' gradients; ``gradients`` is empty afterwards.
+
+        The engine takes all roots to be made on one stream; a node per device puts each device's gradients on the
+        caller's stream there.
+        """
+        first = self.step.lanes[0]
+        one = len({lane.device for lane in self.step.lanes}) == 1
+        places = [first.device if one else first.origin(tensor).device for tensor in tensors]
+        given = list(zip(places, tensors, gradients, strict=True))
+        gradients.clear()
+        roots = []
+        for place in dict.fromkeys(places):
+            own = [tensor for device, tensor, _ in given if device == place]
+            roots.append(donate_gradients(own, [gradient for device, _, gradient in given if device == place]))
+            given = [entry for entry in given if entry[0] != place]
+        return roots
+
+
+@contextlib.contextmanager
+def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put the gradients of leaves back when a hook raises: by then some have been added to.
+
+    Copies are made only where there are hooks; without them nothing of the caller's runs in here.
+    """
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    if not any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+        yield
+        return
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
+    try:
+        yield
+    except BaseException:
+        for leaf, gradient, content in before:
+            leaf.grad = gradient
+            if gradient is not None and content is not None:
+                gradient.copy_(content)
+        raise
+
+
+def _is_input(value: Any) -> bool:
+    info = value.meta.get(INFO) if isinstance(value, fx.Node) else None
+    return info is not None and value.op == "placeholder" and info.node_class is NodeClass.MICRO
+
+
+def _flat(value: Any, values: dict[str, torch.Tensor]) -> Any:
+    if not isinstance(value, fx.Node):
+        return value
+    if value.name in values:
+        return values[value.name]
+    raise InputError(
+        f"train_step cannot hand {value.name!r} of the output to the loss per microbatch: it is no value of the "
+        "batch's rows; call pipe(x) and loss.backward() instead"
+    )

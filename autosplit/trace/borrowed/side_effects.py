@@ -1,0 +1,197 @@
+"""What a forward leaves in Python: counters, flags, logs, hooks, tensors that it keeps.
+
+recording   runs the forward and reads all holders before and after ─► changes; tensors in them become outputs
+call        runs the model's own Python once, on fake tensors ─► are its calls the recorded ones? ─► its changes
+            runs the program ─┬─► the caller's outputs
+                              └─► the tensors that are kept, put where the fake ones were left
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.trace.borrowed.holders import GONE, ITERATORS, Holder, Holders, applied, difference, position
+from autosplit.trace.borrowed.logged import LoggedNumber, is_logged
+from autosplit.trace.borrowed.python_state import Place, is_object
+from autosplit.trace.inputs.objects import Structure, objects_in, take_apart
+from autosplit.trace.recording.recording import Refusal
+from autosplit.trace.scope import has_hooks, is_layer
+
+_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a run changed: per holder the entries that are others now, and the iterators that went on."""
+
+    holders: Holders
+    entries: tuple[tuple[Holder, Mapping[Any, Any]], ...] = ()
+    iterators: Mapping[int, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries or self.iterators)
+
+    @property
+    def places(self) -> frozenset[Place]:
+        """Where it is: a module's path and attribute, or "" and what holds it."""
+        found = [
+            (holder.place[0], key) if not holder.place[1] else holder.place
+            for holder, entries in self.entries
+            for key in entries
+        ]
+        return frozenset((*found, *((("", "an iterator"),) if self.iterators else ())))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors among the new values, each once, in order."""
+        return list({id(leaf): leaf for leaf in self._leaves() if isinstance(leaf, torch.Tensor)}.values())
+
+    def numbers(self) -> list[LoggedNumber]:
+        """Return the numbers among the new values that are known when the program has run, and their operands."""
+        kept = [number for leaf in self._leaves() if is_logged(leaf) for number in leaf.with_operands()]
+        return list({id(number): number for number in kept}.values())
+
+    def _leaves(self) -> Iterator[Any]:
+        for _, entries in self.entries:
+            for value in entries.values():
+                yield from _leaves_of(value, _DEPTH)
+
+    def without(self, handled: Callable[[Holder, Any, Any], bool]) -> Changes:
+        """Return those for whose holder, key and value ``handled`` is not true."""
+        left = [(h, {k: v for k, v in entries.items() if not handled(h, k, v)}) for h, entries in self.entries]
+        return Changes(self.holders, tuple((h, entries) for h, entries in left if entries), self.iterators)
+
+    def make(self, real: Mapping[int, torch.Tensor]) -> None:
+        """Make the changes for good, with the real tensors in the places of fake ones, by id."""
+        for holder, entries in self.entries:
+            own = {key: _with_real(value, real, _DEPTH) for key, value in entries.items()}
+            holder.write(applied(holder.read(), own))
+        self.holders.swap(self.iterators)
+
+
+def changes(holders: Holders, before: Sequence[Any]) -> Changes:
+    """Return what is another value now than in the contents ``before``; what hooks of the caller's did is left out."""
+    pairs = zip(holders.found, before, strict=True)
+    entries = [(holder, difference(content, holder.read())) for holder, content in pairs if not holder.of_hook]
+    stands = [(key, own, stand) for key, (own, stand) in holders.stands.items() if type(own) in ITERATORS]
+    moved = {key: stand for key, own, stand in stands if position(own) != position(stand)}
+    return Changes(holders, tuple((holder, found) for holder, found in entries if found), moved)
+
+
+def kept(found: Changes, known: Collection[int]) -> list[torch.Tensor]:
+    """Return the tensors that a run computed and left, but for those whose ids are known."""
+    assigned = found.without(lambda holder, key, value: holder.place[1] == "_buffers")
+    return [tensor for tensor in assigned.tensors() if id(tensor) not in known]
+
+
+@contextlib.contextmanager
+def by_hooks(module: nn.Module, path: str, holders: Holders | None, found: set[Place]) -> Iterator[None]:
+    """Collect what a module with hooks changes inside, which is one call of a graph: it does so again when that runs.
+
+    Raises Refusal where it is no layer of torch: it would do so per microbatch.
+    """
+    watched = holders if has_hooks(module) else None
+    before = [] if watched is None else watched.read()
+    yield
+    if watched is not None and (made := changes(watched, before)):
+        if not is_layer(module):
+            raise Refusal(f"module {path!r} has hooks and changes Python state: {words(made.places)}", path)
+        found |= made.places
+
+
+def words(places: Iterable[Place]) -> str:
+    """Return what a report says of changes."""
+    (path, name), *more = sorted(places)
+    where = f"the Python attribute {name!r} of module {path or 'root'!r}" if name not in ("an iterator",) else name
+    also = f", and {len(more)} more" if more else ""
+    return (
+        f"forward changes {where}{also}: the model's own Python runs once per call, on fake tensors, to leave what the "
+        "plain model leaves"
+    )
+
+
+def _leaves_of(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor) or is_logged(value):
+        yield value
+    elif depth and not isinstance(value, nn.Module):
+        for part in _parts(value):
+            yield from _leaves_of(part, depth - 1)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    return list(vars(value).values()) if is_object(value) else []
+
+
+def _with_real(value: Any, real: Mapping[int, torch.Tensor], depth: int) -> Any:
+    """Return a value with real tensors in the places of fake ones; lists, dicts and objects are changed in place."""
+    if isinstance(value, torch.Tensor):
+        return real.get(id(value), value)
+    if is_logged(value):
+        return value.compute(real)
+    if not depth or value is GONE or isinstance(value, nn.Module):
+        return value
+    if isinstance(value, dict):
+        for key, part in list(value.items()):
+            value[key] = _with_real(part, real, depth - 1)
+    elif isinstance(value, (list, deque)):
+        for number, part in enumerate(value):
+            value[number] = _with_real(part, real, depth - 1)
+    elif isinstance(value, (tuple, set, frozenset)):
+        parts = [_with_real(part, real, depth - 1) for part in value]
+        if any(one is not other for one, other in zip(parts, value, strict=True)):
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    elif is_object(value):
+        _with_real(vars(value), real, depth - 1)
+    return value
+
+
+# -- objects that are given or kept ------------------------------------------------------------------------------------
+def check_own(model: nn.Module, output: Any) -> None:
+    """Raise Refusal where the output holds an object that the model keeps: a graph would return a copy of it."""
+    held = {id(value) for module in model.modules() for value in vars(module).values()}
+    own = next((value for value in objects_in(output) if id(value) in held), None)
+    if own is not None:
+        raise Refusal(f"forward returns a {type(own).__name__} that the model keeps; a graph would return a copy", "")
+
+
+def check_given(given: Any, structure: Structure, leaves: Sequence[Any], output: Any) -> None:
+    """Raise Refusal where the forward changed an object, list or dict that it was given, or returns such an object.
+
+    ``structure`` and ``leaves`` are what the inputs were made of before the run. A graph works on copies of them.
+    """
+    objects, changed = objects_in(given), changes_given(given, structure, leaves)
+    if changed and not objects:
+        raise Refusal("forward changes a list or dict that it is given, and a graph would change a copy of it", "")
+    held = {id(each) for each in objects}
+    if changed or any(id(each) in held for each in objects_in(output)):
+        kind = type(objects[0]).__name__
+        raise Refusal(
+            f"forward changes or returns an object that it is given (a {kind}, or one inside of it); a graph works on "
+            "copies of objects: pass tensors, or tuples, lists and dicts of them",
+            "",
+        )
+
+
+def changes_given(given: Any, structure: Structure, leaves: Sequence[Any]) -> bool:
+    """Tell whether inputs are made of anything else, after a run, than of ``leaves`` in this ``structure``."""
+    left, after = take_apart(given)
+    return after != structure or any(
+        a is not b and (type(a) is not type(b) or a != b) for a, b in _untensored(left, leaves)
+    )
+
+
+def _untensored(left: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of leaves; of tensors it is their identity that counts."""
+    for one, other in zip(left, leaves, strict=True):
+        tensors = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
+        yield (id(one), id(other)) if tensors else (one, other)

@@ -1,0 +1,77 @@
+"""What a forward may ask about its surroundings while it is recorded.
+
+*Is this tensor fake?* transformers asks ``isinstance(x, torch._subclasses.FakeTensor)`` before it makes a mask, and
+for a fake tensor makes one that costs attention its ``is_causal``. So the class of that name says no to all code but
+torch's own, and torch's flags for compiling and exporting stay off: a library's Python takes the path of a plain call.
+``torch._subclasses`` is private; nothing public says "run as always, on fake tensors". Tried with torch 2.13 and
+transformers 5.23, whose questions are ``is_tracing`` and ``is_torchdynamo_compiling`` in ``utils/import_utils.py``.
+
+*Are gradients, or inference mode, on?* A recording is made with gradients on.
+
+``torch.is_grad_enabled`` cannot be overridden by a mode, so it is replaced while the model runs; a module that took the
+function itself (``from torch import is_grad_enabled``) is not heard. The same holds for
+``torch.is_inference_mode_enabled``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autosplit.trace.recording.recording import is_foreign, source_line
+
+
+class GradModeWatch(AbstractContextManager[None]):
+    """Notes, in ``line``, where code outside of torch asked first; "" while none did."""
+
+    def __init__(self) -> None:
+        self.line = ""
+        self._own = threading.get_ident()
+        names = ("is_grad_enabled", "is_inference_mode_enabled")
+        self._patches = [patch.object(torch, name, partial(self._asked, getattr(torch, name))) for name in names]
+
+    def __enter__(self) -> None:
+        for each in self._patches:
+            each.start()
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self._patches:
+            each.stop()
+
+    def _asked(self, answer: Callable[[], bool]) -> bool:
+        caller = sys._getframe(1).f_code.co_filename
+        if not self.line and threading.get_ident() == self._own and not is_foreign(caller):
+            self.line = source_line()
+        return answer()
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class _OfTorchOnly(type(FakeTensor)):  # type: ignore[misc]
+    """Answers ``isinstance`` with the truth to torch's own code, with no to any other."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, FakeTensor) and sys._getframe(1).f_code.co_filename.startswith(_TORCH)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, FakeTensor) and sys._getframe(1).f_code.co_filename.startswith(_TORCH)
+
+
+class _Unseen(FakeTensor, metaclass=_OfTorchOnly):
+    """Stands under the name of FakeTensor."""
+
+
+def as_in_a_plain_call() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which fake tensors are not seen to be fake from outside of torch."""
+    return patch.object(torch._subclasses, "FakeTensor", _Unseen)

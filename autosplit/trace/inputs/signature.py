@@ -1,0 +1,295 @@
+"""What a recording depends on: two calls of equal signature run the same program."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.trace.borrowed.holders import Holder, Holders, difference
+from autosplit.trace.borrowed.python_state import Place, TransientAttribute, signature
+from autosplit.trace.inputs.structure import layout_of, one_tensor
+from autosplit.trace.recording.calls import GradAutocastState
+from autosplit.trace.scope import CONTAINERS
+from autosplit.trace.shapes.formula import LEAST, Length
+
+_SHORT = 32
+_OWN = frozenset(nn.Module().__dict__)
+Shapes = tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A call's signature: all but the shapes, and the shapes; the first of ``rest`` are the modes."""
+
+    rest: Any
+    shapes: Shapes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A recording's signature: shapes without the rows, where the rows were, and which dimensions are symbols."""
+
+    rest: Any
+    shapes: Shapes
+    batch_dims: tuple[int | None, ...]
+    lengths: tuple[Length, ...] = ()
+
+    def lengths_in(self, key: Key) -> dict[str, int] | None:
+        """Return a call's lengths if it is of this kind but for them; None if it is of another."""
+        if self.rest != key.rest:
+            return None
+        own, given = _tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims))
+        if [len(shape) for shape in own] != [len(shape) for shape in given]:
+            return None
+        if without_lengths(own, self.lengths) != without_lengths(given, self.lengths):
+            return None
+        return sizes_at(self.lengths, given) if consistent(self.lengths, given) else None
+
+    def varying(self, key: Key) -> tuple[Length, ...] | None:
+        """Return as symbols the dimensions in which a call differs from this kind; None if it differs otherwise."""
+        if self.rest != key.rest:
+            return None
+        return varying(_tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims)), self.lengths)
+
+
+def key_of(
+    model: nn.Module, leaves: Sequence[Any], spec: Any, *, outside: OutsideValues, without: Collection[Place] = ()
+) -> Key:
+    """Return a call's signature from the flattened inputs and their structure.
+
+    It covers grad mode and autocast; each module's type, mode and plain attributes; the parameters' dtypes and ties;
+    the values ``outside`` of the modules that their functions name; the inputs' structure, shapes, dtypes, devices,
+    layouts and constants, and which of them are one tensor. Places ``without`` are left out.
+    """
+    modes: list[Any] = [GradAutocastState.current()]
+    structure: list[Any] = []
+    ties: dict[int, int] = {}
+    seen: set[int] = set()
+    kinds_of_modules: set[type] = set()
+    for path, module in model.named_modules():
+        kind = type(module)
+        kinds_of_modules.add(kind)
+        modes.append(module.training)
+        if isinstance(module, CONTAINERS) or not kind.__module__.startswith("torch.nn"):
+            structure.append(len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks))
+        structure.append(kind)
+        for parameter in module._parameters.values():
+            tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
+            structure.append(tie if parameter is None else (parameter.dtype, parameter.requires_grad, tie))
+        structure += [(name, buffer is None) for name, buffer in module._buffers.items()]
+        declared = _declared(kind)  # type: ignore[arg-type]
+        for key, value in module.__dict__.items():
+            if key in _OWN or key in declared or isinstance(value, TransientAttribute):
+                continue
+            if (path, key) in without:
+                signature(value, seen)  # nor is it part of it where another module has the same object
+            elif not declared or isinstance(value, (bool, int, float, str, torch.Tensor, type(None))):
+                structure += _attribute(value, seen)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            structure.append(module.p)
+    structure.append(outside.signature(frozenset(kinds_of_modules), without))
+    shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
+    kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
+    structure.append(one_tensor(leaves))
+    return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+
+
+@functools.cache
+def _declared(kind: type) -> frozenset[str]:
+    """Return the attributes that a layer of ``torch.nn`` declares: its own code reads them when it runs."""
+    if not kind.__module__.startswith("torch.nn"):
+        return frozenset()
+    tables = (vars(one).get(table, ()) for one in kind.__mro__ for table in ("__annotations__", "__constants__"))
+    return frozenset(("training", *(name for table in tables for name in table)))
+
+
+def _attribute(value: Any, seen: set[int]) -> Sequence[Any]:
+    """Return what of a module's attribute is part of a signature."""
+    if isinstance(value, (bool, int, float, str)):
+        return ((type(value), value),)
+    if value is None:
+        return (None,)
+    if callable(value) or isinstance(value, torch.Tensor):
+        return Identity(value), signature(value, seen, _part)
+    if type(value) in (list, tuple, dict, set) and _is_plain(value):
+        return (repr(value),)
+    plain = signature(value, seen, _part)
+    return () if plain is None else (plain,)
+
+
+def _part(value: Any) -> Any:
+    """Return what tells a part of an attribute, which is no number or text, from another."""
+    return value if isinstance(value, (torch.dtype, torch.device)) else Identity(value)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_nested and tensor.layout is torch.strided:
+        raise InputError(
+            "an input is a nested tensor of the strided layout, which has no shape: give one of layout=torch.jagged, "
+            "or a padded tensor and a mask"
+        )
+    return tuple(tensor.shape)
+
+
+def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """Return a tensor's dtype and the rest; under ``torch.func`` every input requires a gradient of the transform's."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return tensor.dtype, (tensor.device, False, None, False)
+    return tensor.dtype, (tensor.device, tensor.requires_grad, layout_of(tensor), isinstance(tensor, nn.Parameter))
+
+
+def _constant(value: Any) -> Any:
+    """Return what tells one input that is no tensor from another."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return Identity(value) if isinstance(value, type) else repr(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a container is short and holds nothing but numbers, text and None."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return len(value) <= _SHORT and all(part is None or isinstance(part, (bool, int, float, str)) for part in parts)
+
+
+def _tensors(shapes: Shapes) -> list[tuple[int, ...]]:
+    return [shape for shape in shapes if shape is not None]
+
+
+def rows_of(shapes: Shapes, dims: Sequence[int | None]) -> int:
+    """Return the batch size, or 0 when the inputs disagree or are empty."""
+    pairs = ((shape, d) for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None)
+    rows = {shape[d] if d < len(shape) else 0 for shape, d in pairs}
+    return rows.pop() if len(rows) == 1 else 0
+
+
+def without_rows(shapes: Shapes, dims: Sequence[int | None]) -> Shapes:
+    """Return the shapes with -1 where the rows are."""
+    return tuple(
+        shape if shape is None or d is None or d >= len(shape) else (*shape[:d], -1, *shape[d + 1 :])
+        for shape, d in zip(shapes, dims, strict=True)
+    )
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+class Identity:
+    """An object as part of a key: equal to the same object only, never to a later one at the same address.
+
+    It is held by a weak reference, so that a key keeps no tensor alive; one that is gone equals nothing.
+    """
+
+    __slots__ = ("_hash", "_of")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._of: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # it takes no weak reference
+            self._of = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Identity) and (value := self._of()) is not None and value is other._of()
+
+
+# -- values outside of the modules -------------------------------------------------------------------------------------
+_LONGEST = 1024
+"""Containers with more entries than this are known by their identity only."""
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+
+
+class OutsideValues:
+    """Reads the values that the functions of some classes name; walks them anew only where one is another."""
+
+    def __init__(self) -> None:
+        self._kinds: frozenset[type] = frozenset()
+        self._holders: list[tuple[Holder, Any]] = []
+        self._parts: dict[Place, list[Any]] = {}
+
+    def signature(self, kinds: frozenset[type], without: Collection[Place]) -> tuple[Any, ...]:
+        """Return what tells the values from others, but for those at the places ``without``."""
+        if kinds != self._kinds or any(difference(content, holder.read()) for holder, content in self._holders):
+            self._walk(kinds)
+        return tuple(part for place, parts in self._parts.items() if place not in without for part in parts)
+
+    def changed(self) -> frozenset[Place]:
+        """Return the places where values are others than when the signature was read."""
+        return frozenset(h.place for h, content in self._holders if difference(content, h.read()))
+
+    def _walk(self, kinds: frozenset[type]) -> None:
+        found = Holders((), sorted(kinds, key=lambda kind: kind.__qualname__)).found
+        pairs = [(holder, holder.read()) for holder in found if not holder.of_hook]
+        self._kinds = kinds
+        self._holders = [(h, content) for h, content in pairs if isinstance(content, (dict, list)) and _short(content)]
+        self._parts = {}
+        for holder, content in self._holders:
+            self._parts.setdefault(holder.place, []).append(_frozen(content))
+
+
+def _short(content: Any) -> bool:
+    return len(content) <= _LONGEST
+
+
+def _frozen(content: Mapping[Any, Any] | list[Any]) -> tuple[Any, ...]:
+    pairs = content.items() if isinstance(content, Mapping) else enumerate(content)
+    return tuple((_outside_part(key), _outside_part(value)) for key, value in pairs if not str(key).startswith("__"))
+
+
+def _outside_part(value: Any) -> Any:
+    if isinstance(value, float):
+        return float, repr(value)  # a NaN is equal to itself here
+    return (type(value), value) if isinstance(value, _VALUES) else Identity(value)
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+Shape = tuple[int, ...]
+
+
+def varying(before: Sequence[Shape], now: Sequence[Shape], known: Sequence[Length]) -> tuple[Length, ...] | None:
+    """Return as symbols the dimensions of the input tensors that differ between two calls, and those ``known``.
+
+    Both shapes have -1 where the rows are. Dimensions that change together, from one size to one other, are one symbol.
+    None when nothing differs, or more than sizes do.
+    """
+    if [len(shape) for shape in before] != [len(shape) for shape in now] or list(before) == list(now):
+        return None
+    places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    told = {place for length in known for place in length.places}
+    for position, (old, new) in enumerate(zip(before, now, strict=True)):
+        for dim, pair in enumerate(zip(old, new, strict=True)):
+            if pair[0] != pair[1] or (position, dim) in told:
+                places[pair].append((position, dim))
+    if any(size < LEAST for pair in places for size in pair):
+        return None
+    return tuple(Length(f"dim{number}", tuple(own)) for number, own in enumerate(places.values()))
+
+
+def sizes_at(lengths: Sequence[Length], shapes: Sequence[Shape]) -> dict[str, int]:
+    """Return the lengths in a call from the shapes of its input tensors."""
+    return {length.name: shapes[length.places[0][0]][length.places[0][1]] for length in lengths}
+
+
+def consistent(lengths: Sequence[Length], shapes: Sequence[Shape]) -> bool:
+    """Tell whether dimensions that are one symbol have one size."""
+    return all(len({shapes[position][dim] for position, dim in length.places}) == 1 for length in lengths)
+
+
+def without_lengths(shapes: Sequence[Shape], lengths: Sequence[Length]) -> list[Shape]:
+    """Return the shapes with -2 where symbols stand."""
+    places = {place for length in lengths for place in length.places}
+    return [
+        tuple(-2 if (position, dim) in places else size for dim, size in enumerate(shape))
+        for position, shape in enumerate(shapes)
+    ]

@@ -1,0 +1,1 @@
+"""Values that Python reads while a forward runs: guards, assertions and opaque modules."""

@@ -1,0 +1,242 @@
+"""Value reads in a model's own Python: ``if mask.any()``, ``lengths.max().item()``.
+
+A read whose value follows from the inputs and the buffers by a few cheap operations is a *guard*: it is answered from
+the sample's own values while the model is recorded, and computed again from every later batch before the recording is
+used for it. Any other read is refused: the module in whose forward it stands becomes an opaque module.
+
+    recording at the sample's own rows   Scout     computes the answers from real values
+    the same on the meta device          Valueless computes what sizes decide, and takes values to be ordinary
+    recordings at 3, 4, 6, 1 rows        Recall    gives the same answers in the same order
+    a call of the pipe                   Guard     computes them again, on the whole batch
+
+``_disable_current_modes`` is private in torch; nothing public lets real values be computed while a recording's fake
+tensor mode is on (tried on torch 2.11, 2.13 and 2.15).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autosplit.errors import is_internal
+from autosplit.trace.recording.build import build
+from autosplit.trace.recording.merge import MergedRecording
+from autosplit.trace.recording.record import Recorder
+from autosplit.trace.recording.recording import Attribute, Call, Ref, Refusal, leaves_in, mapped, refs_in, where
+from autosplit.trace.scope import Answer
+from autosplit.trace.shapes.formula import Length, lengths_in
+
+_ELEMENTS = 1 << 20
+_PARAMETER_ELEMENTS = 1 << 12
+_OF_FINITE = {
+    (*test, read): test == ("isfinite", "all")
+    for test in (("isfinite", "all"), ("isnan", "any"), ("isinf", "any"))
+    for read in ("__bool__", "item", "is_nonzero")
+}
+_YES_OR_NO = frozenset("__bool__ is_nonzero __contains__ equal allclose".split())
+_WAY_OUT = "compute the choice with torch.where, or move it out of forward"
+
+
+class Unanswered(Exception):
+    """A value read was met in a recording that has no answers."""
+
+
+class Recall:
+    """Answers value reads as they were answered before."""
+
+    def __init__(self, answers: Sequence[Answer] | None) -> None:
+        self.answers = answers
+        self.position = 0
+
+    def read(self, call: Call, recorder: Recorder) -> Any:
+        """Return the next answer; raise Refusal when it is that of another read."""
+        if self.answers is None:
+            raise Unanswered
+        if self.position >= len(self.answers) or self.answers[self.position].name != call.name:
+            raise Refusal(f"{call.name} reads a tensor's value at some batch sizes only; {_WAY_OUT}", call.module)
+        self.position += 1
+        return self.answers[self.position - 1].value
+
+
+def _asked(call: Call, calls: Sequence[Call]) -> tuple[str, str, str]:
+    """Return the names of the operations behind a read of one value: those of ``bool(isnan(x).any())``."""
+    names = [call.target.__name__]
+    while len(names) < 3 and len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Ref):
+        call = calls[call.args[0].index]
+        names.append(str(getattr(call.target, "__name__", "")))
+    first, second, third = (*reversed(names), "", "")[:3]
+    return first, second, third
+
+
+class ValueReader:
+    """Answers value reads from the real values of a sample."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.inputs = inputs
+        self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        self.state: dict[str, torch.Tensor] = {**self.parameters, **dict(model.named_buffers())}
+        self.answers: list[Answer] = []
+        self._values: dict[int, Any] = {}
+
+    def read(self, call: Call, recorder: Recorder) -> Any:
+        """Compute what the read gives, from as few of the recorded calls as it needs."""
+        needed = _behind(recorder.calls, [call])
+        self._check(call, recorder, needed)
+        with torch.no_grad(), _disable_current_modes():
+            for index in needed:
+                if index not in self._values:
+                    self._values[index] = self._run(recorder.calls[index], recorder)
+            value = call.target(*self._real(call.args, recorder), **self._real(call.kwargs, recorder))
+        if not isinstance(value, (bool, int, float, str, list, torch.Size)):
+            text = "takes a tensor's values out of torch; a graph cannot follow that"
+            raise Refusal(f"{_place(call)} {text}", call.module)
+        self.answers.append(Answer(call.name, value))
+        return value
+
+    def _check(self, call: Call, recorder: Recorder, needed: Sequence[int]) -> None:
+        calls = [recorder.calls[index] for index in needed]
+        storages = {s for c in calls for s in (*c.storages, *c.reads_storages)}
+        changed = {s for c in recorder.calls for s in c.mutates}
+        reads = {name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))}
+        written = {name for c in recorder.calls for name in c.writes}
+        elements = sum(math.prod(shape) for c in calls for shape in c.shapes if c.kind != "input")
+        given = sum(tensor.numel() for tensor in self.inputs.values())
+        large = [n for n in reads if n in self.parameters and self.parameters[n].numel() > _PARAMETER_ELEMENTS]
+        problem = next(
+            (
+                text
+                for text, holds in (
+                    ("depends on a layer", any(c.leaf is not None for c in calls)),
+                    ("depends on large parameters", bool(large)),
+                    ("depends on random numbers", any(c.random for c in calls)),
+                    ("depends on values that are changed in place", bool(storages & changed or reads & written)),
+                    ("depends on much computation", elements > _ELEMENTS + 64 * given),
+                )
+                if holds
+            ),
+            None,
+        )
+        if problem is not None:
+            raise Refusal(f"{_place(call)} reads a tensor's value in Python, and it {problem}; {_WAY_OUT}", call.module)
+
+    def _run(self, call: Call, recorder: Recorder) -> Any:
+        if call.kind == "input":
+            return self.inputs[call.target]
+        args, kwargs = self._real(call.args, recorder), self._real(call.kwargs, recorder)
+        if call.kind == "project":
+            return getattr(args[0], str(args[1])) if call.target == "attribute" else args[0][args[1]]
+        return call.target(*args, **kwargs)
+
+    def _real(self, value: Any, recorder: Recorder) -> Any:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return self._values[leaf.index]
+            if isinstance(leaf, Attribute):
+                return self.state[leaf.name] if leaf.name in self.state else recorder.constants[leaf.name]
+            return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+        return mapped(real, value)
+
+
+class MetaValueReader(ValueReader):
+    """Answers value reads of a model on the meta device.
+
+    What sizes decide is computed. Values are taken to be finite, and any other yes or no about the inputs is a no: a
+    mask that is asked whether it lets everything pass is planned as one that does not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, {})
+
+    def read(self, call: Call, recorder: Recorder) -> Any:
+        """Return the answer; raise Refusal for a number, or what layers computed."""
+        asked = _asked(call, recorder.calls)
+        needed = _behind(recorder.calls, [call])
+        calls = [recorder.calls[index] for index in needed]
+        held = [name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))]
+        if asked in _OF_FINITE:
+            value = _OF_FINITE[asked]
+        elif not held and all(c.kind in ("function", "project") and not (c.random or c.mutates) for c in calls):
+            return super().read(call, recorder)
+        elif call.target.__name__ in _YES_OR_NO and not held and not any(c.leaf or c.random for c in calls):
+            value = False
+        else:
+            raise Refusal(f"{_place(call)} reads a tensor's value, and a model on the meta device has none", "")
+        self.answers.append(Answer(call.name, value))
+        return value
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Tells whether a recording holds for a batch: its value reads give there what they gave when it was made."""
+
+    graph: fx.Graph
+    root: nn.Module
+    answers: tuple[Answer, ...]
+    lengths: tuple[Length, ...] = ()
+
+    def holds(self, inputs: Sequence[torch.Tensor], rows: int) -> bool:
+        """Compute the reads from the input tensors of a whole batch of ``rows`` rows."""
+        try:
+            with torch.no_grad():
+                lengths = lengths_in(self.lengths, inputs).values()
+                values = fx.Interpreter(self.root, graph=self.graph).run(rows, *lengths, *inputs)
+        except Exception as error:  # reads that fail on this batch do not give what they gave
+            if is_internal(error):
+                raise
+            return False
+        return all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
+
+
+def guard_of(model: nn.Module, merged: MergedRecording, answers: Sequence[Answer] | None) -> Guard | None:
+    """Return the guard of a recording with value reads, None for one without."""
+    calls = [m.call for m in merged.calls]
+    reads = [index for index, call in enumerate(calls) if call.kind == "read"]
+    if not reads:
+        return None
+    needed = {*_behind(calls, [calls[i] for i in reads]), *reads}
+    kept = needed | {i for i, call in enumerate(calls) if call.kind == "input"}
+    only = MergedRecording(merged.calls, [Ref(i) for i in reads], merged.recording, merged.lengths)
+    raw = build(model, only, keep=kept)
+    return Guard(raw.graph, raw.root, tuple(answers or ()), raw.lengths)
+
+
+def without_reads(merged: MergedRecording) -> frozenset[int]:
+    """Return the indices of the calls that a graph needs: all but value reads and what only these use."""
+    calls = [m.call for m in merged.calls]
+    reads = [call for call in calls if call.kind == "read"]
+    if not reads:
+        return frozenset(range(len(calls)))
+    behind = set(_behind(calls, reads))
+    changes = [bool(call.random or call.mutates or call.writes or call.kind == "input") for call in calls]
+    free = {i for i in behind if not changes[i]}
+    others = [c for i, c in enumerate(calls) if c.kind != "read" and i not in free]
+    live = {*_behind(calls, others), *(ref.index for ref in refs_in(merged.output))}
+    live |= set(_behind(calls, [calls[i] for i in live]))
+    return frozenset(i for i, c in enumerate(calls) if c.kind != "read" and (i in live or i not in free))
+
+
+def _behind(calls: Sequence[Call], ends: Iterable[Call]) -> list[int]:
+    """Return the indices of the calls that some calls depend on, in order."""
+    found: set[int] = set()
+    todo = [ref.index for call in ends for ref in refs_in((call.args, call.kwargs))]
+    while todo:
+        index = todo.pop()
+        if index not in found:
+            found.add(index)
+            todo += [ref.index for ref in refs_in((calls[index].args, calls[index].kwargs))]
+    return sorted(found)
+
+
+def _attributes(value: Any) -> list[str]:
+    return [leaf.name for leaf in leaves_in(value) if isinstance(leaf, Attribute)]
+
+
+def _place(call: Call) -> str:
+    return f"{where(call.module)} ({call.source})" if call.source else where(call.module)

@@ -1,0 +1,308 @@
+"""Run a model for real, as a recording runs it: value reads get the recorded answers, opaque modules are watched.
+
+What an opaque module gives (shapes, dtypes, which inputs it changes or returns) is written down in a real run on few
+rows and played back to a recorder, whose fake tensors have no values to compute it from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autosplit.trace.borrowed import side_effects, state
+from autosplit.trace.borrowed.holders import Holders
+from autosplit.trace.borrowed.state_calls import in_place
+from autosplit.trace.inputs.structure import flatten_output, storage_key, tensors_in
+from autosplit.trace.reads.assertions import assertion_here
+from autosplit.trace.recording.random_watch import Draw, RandomWatch
+from autosplit.trace.recording.recording import VALUE_READS, Call, Refusal, source_line
+from autosplit.trace.scope import Scope
+
+_INDEX_MAKERS = frozenset("nonzero argwhere where".split())
+_PICKS = frozenset("getitem __getitem__ unbind __iter__ eq __eq__ ne __ne__ squeeze view reshape flatten to".split())
+"""What may be done with indices so that reading the result tells no more than which indices there are."""
+SIZES = frozenset("shape size numel nelement __len__".split())
+READS = "it reads"
+"""How the reason begins for which a module sees the whole batch, where the value probe may show that it need not."""
+_SHAPED_AS_FIRST = frozenset("index_add index_copy index_put index_fill scatter scatter_add masked_scatter".split())
+_MASKS = (torch.bool, torch.uint8)
+_BY_VALUES = frozenset("nonzero argwhere where unique unique_consecutive masked_select bincount".split())
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor that an opaque module gave: a new one, or input number ``source`` (with ``view``: a view of it)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: int | None = None
+    view: tuple[tuple[int, ...], int] | None = None
+
+
+@dataclass
+class Seen:
+    """What one call of an opaque module did."""
+
+    leaves: list[Any] = field(default_factory=list)
+    rebuild: Callable[[list[Any]], Any] = lambda leaves: leaves
+    changed: list[int] = field(default_factory=list)
+    writes: list[str] = field(default_factory=list)
+    random: bool = False
+    draws: tuple[Draw, ...] | None = ()
+    whole: str = ""
+
+
+class Watcher(TorchFunctionMode):
+    """Answers value reads outside of leaves, and watches the calls of opaque modules."""
+
+    def __init__(self, model: nn.Module, scope: Scope, holders: Holders | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.scope = scope
+        self.holders = holders
+        self.seen: dict[tuple[str, int], Seen] = {}
+        self.random = RandomWatch()
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        steady = (*model.parameters(), *model.buffers(), *state.attribute_tensors(model))
+        self._steady = {id(tensor) for tensor in steady}
+        self._position = 0
+        self._muted = 0
+        self._calls: Counter[str] = Counter()
+        self._watched: Taint | None = None
+
+    # -- the seams that a recorder has too -------------------------------------------------------------------------
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Stand in for ``nn.Module.__call__``."""
+        path = self._paths.get(id(module))
+        if self._muted or path is None:
+            return original(module, *args, **kwargs)
+        if path == "":
+            return module.forward(*args, **kwargs)
+        number = self._calls[path]
+        self._calls[path] += 1
+        if not self.scope.is_leaf(module, path):
+            return original(module, *args, **kwargs)
+        self._muted += 1
+        try:
+            if path in self.scope.opaque:
+                return self._watch(partial(original, module), path, number, args, kwargs)
+            return original(module, *args, **kwargs)
+        finally:
+            self._muted -= 1
+
+    def call_function(self, original: Callable[..., Any], function: type, args: Any, kwargs: Any) -> Any:
+        """Stand in for ``autograd.Function.apply``: nothing inside is answered."""
+        from torch.utils.checkpoint import CheckpointFunction
+
+        self.random.runs_twice |= function is CheckpointFunction
+        self._muted += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._muted -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._watched is not None:
+            return self._watched.call(func, args, kwargs)
+        label = getattr(func, "__name__", "")
+        if self._muted or label not in VALUE_READS or assertion_here(label) is not None:
+            return func(*args, **kwargs)
+        if self.scope.only_keeps(label, source_line()):
+            return func(*args, **kwargs)
+        if label == "tolist":  # a fake tensor, on which the recording was made, reads its elements one by one
+            answers = [self._answer() for _ in range(args[0].numel())]
+            return np.array(answers, dtype=object).reshape(args[0].shape).tolist()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        answers = self.scope.answers or ()
+        if self._position >= len(answers):
+            raise Refusal("forward reads a tensor's value where the recording does not", "")
+        self._position += 1
+        return answers[self._position - 1].value
+
+    # -- opaque modules --------------------------------------------------------------------------------------------
+    def _watch(self, run: Callable[..., Any], path: str, number: int, args: Any, kwargs: Any) -> Any:
+        inputs = tensors_in((args, kwargs))
+        seen = self.seen[path, number] = Seen()
+        versions = [tensor._version for tensor in inputs]
+        before = _Surroundings.of(self.model, self.holders)
+        self._watched = taint = Taint(self._steady)
+        self.random.begin()
+        try:
+            with self.random:
+                out = run(*args, **kwargs)
+        finally:
+            self._watched = None
+        seen.random, seen.draws = self.random.drew, self.random.draws
+        seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
+        seen.whole = before.changed() or taint.read
+        if self.random.own_generator:
+            seen.whole = seen.whole or "it draws from a generator of its own"
+        seen.writes = before.written(self.model)
+        if (changed := before.changed_parameter()) is not None:
+            raise Refusal(in_place(changed), "")
+        flat, seen.rebuild = flatten_output(out)
+        if any(isinstance(leaf, (bool, int, float)) for leaf in flat):
+            raise Refusal(
+                f"module {path!r} returns a Python number that it reads from a tensor", path.rpartition(".")[0]
+            )
+        seen.leaves = [_like(leaf, inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        return out
+
+
+class Observations:
+    """Plays the calls of opaque modules back to a recorder; see :class:`autosplit.trace.recording.record.Observed`."""
+
+    def __init__(self, model: nn.Module, scope: Scope, seen: dict[tuple[str, int], Seen]) -> None:
+        self.model = model
+        self.scope = scope
+        self.seen = seen
+
+    def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
+        """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
+        assert call.leaf is not None
+        seen = self.seen.get((call.leaf, number))
+        if seen is None:
+            raise Refusal(f"module {call.leaf!r} is called in some runs only", call.leaf.rpartition(".")[0])
+        inputs = tensors_in((args, kwargs))
+        tensors = (*inputs, *self.model.get_submodule(call.leaf).parameters())
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        call.random, call.draws = seen.random, seen.draws
+        call.whole = self.scope.opaque[call.leaf].whole or seen.whole
+        call.writes += seen.writes
+        with torch.no_grad():
+            for position in seen.changed:
+                inputs[position].add_(0)
+        return seen.rebuild([_made(leaf, inputs, call, needs_grad) for leaf in seen.leaves])
+
+
+class Taint:
+    """Tells harmless value reads in an opaque module from those on which other rows' results may hang.
+
+    Harmless are reads of the model's own state, and of the indices that ``nonzero`` and its like return: loops over
+    the experts that were hit. Whether rows mix there all the same is for the value probe to say. Sizes that depend on
+    values (how many rows a mask selects) are values too.
+    """
+
+    def __init__(self, steady: set[int]) -> None:
+        self.steady = set(steady)
+        self.indices: set[int] = set()
+        self.sized: set[int] = set()
+        self.kept: list[Any] = []
+        self.read = ""
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function; write down what it reads that is not harmless."""
+        label = getattr(func, "__name__", "")
+        if label == "__get__":
+            label = func.__self__.__name__
+        inputs = tensors_in((args, kwargs))
+        steady = bool(inputs) and all(id(tensor) in self.steady for tensor in inputs)
+        index = bool(inputs) and all(id(tensor) in self.indices or id(tensor) in self.steady for tensor in inputs)
+        if label in VALUE_READS and not index and not self.read:
+            self.read = f"{READS} a tensor's value ({label.strip('_')})"
+        if label in SIZES and not steady and not self.read and any(id(tensor) in self.sized for tensor in inputs):
+            self.read = f"{READS} a size that depends on values ({label.strip('_')})"
+        out = func(*args, **kwargs)
+        if label == "__iter__":
+            found = list(out)
+            out = iter(found)
+        else:
+            found = tensors_in(flatten_output(out)[0])
+        made = {id(tensor) for tensor in found}
+        if steady:
+            self.steady |= made
+        elif (label in _INDEX_MAKERS and len(args) == 1 and not kwargs) or (index and label in _PICKS):
+            self.indices |= made
+        masks = label in ("getitem", "__getitem__") and any(tensor.dtype in _MASKS for tensor in inputs[1:])
+        shaped = inputs[:1] if label.endswith("_") or label in _SHAPED_AS_FIRST else inputs
+        if label in _BY_VALUES or masks or any(id(tensor) in self.sized for tensor in shaped):
+            self.sized |= made
+        self.kept += found
+        return out
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a forward could change besides the tensors that it is given: Python state, random states, buffers."""
+
+    holders: Holders | None
+    contents: list[Any]
+    buffers: dict[str, tuple[torch.Tensor, int]]
+    parameters: dict[str, tuple[torch.Tensor, int, torch.Tensor]]
+    python: Any
+    numpy: str
+
+    @classmethod
+    def of(cls, model: nn.Module, holders: Holders | None) -> _Surroundings:
+        """Look at a model, at what holds its Python state, and at the random states."""
+        return cls(
+            holders,
+            [] if holders is None else holders.read(),
+            {name: (buffer, buffer._version) for name, buffer in model.named_buffers()},
+            {name: (p, p._version, p.data) for name, p in model.named_parameters() if p.layout is torch.strided},
+            random.getstate(),
+            repr(np.random.get_state(legacy=False)),
+        )
+
+    def changed(self) -> str:
+        """Return what changed in Python, in words; "" for nothing."""
+        if self.holders is not None:
+            found = side_effects.changes(self.holders, self.contents)
+            if found := found.without(lambda holder, key, value: holder.place[1] == "_buffers"):
+                return f"it changes the Python attribute {min(found.places)[1]!r}"
+        if self.python != random.getstate() or self.numpy != repr(np.random.get_state(legacy=False)):
+            return "it draws random numbers in Python"
+        return ""
+
+    def changed_parameter(self) -> str | None:
+        """Return the name of a parameter that has changed since."""
+        for name, (parameter, version, data) in self.parameters.items():
+            if parameter._version != version or not state.is_on(parameter, data):
+                return name
+        return None
+
+    def written(self, model: nn.Module) -> list[str]:
+        """Return the names of the buffers that changed or were replaced."""
+        found = []
+        for name, buffer in model.named_buffers():
+            before, version = self.buffers.get(name, (None, 0))
+            if before is not buffer or buffer._version != version:
+                found.append(name)
+        return found
+
+
+def _like(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> _Like:
+    shape = tuple(tensor.shape)
+    for position, other in enumerate(inputs):
+        if other is tensor:
+            return _Like(shape, tensor.dtype, position)
+    for position, other in enumerate(inputs):
+        if storage_key(other) == storage_key(tensor):
+            offset = int(tensor.storage_offset() - other.storage_offset())
+            return _Like(shape, tensor.dtype, position, (tuple(tensor.stride()), offset))
+    return _Like(shape, tensor.dtype)
+
+
+def _made(leaf: Any, inputs: list[torch.Tensor], call: Call, needs_grad: bool) -> Any:
+    if not isinstance(leaf, _Like):
+        return leaf
+    if leaf.source is not None:
+        source = inputs[leaf.source]
+        if leaf.view is None:
+            return source
+        strides, offset = leaf.view
+        return torch.as_strided(source, leaf.shape, strides, source.storage_offset() + offset)
+    made = torch.empty(leaf.shape, dtype=leaf.dtype, device=inputs[0].device if inputs else None)
+    return made.requires_grad_().clone() if needs_grad and leaf.dtype.is_floating_point else made

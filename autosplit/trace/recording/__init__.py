@@ -1,0 +1,1 @@
+"""Runs of the model under a recorder, merged into one graph."""

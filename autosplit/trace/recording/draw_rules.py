@@ -1,0 +1,223 @@
+"""How each random operation is drawn for the whole batch, and how a microbatch's part takes its place.
+
+Operations are left out whose number of draws hangs on values (rejection sampling, random leaky ReLU): see `rule_of`.
+What the CPU's kernels do with the numbers of an operation that has tensors among its parameters is done again here, to
+the same bits (``aten/src/ATen/native/Distributions.cpp``); tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from autosplit.trace.graph import NodeClass, TracedNode
+from autosplit.trace.recording.merge import Affine, number_at
+from autosplit.trace.recording.random_watch import Draw, TensorSpec
+from autosplit.trace.shapes.formula import ROWS, Formula, Symbol, symbols_in
+
+Sizes = Mapping[str, int]
+
+
+class Rule(NamedTuple):
+    """``draw(draw, sizes)`` draws for the whole batch; ``give(numbers, args, kwargs)`` is the operation with these."""
+
+    draw: Callable[[Draw, Sizes], torch.Tensor]
+    give: Callable[[torch.Tensor, Any, Any], Any]
+
+
+def rule_of(draw: Draw) -> Rule | None:
+    """Return how to draw an operation beforehand; None where that cannot be."""
+    name = _name(draw)
+    if name == "multinomial":
+        named = _named(draw.op, draw.args, dict(draw.kwargs))
+        same = draw.args[0].dtype in (torch.float32, torch.float64)
+        return _RULES[name] if same and (not named["replacement"] or named["num_samples"] == 1) else None
+    if name == "native_dropout" and draw.args[2] is False:
+        return None
+    return _RULES.get(name)
+
+
+def is_drawn_beforehand(info: TracedNode) -> bool:
+    """Tell whether the numbers of a random node can be drawn for the whole batch before it runs."""
+    if info.whole:  # what its Python does hangs on values
+        return False
+    micro = info.node_class is NodeClass.MICRO
+    return bool(info.draws) and not any(rule_of(d) is None or (micro and _uneven(d.out)) for d in info.draws or ())
+
+
+def with_plain_numbers(infos: Iterable[TracedNode]) -> tuple[TracedNode, ...]:
+    """Return the random nodes, of those in model order, that can have the plain model's numbers.
+
+    A node whose draws hang on values can when it runs once, on the whole batch: it draws by itself. That is behind all
+    microbatches, so no cell may need later numbers.
+    """
+    found, late = [], False
+    for info in infos:
+        if not info.random:
+            continue
+        full = info.node_class is NodeClass.FULL
+        if full or (is_drawn_beforehand(info) and not late):
+            found.append(info)
+        late = late or (full and not is_drawn_beforehand(info))
+    return tuple(found)
+
+
+def drawn_bytes(info: TracedNode, *, rows: int) -> int:
+    """Return what the numbers of a random node take for a batch of ``rows`` rows while they wait."""
+    count = 0
+    for draw in info.draws or ():
+        name, like = _name(draw), draw.args[0] if _name(draw) == "multinomial" else draw.out
+        held = torch.bool if name in ("bernoulli_.float", "native_dropout") else like.dtype
+        if name in ("bernoulli", "bernoulli_.Tensor"):
+            held = _wide(draw)
+        count += math.prod(number_at(size, _Some(rows)) for size in like.shape) * held.itemsize
+    return count
+
+
+def batch_dim(out: TensorSpec) -> int | None:
+    """Return the dimension of a result that hangs on the number of rows; None where there is none."""
+    return next((dim for dim, size in enumerate(out.shape) if _depends(size)), None)
+
+
+def _uneven(out: TensorSpec) -> bool:
+    """Tell whether a result is no stack of rows: more than one dimension hangs on their number, or not evenly."""
+    dims = [size for size in out.shape if _depends(size)]
+    return len(dims) > 1 or any(number_at(size, _Some(0)) for size in dims)
+
+
+def _depends(size: Any) -> bool:
+    return isinstance(size, Affine) or (isinstance(size, (Formula, Symbol)) and ROWS in symbols_in(size))
+
+
+class _Some(dict[str, int]):
+    """A number of rows, at some lengths."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__({ROWS: rows})
+
+    def __missing__(self, name: str) -> int:
+        return 7
+
+
+def _name(draw: Draw) -> str:
+    return str(draw.op.name()).removeprefix("aten::")
+
+
+def made(like: TensorSpec, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of a recorded shape and strides, with any contents."""
+    shape, strides = ([number_at(size, sizes) for size in own] for own in (like.shape, like.strides))
+    return torch.empty_strided(shape, strides, dtype=dtype or like.dtype)
+
+
+def _value(value: Any, sizes: Sizes) -> Any:
+    if isinstance(value, TensorSpec):
+        return made(value, sizes)
+    return [_value(part, sizes) for part in value] if isinstance(value, tuple) else number_at(value, sizes)
+
+
+def _named(op: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an operation by name, defaults included."""
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | dict(kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
+
+
+def _call(draw: Draw, sizes: Sizes, first: torch.Tensor | None = None) -> torch.Tensor:
+    args = [_value(value, sizes) for value in draw.args]
+    kwargs = {key: _value(value, sizes) for key, value in draw.kwargs}
+    if any(argument.name == "dtype" for argument in draw.op._schema.arguments):
+        kwargs["dtype"] = draw.out.dtype
+    if first is not None:
+        args[0] = first
+    drawn: torch.Tensor = draw.op(*args, **kwargs)
+    return drawn
+
+
+def _filled(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    return _call(draw, sizes, made(draw.out, sizes))
+
+
+def _masked(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    """Draw zeros and ones as bool: the kernels take the same numbers for every dtype."""
+    return _call(draw, sizes, made(draw.out, sizes, dtype=torch.bool))
+
+
+def _fill(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    filled: torch.Tensor = args[0].copy_(numbers)
+    return filled
+
+
+def _new(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    return numbers.clone()
+
+
+# -- operations with tensors among their parameters ----------------------------------------------------------------
+def _uniform(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    return made(draw.out, sizes, dtype=_wide(draw)).uniform_()
+
+
+def _wide(draw: Draw) -> torch.dtype:
+    """Return the dtype in which the kernel compares numbers with probabilities."""
+    return torch.float64 if draw.args[-1].dtype is torch.float64 else torch.float32
+
+
+def _below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    return (numbers < args[0]).to(args[0].dtype)
+
+
+def _fill_below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    filled: torch.Tensor = args[0].copy_(numbers < args[1])
+    return filled
+
+
+def _deviations(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    """Draw normal numbers around nothing; a deviation that is a number is part of the kernel's own arithmetic."""
+    std = _named(draw.op, draw.args, dict(draw.kwargs))["std"]
+    return made(draw.out, sizes).normal_(0.0, 1.0 if isinstance(std, TensorSpec) else std)
+
+
+def _normal(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    scaled = numbers.clone()
+    return (scaled.mul_(std) if isinstance(std, torch.Tensor) else scaled).add_(mean)
+
+
+def _exponential(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    return made(draw.args[0], sizes).exponential_(1.0)
+
+
+def _choose(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    count = args[1] if len(args) > 1 else kwargs["num_samples"]
+    share = args[0] / numbers
+    return share.argmax(-1, keepdim=True) if count == 1 else share.topk(count)[1]
+
+
+def _kept(draw: Draw, sizes: Sizes) -> torch.Tensor:
+    named = _named(draw.op, draw.args, dict(draw.kwargs))
+    return torch.empty(_value(draw.out.shape, sizes), dtype=torch.bool).bernoulli_(1.0 - named["p"])
+
+
+def _dropout(numbers: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    share = 1.0 - args[1]
+    return (args[0] * numbers).mul_(1.0 / share if share else 0.0), numbers.clone()
+
+
+_FILLS = (
+    "uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ random_ random_.from random_.to".split()  # in place
+)
+_NEWS = (
+    "rand randn randint randint.low randperm rand_like randn_like randint_like randint_like.low_dtype "
+    "normal.float_float bernoulli.p"
+).split()
+_RULES: dict[str, Rule] = {
+    "bernoulli_.float": Rule(_masked, _fill),
+    **dict.fromkeys(_FILLS, Rule(_filled, _fill)),
+    **dict.fromkeys(_NEWS, Rule(_call, _new)),
+    "bernoulli": Rule(_uniform, _below),
+    "bernoulli_.Tensor": Rule(_uniform, _fill_below),
+    **dict.fromkeys(("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor"), Rule(_deviations, _normal)),
+    "multinomial": Rule(_exponential, _choose),
+    "native_dropout": Rule(_kept, _dropout),
+}

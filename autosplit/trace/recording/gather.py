@@ -1,0 +1,247 @@
+"""Record a model at several batch sizes until the recordings agree, with as few opaque modules as that takes.
+
+record ──► a value read ──► ask the sample's own values, record again with the answers (a guard)
+       ──► a refusal    ──► the module in whose Python it stands becomes an opaque module, record again
+       ──► merged at 3, 4 and 6 rows, tried at 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autosplit.errors import TraceError
+from autosplit.progress import phase
+from autosplit.trace.borrowed import state
+from autosplit.trace.borrowed.logged import Decides
+from autosplit.trace.borrowed.state import written_back
+from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.reads.reads import MetaValueReader, Unanswered, ValueReader
+from autosplit.trace.reads.watch import Observations, Watcher
+from autosplit.trace.recording.merge import BATCH_SIZES, MergedRecording, holds_at, merge
+from autosplit.trace.recording.recording import Call, Reader, Recording, Refusal, Unexpected, is_fault
+from autosplit.trace.recording.run import FlatInputs, PythonRun, patched, run_python
+from autosplit.trace.rows.probe import probe_rows
+from autosplit.trace.scope import STATEFUL_LEAVES, Answer, OpaqueModule, Scope, has_hooks
+from autosplit.trace.shapes.formula import lengths_in
+
+_HIDES = 0.4
+"""Share of the parameters above which an opaque module that has parts is not accepted, unless it runs by microbatch."""
+_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The recording of a model at all batch sizes, what it entered, and the smallest batch for which it holds."""
+
+    recording: MergedRecording
+    min_rows: int
+    scope: Scope
+
+    def run_python(self, model: nn.Module, flat: FlatInputs, rows: int) -> PythonRun | None:
+        """Run the model's own Python at the sizes of a call; None where its calls are not the recorded ones."""
+        lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
+        try:
+            run = _run_at(model, flat, rows, self.scope)
+        except (Refusal, Unanswered, Unexpected):
+            return None
+        return run if holds_at(self.recording, run.recording, rows=rows, lengths=lengths) else None
+
+    def check_rows(self, model: nn.Module, flat: FlatInputs, rows: int) -> None:
+        """Record once more at another batch size; raise Refusal when the recording does not hold there."""
+        lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
+        again = record_at(model, flat, rows, self.scope)
+        holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
+        self.recording.recording.changed |= again.changed
+        if not holds:
+            raise Refusal(
+                f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
+                "depends on the number of rows, or batch_dims= must say where the batch is; a graph holds for all "
+                "batch sizes only when sizes are a*rows + b",
+                "",
+            )
+
+
+def _run_at(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope, reader: Reader | None = None) -> PythonRun:
+    """Run a model's own Python at a batch size; opaque modules run for real beforehand, where the model has values."""
+    observed = observe(model, flat, rows, scope)
+    return run_python(model, flat, rows=rows, scope=scope, reader=reader, observed=observed)
+
+
+def record_at(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> Recording:
+    """Record a model at a batch size."""
+    return _run_at(model, flat, rows, scope).recording
+
+
+@phase("tracing the forward")
+def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) -> Gathered:
+    """Record a model and merge; modules that cannot be recorded become opaque modules.
+
+    Raises Refusal for what no graph can follow, Unexpected for an exception of the model's own: that of the first
+    attempt, which knows the module that it came out of.
+    """
+    scope, first = scope or Scope(), None
+    for _ in range(_ROUNDS):
+        try:
+            try:
+                gathered = _merged(model, flat, scope)
+            except Unanswered:
+                scope = replace(scope, answers=_answers(model, flat, scope))
+                continue
+        except Decides as error:
+            scope = replace(scope, deciding=scope.deciding | error.lines, answers=None)
+            continue
+        except (Refusal, Unexpected) as error:
+            first = first or error
+            if not (opaque := _opaque_modules(model, scope, error)):
+                raise (error if isinstance(error, Refusal) and isinstance(first, Refusal) else first) from None
+            scope = scope.with_opaque(opaque)
+            continue
+        return gathered
+    raise Refusal(f"forward could not be recorded in {_ROUNDS} attempts", "")
+
+
+def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
+    first, scope = _first(model, flat, scope)
+    others = [record_at(model, flat, rows, scope) for rows in BATCH_SIZES[1:]]
+    for other in others:
+        first.changed |= other.changed
+    gathered = Gathered(merge([first, *others]), 2, scope)
+    gathered.check_rows(model, flat, batch_rows(flat))
+    return replace(gathered, min_rows=1 if _holds_for_one(model, flat, gathered) else 2)
+
+
+def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope]:
+    """Record at the first size, with those leaves entered whose parameters are used more than once."""
+    while True:
+        first = record_at(model, flat, BATCH_SIZES[0], scope)
+        more = _to_enter(model, first.calls) - scope.entered
+        if not more:
+            return first, scope
+        scope = replace(scope, entered=scope.entered | more)
+
+
+def _holds_for_one(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> bool:
+    """Tell whether microbatches of one row can be made; what one row makes the model raise is no error."""
+    first = gathered.recording.recording
+    if any(_one_row_misleads(model, call) for call in first.calls):
+        return False
+    try:
+        single = record_at(model, flat, 1, gathered.scope)
+    except (TraceError, Unexpected, Unanswered):
+        return False
+    first.changed |= single.changed
+    return holds_at(gathered.recording, single, rows=1)
+
+
+def _one_row_misleads(model: nn.Module, call: Call) -> bool:
+    """Tell whether a call is a batch norm over more than vectors.
+
+    torch's backward of it on the CPU reads the layout off the gradient's strides; those of a dimension of size one say
+    nothing, and for one row its gradients can be wrong (seen on torch 2.13; a model at batch size 1 has them too).
+    """
+    if not call.shapes or len(call.shapes[0]) <= 2:
+        return False
+    if call.leaf is None:
+        return call.target is F.batch_norm
+    return any(isinstance(module, _BatchNorm) for module in model.get_submodule(call.leaf).modules())
+
+
+def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:
+    """Record at the sample's own batch size, and compute what value reads give there."""
+    blank = any(parameter.is_meta for parameter in model.parameters())
+    inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
+    reader = MetaValueReader(model) if blank else ValueReader(model, inputs)
+    rows = batch_rows(flat)
+    _run_at(model, flat, rows, scope, reader)
+    return tuple(reader.answers)
+
+
+def _opaque_modules(model: nn.Module, scope: Scope, error: Refusal | Unexpected) -> dict[str, OpaqueModule]:
+    """Return the module that has to be opaque, and its like: equal Python fails in an equal way; none for the root."""
+    path = error.module
+    while path in scope.opaque:
+        path = path.rpartition(".")[0]
+    if not path:
+        return {}
+    kind = type(model.get_submodule(path))
+    whole = error.whole if isinstance(error, Refusal) else ""
+    alike = [p for p, module in model.named_modules() if p and type(module) is kind and p not in scope.opaque]
+    return {p: OpaqueModule(str(error), whole) for p in alike}
+
+
+def refuse_hiding(model: nn.Module, scope: Scope, once: Collection[str]) -> None:
+    """Raise Refusal when an opaque module among ``once``, which run once per step, holds too much to be whole."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for path in scope.opaque.keys() & set(once):
+        module = model.get_submodule(path)
+        share = sum(parameter.numel() for parameter in module.parameters()) / max(total, 1)
+        parts = [m for m in module.modules() if sum(any(True for _ in c.parameters()) for c in m.children()) > 1]
+        if share > _HIDES and parts:
+            reason = scope.opaque[path].reason
+            raise Refusal(f"module {path!r} would stay whole and holds {share:.0%} of the parameters: {reason}", "")
+
+
+def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
+    """Return the leaf modules whose parameters are used more than once: inside them, the parameter is a value."""
+    parameters = dict(model.named_parameters())
+    uses: dict[str, list[Call]] = defaultdict(list)
+    for call in calls:
+        for name in dict.fromkeys(call.reads):
+            uses[name].append(call)
+    found: set[str] = set()
+    for name, users in uses.items():
+        if name in parameters and len(users) > 1:
+            found.update(c.leaf for c in users if c.leaf is not None and _enterable(model.get_submodule(c.leaf)))
+    return frozenset(found)
+
+
+def _enterable(module: nn.Module) -> bool:
+    return not has_hooks(module) and not isinstance(module, (nn.RNNBase, *STATEFUL_LEAVES))
+
+
+# -- real runs ---------------------------------------------------------------------------------------------------------
+def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Observations | None:
+    """Run the model on ``rows`` real rows and note what its opaque modules give; None when it has none, or no values.
+
+    The model and the random states are as before at the end. Raises Unexpected for an exception of the model's own.
+    """
+    if not scope.opaque or any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    pairs = zip(inputs.leaves, inputs.batch_dims, strict=True)
+    leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
+    args, kwargs = inputs.rebuild(leaves)
+    with (
+        state.random_state(),
+        state.attributes(model) as holders,
+        state.buffer_contents(model),
+        written_back(model),
+        torch.no_grad(),
+        torch.inference_mode(False),
+    ):
+        watcher = Watcher(model, scope, holders)
+        try:
+            with patched(watcher), watcher:
+                model(*args, **kwargs)
+        except TraceError:
+            raise
+        except Exception as error:
+            if is_fault(error):
+                raise
+            raise Unexpected(error, "") from error
+    return Observations(model, scope, watcher.seen)
+
+
+@contextlib.contextmanager
+def answering(model: nn.Module, scope: Scope) -> Iterator[None]:
+    """Give a model's own Python, in real runs inside, the answers to value reads that a recording took."""
+    watcher = Watcher(model, scope)
+    with patched(watcher), watcher:
+        yield

@@ -1,0 +1,287 @@
+"""Three recordings at three batch sizes become one whose numbers are expressions of the batch size.
+
+Another recording holds where it is the merged one at its number of rows. At one row expansions are left out of both
+sides first, as transformers leaves them out there:
+
+    3 rows   arange ─► unsqueeze [1, 16] ─► expand [3, 16] ─► diff
+    1 row    arange ─► unsqueeze [1, 16] ───────────────────► diff         expand [1, 16] of [1, 16] changes nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from autosplit.errors import TraceError
+from autosplit.trace.graph import Size, TensorInfo
+from autosplit.trace.recording.random_watch import Draw
+from autosplit.trace.recording.recording import Attribute, Call, Differs, Recording, Ref, mapped, mapped_together
+from autosplit.trace.shapes.formula import ROWS, Formula, Length, Symbol, evaluate
+
+BATCH_SIZES = (3, 4, 6)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A Python number that is ``per_row * rows + constant``."""
+
+    per_row: float
+    constant: float
+
+    def at(self, rows: int) -> float:
+        """Return the number for a batch of ``rows`` rows."""
+        return self.per_row * rows + self.constant
+
+
+@dataclass(frozen=True)
+class MergedCall:
+    """A call with Affine numbers, or formulas, in its arguments, and the tensors that it makes."""
+
+    call: Call
+    args: Any
+    kwargs: Any
+    tensors: tuple[TensorInfo, ...]
+    draws: tuple[Draw, ...] | None = ()
+    """What it draws, in order; None where that depends on more than sizes."""
+
+
+@dataclass(frozen=True)
+class MergedRecording:
+    """What the recordings have in common; ``lengths`` are the symbols of its formulas, beside the rows."""
+
+    calls: tuple[MergedCall, ...]
+    output: list[Any]
+    recording: Recording
+    lengths: tuple[Length, ...] = ()
+
+
+def merge(recordings: Sequence[Recording]) -> MergedRecording:
+    """Merge recordings at ``BATCH_SIZES``; raises TraceError where they differ by more than affine numbers."""
+    first = recordings[0]
+    for other in recordings[1:]:
+        _same_calls(first, other)
+    merged: list[MergedCall] = []
+    for calls in zip(*(r.calls for r in recordings), strict=True):
+        try:
+            args, kwargs = _values([(c.args, c.kwargs) for c in calls])
+            tensors = tuple(
+                TensorInfo(tuple(_size(sizes) for sizes in zip(*shapes, strict=True)), dtype, layout)
+                for shapes, dtype, layout in zip(
+                    zip(*(c.shapes for c in calls), strict=True), calls[0].dtypes, calls[0].layouts, strict=True
+                )
+            )
+        except (Differs, ValueError) as error:
+            raise TraceError(
+                f"{calls[0].name} is not affine in the batch: at {', '.join(map(str, BATCH_SIZES))} rows it has "
+                f"{error}; a graph holds for all batch sizes only when sizes are a*rows + b"
+            ) from None
+        merged.append(MergedCall(calls[0], args, kwargs, tensors, _draws(calls)))
+    try:
+        output = _values([r.output for r in recordings])
+    except Differs as error:
+        raise TraceError(f"the model's output cannot be recorded: it holds {error}") from None
+    _same_constants(recordings)
+    return MergedRecording(tuple(merged), output, first)
+
+
+def matches(
+    merged: MergedRecording, recording: Recording, *, rows: int, lengths: Mapping[str, int] = MappingProxyType({})
+) -> bool:
+    """Tell whether a recording at ``rows`` rows and given lengths is the merged one evaluated there."""
+    sizes = {**lengths, ROWS: rows}
+    if len(merged.calls) != len(recording.calls):
+        return False
+    for expected, call in zip(merged.calls, recording.calls, strict=True):
+        if (expected.call.name, expected.call.kind) != (call.name, call.kind):
+            return False
+        if [t.shape_at(rows, lengths) for t in expected.tensors] != call.shapes:
+            return False
+        if not equal((expected.args, expected.kwargs), (call.args, call.kwargs), sizes):
+            return False
+        if expected.draws is not None and not equal(expected.draws, call.draws or (), sizes):
+            return False
+    return same_constants(merged.recording, recording) and equal(merged.output, recording.output, sizes)
+
+
+def same_constants(one: Recording, other: Recording) -> bool:
+    """Tell whether the tensors that a recording holds are those of another one."""
+    tensors = {name: value for name, value in one.constants.items() if isinstance(value, torch.Tensor)}
+    return all(other.constants.get(name) is tensor for name, tensor in tensors.items())
+
+
+def _same_calls(first: Recording, other: Recording) -> None:
+    for a, b in zip(first.calls, other.calls, strict=False):
+        if (a.name, a.kind) != (b.name, b.kind) or not (a.target is b.target or a.target == b.target):
+            raise TraceError(
+                f"forward does other things at another batch size: {a.name} became {b.name}"
+                f" (module {a.module or 'root'!r}); Python code there depends on the number of rows, or "
+                "batch_dims= must say where the batch is"
+            )
+    if len(first.calls) != len(other.calls):
+        raise TraceError(
+            f"forward does other things at another batch size: {len(first.calls)} operations became "
+            f"{len(other.calls)}; Python code depends on the number of rows, or batch_dims= must say where "
+            f"the batch is (last common one: {first.calls[min(len(first.calls), len(other.calls)) - 1].name})"
+        )
+
+
+def _same_constants(recordings: Sequence[Recording]) -> None:
+    first = recordings[0].constants
+    for other in recordings[1:]:
+        for name, value in first.items():
+            if isinstance(value, torch.Tensor) and other.constants.get(name) is not value:
+                raise TraceError(
+                    f"forward captures another constant tensor ({name}) at every call; register it as a buffer"
+                )
+
+
+def _draws(calls: Sequence[Call]) -> tuple[Draw, ...] | None:
+    try:
+        found: tuple[Draw, ...] | None = _values([call.draws for call in calls])
+        return found
+    except (Differs, ValueError):
+        return None
+
+
+def _values(values: Sequence[Any]) -> Any:
+    return mapped_together(_value, *values)
+
+
+def _value(*values: Any) -> Any:
+    first = values[0]
+    if any(type(v) is not type(first) for v in values):
+        raise Differs(", ".join(map(repr, values)))
+    if isinstance(first, (Ref, Attribute)):
+        if any(v != first for v in values):
+            raise Differs("different operands")
+        return first
+    if isinstance(first, (int, float)) and not isinstance(first, bool):
+        return _number(values)
+    if any(not (v is first or v == first) for v in values):
+        if isinstance(first, (bool, str)):
+            raise Differs(", ".join(map(repr, values)))
+        raise Differs(f"a new {type(first).__name__} at every call, which no graph can rebuild")
+    return first
+
+
+def _number(values: Sequence[float]) -> Any:
+    first = values[0]
+    if all(v == first or (v != v and first != first) for v in values):
+        return first
+    per_row = (values[1] - values[0]) / (BATCH_SIZES[1] - BATCH_SIZES[0])
+    constant = values[0] - per_row * BATCH_SIZES[0]
+    if abs(per_row * BATCH_SIZES[2] + constant - values[2]) > 1e-9 * max(1.0, abs(values[2])):
+        raise Differs(f"the numbers {', '.join(map(str, values))}")
+    if isinstance(first, int):
+        return Affine(int(per_row), int(constant))
+    return Affine(per_row, constant)
+
+
+def _size(values: Sequence[int]) -> Size:
+    number = _number(values)
+    return Size(int(number.per_row), int(number.constant)) if isinstance(number, Affine) else Size(0, number)
+
+
+def number_at(number: Any, sizes: Mapping[str, int]) -> Any:
+    """Return the value of a number of a merged recording at given sizes; anything else as it is."""
+    if isinstance(number, Affine):
+        return number.at(sizes[ROWS])
+    return evaluate(number, sizes) if isinstance(number, (Formula, Symbol)) else number
+
+
+def equal(expected: Any, value: Any, sizes: Mapping[str, int] = MappingProxyType({})) -> bool:
+    """Tell whether nested arguments are those of a merged recording at given sizes."""
+
+    def same(one: Any, other: Any) -> None:
+        one = number_at(one, sizes)
+        if not (one is other or one == other or (one != one and other != other)):
+            raise Differs
+
+    try:
+        mapped_together(same, expected, value)
+    except Differs:
+        return False
+    return True
+
+
+# -- one row -----------------------------------------------------------------------------------------------------------
+_EXPANSIONS = frozenset((torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.broadcast_to, torch.broadcast_to))
+
+
+def holds_at(
+    merged: MergedRecording, recording: Recording, *, rows: int, lengths: Mapping[str, int] = MappingProxyType({})
+) -> bool:
+    """Tell whether a recording at ``rows`` rows does what the merged one does there.
+
+    At one row expansions that change nothing may be left out, or be done besides.
+    """
+    if matches(merged, recording, rows=rows, lengths=lengths):
+        return True
+    if rows != 1 or not same_constants(merged.recording, recording):
+        return False
+    graph = [
+        replace(m.call, args=m.args, kwargs=m.kwargs, draws=m.draws, shapes=[t.shape_at(1, lengths) for t in m.tensors])
+        for m in merged.calls
+    ]
+    expected, output = _without_expansions(graph, merged.output)
+    made, returned = _without_expansions(recording.calls, recording.output)
+    sizes = {**lengths, ROWS: 1}
+    return (
+        len(expected) == len(made)
+        and all(_same(a, b, sizes) for a, b in zip(expected, made, strict=True))
+        and equal(output, returned, sizes)
+    )
+
+
+def _without_expansions(calls: Sequence[Call], output: Any) -> tuple[list[Call], Any]:
+    """Return calls and output without the expansions that give their operand's shape."""
+    left: list[Call] = []
+    stands: list[int] = []
+    """For each call its number among those that are left, or that of the operand that it returns."""
+
+    def renumbered(value: Any) -> Any:
+        return Ref(stands[value.index]) if isinstance(value, Ref) else value
+
+    for call in calls:
+        operand = call.args[0] if call.kind == "function" and call.target in _EXPANSIONS else None
+        if isinstance(operand, Ref) and calls[operand.index].shapes == call.shapes:
+            stands.append(stands[operand.index])
+            continue
+        stands.append(len(left))
+        args, kwargs = mapped(renumbered, (call.args, call.kwargs))
+        left.append(replace(call, args=args, kwargs=kwargs))
+    return left, mapped(renumbered, output)
+
+
+def _same(a: Call, b: Call, sizes: Mapping[str, int]) -> bool:
+    """Tell whether two calls are one, the numbers of the first taken at sizes."""
+    if _facts(a) != _facts(b) or not (a.target is b.target or a.target == b.target):
+        return False
+    if a.draws is not None and not equal(a.draws, b.draws or (), sizes):
+        return False
+    return equal((a.args, a.kwargs), (b.args, b.kwargs), sizes)
+
+
+def _facts(call: Call) -> tuple[Any, ...]:
+    return (
+        call.kind,
+        call.module,
+        call.leaf,
+        _label(call),
+        call.shapes,
+        call.dtypes,
+        call.random,
+        call.reads,
+        call.writes,
+    )
+
+
+def _label(call: Call) -> str:
+    """Return a call's name without the number that it has among its like in one module."""
+    if call.kind == "project":  # named after the call that it is a part of, which is its operand
+        return ""
+    return call.name.rpartition("_")[0] if call.kind in ("function", "read") else call.name

@@ -1,0 +1,121 @@
+"""Notice operations that draw random numbers, and write down what is needed to draw the same beforehand.
+
+Private torch interfaces: the default hooks of saved tensors, which tell that ``torch.utils.checkpoint`` is about to run
+something twice, and the kernels of composite operations, which inference mode shows whole; tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosplit.trace.shapes.shape_rules import ruled
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that an operation takes or gives; sizes are numbers, or in a merged recording expressions."""
+
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    dtype: torch.dtype
+
+
+class Draw(NamedTuple):
+    """One call of an aten operation that draws; ``TensorSpec`` stands for the tensors among its arguments."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    out: TensorSpec
+
+
+class RandomWatch(TorchDispatchMode):
+    """Lists the operations that draw random numbers.
+
+    Attributes:
+        drawn: them, since :meth:`begin`.
+        own_generator: whether others drew from another generator than torch's default one.
+        runs_twice: whether one of them runs again in the backward, inside what was watched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was drawn so far."""
+        self.drawn: list[Draw] = []
+        self.own_generator = self.runs_twice = False
+        self._hooks = _hooks()
+
+    @property
+    def drew(self) -> bool:
+        """Whether an operation has drawn random numbers."""
+        return bool(self.drawn)
+
+    @property
+    def draws(self) -> tuple[Draw, ...] | None:
+        """What was drawn, in order; None where it cannot be told beforehand."""
+        return None if self.runs_twice else tuple(self.drawn)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (made := ruled(func, args, kwargs)) is not None:
+            return made
+        if not draws_numbers(func, args, kwargs):
+            return func(*args, **kwargs)
+        if is_composite(func):
+            with self:
+                return run_composite(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if has_own_generator(args, kwargs):
+            self.own_generator = True
+            return out
+        self.runs_twice |= _hooks() != self._hooks
+        result = _specs(out[0] if isinstance(out, tuple) else out)
+        self.drawn.append(Draw(func, _specs(args), tuple((k, _specs(v)) for k, v in kwargs.items()), result))
+        return out
+
+
+def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether an aten operation draws random numbers, given its arguments."""
+    return torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs)
+
+
+def has_own_generator(args: Any, kwargs: Any) -> bool:
+    """Tell whether an aten operation was given a generator."""
+    return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+
+
+def is_composite(func: Any) -> bool:
+    """Tell whether an aten operation is made of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the operations that one is made of, as the plain model does; Python's own decompositions draw otherwise."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            value = kwargs.get(argument.name, args[position] if position < len(args) else argument.default_value)
+            return value == 0
+    return False
+
+
+def _specs(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
+    return tuple(map(_specs, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -1,0 +1,355 @@
+"""Run a model once on fake tensors and write down every torch-level call.
+
+    model's own Python ──► Module.__call__ (patched)  leaf: one call, muted inside; other modules: entered
+                      ──► TorchFunctionMode          every torch function and Tensor method
+                      ──► TorchDispatchMode          which of them draw random numbers
+                      ──► FakeTensorMode             shapes only: nothing is computed or allocated
+
+Values are known by identity: every tensor that a call returned is kept alive until the recording ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from autosplit.trace.borrowed.holders import Holders
+from autosplit.trace.borrowed.logged import LoggedNumber, log_item
+from autosplit.trace.borrowed.side_effects import by_hooks, check_own
+from autosplit.trace.borrowed.state_calls import assign_buffers, give_back, track_mutation, track_state
+from autosplit.trace.inputs.objects import is_object
+from autosplit.trace.inputs.structure import Field, flatten_output, projections, storage_key, tensors_in
+from autosplit.trace.reads.assertions import assertion_here, record_check
+from autosplit.trace.recording.calls import GradAutocastState, apply_function, under
+from autosplit.trace.recording.random_watch import RandomWatch
+from autosplit.trace.recording.recording import (
+    GRADIENT_CALLS,
+    NESTED,
+    VALUE_READS,
+    Attribute,
+    Call,
+    Observed,
+    Reader,
+    Recording,
+    Ref,
+    Refusal,
+    mapped,
+    source_line,
+    where,
+)
+from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
+from autosplit.trace.stacks import is_stack, run_stack
+
+
+class Recorder(TorchFunctionMode):
+    """Records torch-level calls of one forward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scope: Scope,
+        *,
+        reader: Reader,
+        observed: Observed | None,
+        holders: Holders | None = None,
+    ) -> None:
+        super().__init__()
+        self.holders = holders
+        self.by_layers: set[tuple[str, str]] = set()  # attributes that layers have set themselves, by their hooks
+        self.model = model
+        self.scope = scope
+        self.reader = reader
+        self.observed = observed
+        self.failed_in: str | None = None  # the innermost module out of which an exception came
+        self.modules_made: list[type] = []
+        self.calls: list[Call] = []
+        self.logged: list[weakref.ref[LoggedNumber]] = []
+        self.logged_lines: set[str] = set()
+        self.decided: set[str] = set()  # those of which the numbers do more than to be kept
+        self.constants: dict[str, Any] = {}
+        self.random = RandomWatch()
+        self._refs: dict[int, int] = {}
+        self.attributes: dict[int, str] = {}
+        self.inputs: list[tuple[torch.Tensor, bool]] = []  # and whether each requires a gradient: the first calls
+        self._keep: list[Any] = []
+        self._muted = 0
+        self._stack: list[tuple[str, int]] = [("", 0)]
+        self._module_calls: Counter[str] = Counter()
+        self._op_counts: Counter[tuple[str, int, str]] = Counter()
+        self._storages: defaultdict[int, int] = defaultdict(count().__next__)
+        self.owners: dict[int, str] = {}
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._root_ambient = GradAutocastState.current()
+        self._transforms = torch._C._functorch.maybe_current_level()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.attributes.setdefault(id(tensor), name)
+            self._keep.append(tensor)
+            self._storages.setdefault(storage_key(tensor), -1)
+            self.owners.setdefault(storage_key(tensor), name)
+
+    @property
+    def path(self) -> str:
+        """Qualified name of the module whose forward is running."""
+        return self._stack[-1][0]
+
+    def refusal(self, what: str, *, whole: str = "") -> Refusal:
+        """Return a refusal of what the module whose forward is running does; ``whole``: see `Refusal`."""
+        source = source_line()
+        return Refusal(f"{where(self.path)} {what}" + (f" ({source})" if source else ""), self.path, whole=whole)
+
+    # -- values ------------------------------------------------------------------------------------------------
+    def add_input(self, name: str, tensor: torch.Tensor) -> None:
+        """Bind an input tensor."""
+        call = Call("input", name, (), {}, "", f"input/{name}")
+        self.calls.append(call)
+        self._note(call, tensor)
+        self._refs[id(tensor)] = len(self.calls) - 1
+        self.inputs.append((tensor, tensor.requires_grad))
+
+    def reference(self, tensor: torch.Tensor) -> Ref | Attribute:
+        """Return the recorded call or the attribute that a tensor is."""
+        if id(tensor) in self._refs:
+            return Ref(self._refs[id(tensor)])
+        if id(tensor) in self.attributes:
+            return Attribute(self.attributes[id(tensor)])
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise self.refusal(
+                f"uses a tensor with gradient history from outside the recorded calls "
+                f"({type(tensor.grad_fn).__name__}); pass it as an input of the model"
+            )
+        if tensor.is_nested:
+            raise Refusal(f"{where(self.path)} {NESTED}", "")
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            raise self.refusal(
+                "makes a tensor in a way that cannot be recorded; use a torch function such as "
+                "torch.tensor, torch.zeros or torch.arange"
+            )
+        return self.constant(tensor)
+
+    def constant(self, value: Any) -> Attribute:
+        """Bind any object that the graph must carry as a constant."""
+        if id(value) not in self.attributes:
+            prefix = "_constant" if isinstance(value, torch.Tensor) else "_object"
+            self.attributes[id(value)] = f"{prefix}{len(self.constants)}"
+            self.constants[self.attributes[id(value)]] = value
+            self._keep.append(value)
+        return Attribute(self.attributes[id(value)])
+
+    def encode(self, value: Any) -> Any:
+        """Replace tensors in nested arguments by what they are in the recording."""
+        return mapped(self._encoded, value)
+
+    def _encoded(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.reference(value)
+        if isinstance(value, nn.Module) and id(value) in self._paths:
+            return Attribute(self._paths[id(value)])
+        if isinstance(value, np.generic):  # an operand of generated code must be a number that Python can print
+            return value.item()
+        if isinstance(value, _PLAIN):
+            return value
+        if is_object(value) and tensors_in(value):
+            raise self.refusal(f"hands a {type(value).__name__} that holds tensors to a layer; hand over the tensors")
+        return self.constant(value)
+
+    def storage_of(self, value: Any) -> int:
+        """Return the number of a tensor's storage, -1 for the model's own and for what is no tensor."""
+        return self._storages.get(storage_key(value), -1) if isinstance(value, torch.Tensor) else -1
+
+    def _note(self, call: Call, tensor: torch.Tensor) -> None:
+        if tensor.is_nested:
+            raise Refusal(f"{where(self.path)} {NESTED}", "")
+        call.note(tensor, self._storages[storage_key(tensor)])
+        self._keep.append(tensor)
+
+    # -- calls -------------------------------------------------------------------------------------------------
+    def perform(self, kind: str, target: Any, label: str, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Run one call and write it down; nothing inside is recorded."""
+        self._muted += 1
+        try:
+            inputs = tensors_in((args, kwargs))
+            own = list(self.model.get_submodule(target).buffers()) if kind == "module" else []
+            touched = [*inputs, *own]
+            versions = [t._version for t in touched]
+            call = Call(kind, target, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
+            call.leaf = target if kind == "module" else None
+            call.source = source_line()
+            self.random.begin()
+            if call.leaf in self.scope.opaque and self.observed is not None:
+                out = self.observed.replay(call, self._stack[-1][1], args, kwargs)
+            else:
+                out = run()
+            if self.random.own_generator:
+                raise self.refusal(_OWN_GENERATOR)
+            if self.random.drew:
+                call.random, call.draws = True, self.random.draws
+            track_mutation(self, call, touched, versions)
+            track_state(self, call, inputs)
+            ambient = GradAutocastState.current()
+            if ambient != self._root_ambient:
+                self._wrap(call, ambient.differing(self._root_ambient))
+            tensors = [t for t in flatten_output(out)[0] if isinstance(t, torch.Tensor)]
+            if tensors or call.mutates or call.writes:
+                call.name = self.name_of(kind, label)
+                self.calls.append(call)
+                self._bind(out, len(self.calls) - 1)
+            return out
+        finally:
+            self._muted -= 1
+
+    def name_of(self, kind: str, label: str) -> str:
+        """Return the stable name of the next call of a kind."""
+        path, number = self._stack[-1]
+        if kind == "module":
+            return f"{path}#{number}"
+        count = self._op_counts[path, number, label]
+        self._op_counts[path, number, label] += 1
+        return f"{path}#{number}/{label}_{count}"
+
+    def _wrap(self, call: Call, ambient: GradAutocastState) -> None:
+        function = Attribute(call.target) if call.kind == "module" else self.constant(call.target)
+        call.kind, call.target = "function", under
+        call.args = (self.constant(ambient), function, *call.args)
+
+    def _bind(self, out: Any, index: int) -> None:
+        if isinstance(out, torch.Tensor):
+            self._note(self.calls[index], out)
+            self._refs[id(out)] = index
+            return
+        for leaf, steps in projections(out):
+            self._note(self.calls[index], leaf)
+            parent = Ref(index)
+            base = self.calls[index].name
+            for step in steps:
+                base = f"{base}.{step}"
+                call = Call("project", "attribute" if isinstance(step, Field) else "item", (parent, step), {}, "", base)
+                call.module = self.calls[index].module
+                self.calls.append(call)
+                parent = Ref(len(self.calls) - 1)
+            self._note(self.calls[-1], leaf)
+            self._refs[id(leaf)] = parent.index
+
+    # -- the two seams -------------------------------------------------------------------------------------------
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._muted:
+            return func(*args, **kwargs)
+        self._refuse_transform()
+        label = getattr(func, "__name__", type(func).__name__)
+        if label in VALUE_READS and any(self.knows(t) or type(t) is not FakeTensor for t in tensors_in((args, kwargs))):
+            return self._read(func, label, args, kwargs)
+        if label in GRADIENT_CALLS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
+            raise self.refusal(
+                f"calls {label} on a recorded tensor; a graph carries no hooks and computes no gradients in forward",
+                whole="it registers a hook" if "hook" in label else "",
+            )
+        if label == "__get__":
+            label = func.__self__.__name__
+            if label == "grad":
+                return func(*args, **kwargs)
+            return self.perform("function", getattr, label, lambda: func(*args), (args[0], label), {})
+        if label == "__set__":
+            label = func.__self__.__name__
+            if label == "data":
+                raise Refusal(f"{where(self.path)} assigns data of a tensor, as no graph does ({source_line()})", "")
+            full = (args[0], label, args[1])
+            return self.perform("function", setattr, f"set_{label}", lambda: func(*args), full, {})
+        return self.perform("function", func, label.strip("_") or "op", lambda: func(*args, **kwargs), args, kwargs)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a recorded value, a parameter or a buffer, and no constant."""
+        return id(tensor) in self._refs or self.attributes.get(id(tensor), "_") not in (*self.constants, "_")
+
+    def _read(self, func: Any, label: str, args: Any, kwargs: Any) -> Any:
+        if (asserted := assertion_here(label)) is not None:
+            return record_check(self, asserted, func, args, kwargs)
+        if self.scope.only_keeps(label, line := source_line()):
+            return log_item(self, args[0], line)
+        call = Call("read", func, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
+        call.name, call.source = self.name_of("read", label.strip("_")), source_line()
+        value = self.reader.read(call, self)
+        self.calls.append(call)
+        return value
+
+    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Stand in for ``nn.Module.__call__``: a leaf is one call, anything else is entered."""
+        path = self._paths.get(id(module))
+        if self._muted or path is None:
+            return original(module, *args, **kwargs)
+        self._refuse_transform()
+        if path == "":
+            return (partial(run_stack, module) if is_stack(module, args) else module.forward)(*args, **kwargs)
+        self._stack.append((path, self._module_calls[path]))
+        self._module_calls[path] += 1
+        try:
+            if self.scope.is_leaf(module, path) or pads_in_its_own_way(module, args, kwargs):
+                if is_stack(module, args) and path not in self.scope.opaque and not has_hooks(module):
+                    return run_stack(module, *args, **kwargs)
+                return self._leaf(original, module, path, args, kwargs)
+            return original(module, *args, **kwargs)
+        except Exception as error:
+            self.failed_in = path if self.failed_in is None else self.failed_in
+            if not isinstance(error, Refusal) and not getattr(error, "__notes__", None):
+                error.add_note(f"raised in module {path!r} ({type(module).__name__})")
+            raise
+        finally:
+            self._stack.pop()
+
+    def _refuse_transform(self) -> None:
+        """Raise Refusal inside of torch.func's transforms: their tensors are no values of the recording."""
+        if torch._C._functorch.maybe_current_level() != self._transforms:
+            raise self.refusal("uses torch.vmap or torch.func, whose inner tensors no graph holds")
+
+    def _leaf(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        cumulative = isinstance(module, STATEFUL_LEAVES) and module.momentum is None
+        if cumulative:  # torch reads 1 / float(num_batches_tracked) then, which a fake tensor cannot tell
+            module.__dict__["momentum"] = 0.1
+        try:
+            with by_hooks(module, path, None if path in self.scope.opaque else self.holders, self.by_layers):
+                return self.perform("module", path, "", lambda: original(module, *args, **kwargs), args, kwargs)
+        finally:
+            if cumulative:
+                module.__dict__["momentum"] = None
+
+    def call_function(self, original: Callable[..., Any], function: type, args: Any, kwargs: Any) -> Any:
+        """Stand in for ``autograd.Function.apply``: one call with its own backward."""
+        from torch.utils.checkpoint import CheckpointFunction
+
+        if self._muted:
+            self.random.runs_twice |= function is CheckpointFunction
+            return original(*args, **kwargs)
+        if function.__name__ == "_NoopSaveInputs":  # torch 2.11's checkpoint keeps its inputs by it; here it just runs
+            return args[0].detach()
+        if function is CheckpointFunction:
+            return args[0](*args[2:])
+        run = partial(original, *args, **kwargs)
+        return self.perform("function", apply_function, function.__name__, run, (function, *args), kwargs)
+
+    def recorded(self) -> dict[int, int]:
+        """Map the ids of all tensors that calls returned to the calls' indices."""
+        return self._refs
+
+    def finish(self, output: Any, buffers: dict[str, torch.Tensor], kept: Sequence[torch.Tensor]) -> Recording:
+        """Record buffers that were assigned, and return the recording; what is kept besides are its last outputs."""
+        assign_buffers(self, buffers)
+        give_back(self)
+        check_own(self.model, output)
+        flat, unflatten = flatten_output(output)
+        encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
+        encoded += [self.reference(tensor) for tensor in kept]
+        return Recording(self.calls, self.constants, encoded, unflatten, kept=len(kept))
+
+
+_OWN_GENERATOR = "draws from a generator of its own; a pipeline cannot keep the order of its draws: use torch's default"
+_OTHER = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (int, float, bool, str, complex, range, type(None), type(Ellipsis), *_OTHER)

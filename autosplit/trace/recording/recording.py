@@ -1,0 +1,237 @@
+"""What a recorder writes down: calls, and the values that they take and give."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from autosplit.errors import TraceError, is_internal
+from autosplit.trace.inputs.objects import Structure
+from autosplit.trace.inputs.structure import Layout, layout_of
+from autosplit.trace.recording.random_watch import Draw
+
+VALUE_READS = frozenset(
+    "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "
+    "__contains__".split()
+)
+GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
+NESTED = "makes a nested tensor, which has no shape; pad and mask instead"
+"""Why a model is not recorded, not even around a module: a stage that runs again in its backward compares shapes."""
+_OWN = str(Path(__file__).parents[2]) + os.sep
+_TORCH = str(Path(torch.__file__).parent)
+_DECORATORS = str(contextlib.__file__)
+
+
+class Refusal(TraceError):
+    """Something in the own Python of one module cannot be recorded; ``module`` is its qualified name, "" the root's.
+
+    ``whole`` says why that Python must see the whole batch at once, or is "".
+    """
+
+    def __init__(self, message: str, module: str, *, whole: str = "") -> None:
+        super().__init__(message)
+        self.module = module
+        self.whole = whole
+
+
+class FirstCall(TraceError):
+    """The model makes its own parameters, buffers or modules when it is called; ``names`` are those that it made."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        super().__init__(
+            f"the model's parameters, buffers or modules are made or taken away by its forward ({listed}), so it "
+            "cannot be planned before that: call the model once on a batch first"
+        )
+
+
+class Unexpected(Exception):
+    """The model raised ``error`` while it was recorded, out of ``module``."""
+
+    def __init__(self, error: Exception, module: str) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.module = module
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """The result of the recorded call with this index."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """A parameter, buffer, module or constant by its name."""
+
+    name: str
+
+
+@dataclasses.dataclass
+class Call:
+    """One recorded call; ``kind`` is input, module, function, project or read."""
+
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: str
+    name: str
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
+    layouts: list[Layout] = dataclasses.field(default_factory=list)
+    reads: list[str] = dataclasses.field(default_factory=list)
+    writes: list[str] = dataclasses.field(default_factory=list)
+    views: list[str] = dataclasses.field(default_factory=list)
+    """Parameters and buffers of which the call takes a view, or writes through one."""
+    leaf: str | None = None
+    """The leaf module that the call runs, also when it is wrapped in an ambient state."""
+    random: bool = False
+    draws: tuple[Draw, ...] | None = ()
+    """What it draws, in order; None where that cannot be told beforehand."""
+    mutates: list[int] = dataclasses.field(default_factory=list)
+    """Numbers of the storages that this call changes in place."""
+    storages: list[int] = dataclasses.field(default_factory=list)
+    reads_storages: list[int] = dataclasses.field(default_factory=list)
+    source: str = ""
+    """Where the model's code made the call: ``file:line``."""
+    whole: str = ""
+    """Why the call must see the whole batch at once, or "": it reads single values, counts its calls, ..."""
+
+    def note(self, tensor: torch.Tensor, storage: int) -> None:
+        """Add a tensor that the call gives, and the number of its storage."""
+        self.shapes.append(tuple(tensor.shape))
+        self.dtypes.append(tensor.dtype)
+        self.layouts.append(layout_of(tensor))
+        self.storages.append(storage)
+
+
+@dataclasses.dataclass
+class Recording:
+    """All calls of one run, the constants that they use and the model's output."""
+
+    calls: list[Call]
+    constants: dict[str, Any]
+    output: list[Any]
+    unflatten: Structure
+    changed: frozenset[tuple[str, str]] = frozenset()
+    """Where the run changed Python state; see :mod:`autosplit.trace.borrowed.side_effects`."""
+    kept: int = 0
+    """How many of the last outputs are tensors that the run left there."""
+    logged: int = 0
+    """How many of those, the last ones, stand for numbers in logs."""
+    asks_grad_mode: str = ""
+    """Where the forward asked whether gradients are on: ``file:line``; "" where it did not."""
+
+
+class Reader(Protocol):
+    """Tells a recorder what a value read gives."""
+
+    def read(self, call: Call, recorder: Any) -> Any:
+        """Return the value that ``call`` reads; raise Refusal when no graph can follow the read."""
+
+
+class Observed(Protocol):
+    """Tells a recorder what an opaque module gives."""
+
+    def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
+        """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested arguments with ``function`` of each leaf in its place; slices are nested too."""
+    if isinstance(value, slice):
+        return slice(*(mapped(function, part) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(function, part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(mapped(function, part) for part in value)
+    if isinstance(value, dict):
+        return {key: mapped(function, part) for key, part in value.items()}
+    return function(value)
+
+
+class Differs(Exception):
+    """Two nested values do not have the same structure, or leaves that do not go together."""
+
+
+def mapped_together(function: Callable[..., Any], *values: Any) -> Any:
+    """Return nested arguments with ``function`` of the leaves at each place; raises Differs where structures differ."""
+    first = values[0]
+    if not isinstance(first, (slice, list, tuple, dict)):
+        return function(*values)
+    if any(type(value) is not type(first) for value in values):
+        raise Differs(", ".join(map(repr, values)))
+    if isinstance(first, slice):
+        parts = [tuple(getattr(value, part) for value in values) for part in ("start", "stop", "step")]
+        return slice(*(mapped_together(function, *part) for part in parts))
+    if isinstance(first, dict):
+        if any(list(value) != list(first) for value in values):
+            raise Differs("different keywords")
+        return {key: mapped_together(function, *(value[key] for value in values)) for key in first}
+    if any(len(value) != len(first) for value in values):
+        raise Differs(f"lists of {', '.join(str(len(value)) for value in values)} entries")
+    made = [mapped_together(function, *part) for part in zip(*values, strict=True)]
+    if hasattr(first, "_fields"):
+        return type(first)(*made)
+    return made if isinstance(first, list) else tuple(made)
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """Return the leaves of nested arguments."""
+    found: list[Any] = []
+    mapped(found.append, value)
+    return found
+
+
+def refs_in(value: Any) -> list[Ref]:
+    """Return the references inside nested arguments."""
+    return [leaf for leaf in leaves_in(value) if isinstance(leaf, Ref)]
+
+
+def is_foreign(file: str) -> bool:
+    """Tell whether code is torch's, the recorder's or made at run time: neither the model's nor that of its package."""
+    return file.startswith((_OWN, _TORCH, _DECORATORS, "<"))
+
+
+def is_fault(error: Exception) -> bool:
+    """Tell whether an exception out of a run of the model is a fault of the recorder's own.
+
+    Operations of the model run in frames of the recorder; what torch's C++ raises there is an error of other kinds.
+    """
+    return isinstance(error, (AssertionError, AttributeError, KeyError, NameError)) and is_internal(error)
+
+
+def source_line() -> str:
+    """Return ``file:line`` of the innermost caller that is neither torch's code nor the recorder's; "" when none is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_foreign(name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def raised_line(error: BaseException) -> str:
+    """Return ``file:line`` of the innermost code that an error came through, as `source_line` does for callers."""
+    lines = (
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not is_foreign(frame.f_code.co_filename)
+    )
+    return next(reversed([*lines]), "")
+
+
+def where(path: str) -> str:
+    """Return a module's path in words."""
+    return f"module {path!r}" if path else "the model's own forward"

@@ -1,0 +1,342 @@
+"""One recording: the model's forward on fake tensors at a given batch size.
+
+Private torch interfaces used here (checked with torch 2.11, 2.13 and 2.15): ``FakeTensorMode`` (no public module offers
+shape-only execution).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from autosplit.trace.borrowed import side_effects, state
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder, Holders
+from autosplit.trace.borrowed.logged import Decides
+from autosplit.trace.borrowed.side_effects import check_given
+from autosplit.trace.borrowed.silence import COLLECTS
+from autosplit.trace.borrowed.surroundings import GradModeWatch, as_in_a_plain_call
+from autosplit.trace.inputs.structure import empty_in_layout, layout_of, one_tensor
+from autosplit.trace.reads.reads import Recall, Unanswered
+from autosplit.trace.reads.watch import Watcher
+from autosplit.trace.recording.record import Recorder
+from autosplit.trace.recording.recording import (
+    NESTED,
+    FirstCall,
+    Observed,
+    Reader,
+    Recording,
+    Refusal,
+    Unexpected,
+    is_fault,
+    raised_line,
+    where,
+)
+from autosplit.trace.scope import Scope
+
+
+@dataclass(frozen=True)
+class FlatInputs:
+    """The flattened inputs of one call: leaves, structure, names, and the batch dimension of each leaf (None: none)."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+    names: tuple[str, ...]
+    batch_dims: tuple[int | None, ...]
+
+    def tensors(self) -> list[int]:
+        """Return the positions of the tensors among the leaves."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments made of other leaves; those that were one tensor are one again."""
+        args, kwargs = self.spec([leaves[i] for i in one_tensor(self.leaves)] if self.leaves else leaves)
+        return args, kwargs
+
+
+class Sizes(contextlib.AbstractContextManager[Any], Protocol):
+    """The sizes of the inputs of one recording; active while the model runs."""
+
+    def fake_mode(self) -> FakeTensorMode:
+        """Return the mode in which tensors of these sizes are made."""
+
+    def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
+        """Return the shape of the tensor at a position among the input tensors."""
+
+
+class _Numbers(contextlib.nullcontext[None]):
+    """The sample's own sizes, at another number of rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def fake_mode(self) -> FakeTensorMode:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
+        return [self.rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
+
+
+@dataclass(frozen=True)
+class PythonRun:
+    """A run of the model's own Python: what it did, what it changed, and what its tensors stand for."""
+
+    recording: Recording
+    changes: side_effects.Changes
+    real: Mapping[int, torch.Tensor]
+    """Parameters, buffers and inputs by the ids of the fake tensors that stood for them."""
+    kept: Sequence[torch.Tensor]
+    """The fake tensors that the run left, in the order of the recording's last outputs."""
+
+    def leave(self, kept: Sequence[torch.Tensor]) -> None:
+        """Leave what the run left, with real tensors in the places of those that were kept."""
+        self.changes.make({**self.real, **{id(fake): own for fake, own in zip(self.kept, kept, strict=True)}})
+
+
+def run_python(
+    model: nn.Module,
+    inputs: FlatInputs,
+    *,
+    rows: int,
+    scope: Scope,
+    reader: Reader | None = None,
+    observed: Observed | None = None,
+    sizes: Sizes | None = None,
+) -> PythonRun:
+    """Record the model's forward at ``rows`` batch rows, and what it changed; the model is as before at the end.
+
+    ``reader`` answers value reads; None: as the scope says. ``observed`` tells what opaque modules give; None: a run
+    on fake tensors does. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
+
+    Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
+    exception of the model's own, Unanswered for a value read that has no answer.
+    """
+    sizes = sizes or _Numbers(rows)
+    mode: Any = _AsItIs() if isinstance(sizes, _Numbers) and _all_on_meta(model) else sizes.fake_mode()
+    if lazy := [name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)]:
+        raise FirstCall(lazy)
+    with (
+        state.random_state(),
+        state.contents(state.attribute_tensors(model)),
+        state.attributes(model) as holders,
+        state.fake_tensors(model, mode) as real,
+    ):
+        recorder = Recorder(
+            model,
+            scope,
+            reader=reader or Recall(scope.answers),
+            observed=observed,
+            holders=holders,
+        )
+        return _run(model, inputs, sizes, mode, rows=rows, recorder=recorder, holders=holders, real=real)
+
+
+def _run(
+    model: nn.Module,
+    inputs: FlatInputs,
+    sizes: Sizes,
+    mode: Any,
+    *,
+    rows: int,
+    recorder: Recorder,
+    holders: Holders,
+    real: dict[int, torch.Tensor],
+) -> PythonRun:
+    """Record one run of a model whose tensors are fake; it is left as the run leaves it."""
+    seed, named, before = torch.initial_seed(), state.places(model), holders.read()
+    random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
+    np.random.seed(rows)
+    leaves = list(inputs.leaves)
+    for position, index in enumerate(inputs.tensors()):
+        shape = sizes.shape(position, leaves[index], inputs.batch_dims[index])
+        real_leaf, leaves[index] = leaves[index], _fake(leaves[index], shape, mode)
+        real[id(leaves[index])] = real_leaf
+    for index in inputs.tensors():
+        recorder.add_input(inputs.names[index], leaves[index])
+    args, kwargs = inputs.rebuild(leaves)
+    asked = GradModeWatch()
+    output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, asked))
+    if (made := state.places(model)) != named:
+        raise FirstCall([name for name in {**named, **made} if named.get(name) != made.get(name)])
+    check_given((args, kwargs), inputs.spec, [leaves[i] for i in one_tensor(inputs.leaves)], output)
+    if torch.initial_seed() != seed:
+        raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
+    found = side_effects.changes(holders, before).without(partial(_comes_with_the_graph, recorder))
+    _refuse_modules(found)
+    left = side_effects.kept(found, real)
+    numbers = _logged(recorder, found)
+    left += numbers
+    recording = recorder.finish(output, dict(model.named_buffers()), left)
+    recording.logged = len(numbers)
+    recording.asks_grad_mode, recording.changed = asked.line, found.places
+    return PythonRun(recording, found, real, left)
+
+
+def _comes_with_the_graph(recorder: Recorder, holder: Holder, key: Any, value: Any) -> bool:
+    """Tell whether a change is a buffer that the graph assigns, or an attribute that a layer sets by its hooks."""
+    path, table = holder.place
+    if table == "_buffers":
+        return id(value) in recorder.recorded()
+    return not table and (path, key) in recorder.by_layers
+
+
+def _logged(recorder: Recorder, found: side_effects.Changes) -> list[torch.Tensor]:
+    """Return the tensors of the numbers that the run kept; raise Decides where one is used, or kept out of sight."""
+    kept = found.numbers()
+    ids = {id(number) for number in kept}
+    alive = [number for ref in recorder.logged if (number := ref()) is not None]
+    lines = recorder.decided.union(*(number.lines for number in alive if id(number) not in ids))
+    if lines:
+        raise Decides(lines, "")
+    return list({id(tensor): tensor for number in kept for tensor in number.tensors}.values())
+
+
+def _refuse_modules(found: side_effects.Changes) -> None:
+    """Raise Refusal where a forward sets or deletes parameters, modules, or hooks that are not for its own outputs."""
+    for holder, entries in found.entries:
+        path, table = holder.place
+        collects = all(getattr(hook, "__module__", "") == COLLECTS for hook in entries.values())
+        if table in ("_parameters", "_modules") or (table in HOOK_TABLES and not collects):
+            what = {"_parameters": "parameter", "_modules": "module"}.get(table, "hook")
+            raise Refusal(
+                f"forward sets the {what} {next(iter(entries))!r} of module {path or 'root'!r}, which a graph "
+                "does not: do so before the model is called",
+                "",
+            )
+
+
+def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes: tuple[Any, ...]) -> Any:
+    """Run the forward while it is recorded, and tell what a graph cannot follow from what the model itself raises."""
+    try:
+        with (
+            torch.inference_mode(False),
+            quiet_log(),
+            patched(recorder),
+            as_in_a_plain_call(),
+            contextlib.ExitStack() as stack,
+        ):
+            for each in modes:
+                stack.enter_context(each)
+            return model(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        line = raised_line(error)
+        place = f" in {line}" if line else ""
+        raise Refusal(
+            f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]}{place})"
+            f"{_notes(error)}; a graph cannot follow that: compute it for all rows and choose by torch.where, or mask",
+            recorder.failed_in or "",
+        ) from error
+    except (Refusal, Unanswered):
+        raise
+    except Exception as error:
+        if is_fault(error):
+            raise
+        if recorder.modules_made:
+            raise FirstCall([f"a {kind.__name__}" for kind in recorder.modules_made]) from error
+        place = where(recorder.failed_in or "")
+        if _is_nested(error):
+            raise Refusal(f"{place} {NESTED}", "") from error
+        if isinstance(error, UnsupportedOperatorException):
+            what = f"{place} calls {error.func}, which torch cannot run on shapes alone"
+            raise Refusal(what, recorder.failed_in or "") from error
+        if recorder.logged_lines:  # the model may have met a number that is none yet
+            raise Decides(recorder.logged_lines, "") from error
+        raise Unexpected(error, recorder.failed_in or "") from error
+
+
+def _is_nested(error: Exception) -> bool:
+    """Tell whether an exception came out of what makes nested tensors."""
+    if isinstance(error, UnsupportedOperatorException):
+        return "nested" in str(error.func)
+    return any(frame.f_code.co_filename.startswith(_NESTED) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+_NESTED = str(Path(torch.nested.__file__).parent)
+
+
+class _AsItIs(contextlib.nullcontext[None]):
+    """Stands for a fake tensor mode where the model's own tensors have no values: it runs on the meta device."""
+
+    def from_tensor(self, tensor: torch.Tensor, *, static_shapes: bool) -> torch.Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+
+def _all_on_meta(model: nn.Module) -> bool:
+    tensors = [*model.parameters(), *model.buffers(), *state.attribute_tensors(model)]
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
+
+
+def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: Any) -> torch.Tensor:
+    device = "meta" if isinstance(mode, _AsItIs) else leaf.device
+    with mode:
+        fake = empty_in_layout(layout_of(leaf), shape, dtype=leaf.dtype, device=device)
+        if isinstance(leaf, nn.Parameter):
+            return nn.Parameter(fake, leaf.requires_grad)
+        fake.requires_grad_(leaf.requires_grad)
+        return fake if leaf.is_leaf else fake.clone(memory_format=torch.preserve_format)
+
+
+def _notes(error: BaseException) -> str:
+    return "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+
+
+@contextlib.contextmanager
+def quiet_log() -> Iterator[None]:
+    """Keep FakeTensorMode from printing a traceback for an exception that is about to be raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+@contextlib.contextmanager
+def patched(recorder: Recorder | Watcher) -> Iterator[None]:
+    """Show calls of modules and of autograd functions to a recorder; those of other threads go on as ever."""
+    call, initialize, apply = nn.Module.__call__, nn.Module.__init__, torch.autograd.Function.__dict__["apply"]
+    own = threading.get_ident()
+
+    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != own:
+            return call(module, *args, **kwargs)
+        return recorder.call_module(call, module, args, kwargs)
+
+    def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == own and isinstance(recorder, Recorder):
+            recorder.modules_made.append(type(module))
+        initialize(module, *args, **kwargs)
+
+    def apply_function(function: type, *args: Any, **kwargs: Any) -> Any:
+        plain = apply.__get__(None, function)
+        if threading.get_ident() != own:
+            return plain(*args, **kwargs)
+        return recorder.call_function(plain, function, args, kwargs)
+
+    with (
+        patch.object(nn.Module, "__call__", call_module),
+        patch.object(nn.Module, "__init__", make),
+        patch.object(torch.autograd.Function, "apply", classmethod(apply_function)),
+    ):
+        yield

@@ -1,0 +1,1 @@
+"""Losses, sums and means over the batch, taken apart into what each microbatch adds."""

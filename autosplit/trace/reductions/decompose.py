@@ -1,0 +1,259 @@
+"""Reductions over the batch, rewritten as a row-wise part and a light one.
+
+    logits ─► cross_entropy ─►         logits ─► cross_entropy(reduction="none") ─► weigh_rows ─► ratio ─►
+              mean: mixes rows                   name.each                          name.rows     name
+                                                 row by row, per microbatch                       once, on [rows, 2]
+
+What a reduction takes need then not be merged: a model's own loss ends the pipeline behind its last layer, not before.
+The graph computes the same values on any batch, up to the order of additions; whether rows are independent in the new
+nodes is asked by the value probe as of any other node. Taken apart are sums, means and torch's losses. Every other
+reduction runs on merged values, and so does one that leaves every row as large as it is, or whose operand is changed in
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autosplit.trace.graph import INFO, Size, TensorInfo, TracedNode
+from autosplit.trace.recording.build import RawGraph
+from autosplit.trace.recording.calls import under
+from autosplit.trace.reductions import reductions
+from autosplit.trace.reductions.losses import LossCall
+from autosplit.trace.rows.kinds import function_of
+
+_ROW, _ONE = Size(1, 0), Size(0, 1)
+_ROWS, _EACH = ".rows", ".each"
+_SIGNATURE = ("input", "dim", "keepdim", "dtype")
+_SPELLINGS = {"axis": "dim", "keepdims": "keepdim", "self": "input", "x": "input"}
+_KINDS = {torch.sum: "sum", torch.Tensor.sum: "sum", torch.mean: "mean", torch.Tensor.mean: "mean"}
+_HALVES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "sum": (reductions.sum_rows, reductions.total),
+    "mean": (reductions.mean_rows, reductions.average),
+    "batchmean": (reductions.batch_mean_rows, reductions.average),
+}
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """What a call reduces: its operand, the dimensions (None: all), and whether they stay."""
+
+    kind: str
+    value: Any
+    dims: Any
+    keepdim: bool
+    dtype: torch.dtype | None
+
+
+def decompose(raw: RawGraph) -> None:
+    """Rewrite the reductions over the batch of a graph whose in-place changes are marked, and sources of fixed size.
+
+    The light part is the node itself: it keeps its name. New are ``<name>.rows`` and, for losses, ``<name>.each``.
+    """
+    free_sources(raw)
+    written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
+    for node in list(raw.graph.nodes):
+        info = node.meta.get(INFO)
+        if info is None or node.op not in ("call_function", "call_method") or len(info.tensors) != 1:
+            continue
+        touched = any(INFO in n.meta and n.meta[INFO].mutated for n in node.all_input_nodes)
+        if not (touched or info.random or info.writes or written.intersection(info.reads)):
+            _Rewriter(raw, node).rewrite()
+
+
+def reduced(node: fx.Node, root: torch.nn.Module) -> tuple[str, Any] | None:
+    """Return ("sum" or "mean", operand) of a call without a dtype of its own; None for any other node."""
+    args = node.args[2:] if node.target is under else node.args
+    found = _parsed(function_of(node, root), args, node.kwargs)
+    return None if found is None or found.dtype is not None else (found.kind, found.value)
+
+
+def is_decomposed(graph: fx.Graph) -> bool:
+    """Tell whether reductions of a graph were taken apart."""
+    return any(INFO in node.meta and node.meta[INFO].name.endswith(_ROWS) for node in graph.nodes)
+
+
+class _Rewriter:
+    def __init__(self, raw: RawGraph, node: fx.Node) -> None:
+        self.graph, self.root, self.node = raw.graph, raw.root, node
+        self.info: TracedNode = node.meta[INFO]
+        self.function = function_of(node, raw.root)
+        self.ambient = node.args[0] if node.target is under else None
+        self.args = node.args[2:] if node.target is under else node.args
+        self.rows = next(n for n in raw.graph.nodes if n.op == "placeholder" and INFO not in n.meta)
+
+    def rewrite(self) -> None:
+        if any(t.varying_dims for t in self.info.tensors):
+            return
+        loss = LossCall.of(self.function, self.args, self.node.kwargs)
+        if loss is not None:
+            self._loss(loss)
+            return
+        found = _parsed(self.function, self.args, self.node.kwargs)
+        if found is not None and isinstance(found.value, fx.Node) and INFO in found.value.meta:
+            self._reduction(found, found.value)
+
+    def _loss(self, loss: LossCall) -> None:
+        probabilities = loss.by_class and _is_differentiable(loss.given["target"])
+        sizes = loss.shape(_sizes_of, probabilities=probabilities) if loss.in_parts else None
+        if sizes is None:
+            return
+        value = TensorInfo(sizes, self.info.tensors[0].dtype)
+        batch_dim, dims, wide = value.batch_dim, tuple(range(len(value.shape))), _wide(value.dtype)
+        first = batch_dim == 0 and value.shape[:1] == (_sizes_of(loss.first) or ())[:1]
+        if batch_dim is None or (loss.reduction == "batchmean" and not first):
+            return
+        if loss.by_class and not probabilities and loss.reduction == "mean":
+            each = self._before(_EACH, loss.function, (), loss.unreduced(), value)
+            args = (each, loss.given["target"], self.rows, batch_dim, loss.given["ignore_index"], wide)
+            made = TensorInfo((_ROW, Size(0, 2)), wide)
+            rows = self._before(_ROWS, reductions.weigh_rows, (*args, self._again(loss.weight)), {}, made)
+            self._become(reductions.ratio, (rows, value.dtype))
+        elif value.shape == (_ROW,):
+            rows = self._before(_ROWS, loss.function, (), loss.unreduced(), value)
+            self._become(_HALVES[loss.reduction][1], (rows, dims, False, value.dtype))
+        else:
+            each = self._before(_EACH, loss.function, (), loss.unreduced(), value)
+            self._split(each, value, _Reduction(loss.reduction, each, dims, keepdim=False, dtype=None), value.dtype)
+
+    def _reduction(self, found: _Reduction, source: fx.Node) -> None:
+        value, made = source.meta[INFO].tensors[0], self.info.tensors[0].dtype
+        dims = _dims(found.dims, len(value.shape))
+        if value.dtype.is_complex or torch.promote_types(value.dtype, made) != made:
+            return  # the halves would not be exact
+        if dims is None or value.batch_dim not in dims:
+            return
+        if dims != (value.batch_dim,) or value.shape[value.batch_dim] != _ROW:
+            self._split(source, value, replace(found, dims=dims), made)
+
+    def _split(self, source: fx.Node, value: TensorInfo, found: _Reduction, dtype: torch.dtype) -> None:
+        """Reduce ``source`` by rows, then the rows."""
+        by_row, whole = _HALVES[found.kind]
+        batch_dim, wide = value.batch_dim, _wide(dtype)
+        sizes = enumerate(value.shape)
+        shape = tuple(_ROW if d == batch_dim else _ONE if d in found.dims else size for d, size in sizes)
+        args = (source, self.rows, batch_dim, found.dims, wide)
+        rows = self._before(_ROWS, by_row, args, {}, TensorInfo(shape, wide))
+        self._become(whole, (rows, found.dims, found.keepdim, dtype))
+
+    # -- the graph ---------------------------------------------------------------------------------------------
+    def _before(
+        self, part: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: TensorInfo
+    ) -> fx.Node:
+        """Put a node before the reduction, in the ambient state of the reduction."""
+        target, full = self._called(function, args)
+        with self.graph.inserting_before(self.node):
+            new = self.graph.create_node(
+                "call_function", target, full, dict(kwargs), name=f"{self.node.name}_{part[1:]}"
+            )
+        new.meta.update(self.node.meta)
+        reads = tuple(str(n.target) for n in new.all_input_nodes if n.op == "get_attr" and n.target in self.info.reads)
+        new.meta[INFO] = replace(self.info, name=self.info.name + part, tensors=(made,), reads=reads, mutated=False)
+        return new
+
+    def _become(self, function: Any, args: tuple[Any, ...]) -> None:
+        """Make the node the light half of itself."""
+        old = list(self.node.all_input_nodes)
+        target, full = self._called(function, args)
+        self.node.op, self.node.target = "call_function", target
+        self.node.args, self.node.kwargs = full, {}
+        self.node.meta[INFO] = replace(self.info, reads=())
+        for operand in old:
+            if operand.op == "get_attr" and not operand.users:
+                self.graph.erase_node(operand)
+
+    def _called(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        if self.ambient is None:
+            return function, args
+        held = f"_object_{function.__name__}"
+        self.root.__dict__[held] = function
+        with self.graph.inserting_before(self.node):
+            return under, (self._again(self.ambient), self.graph.get_attr(held), *args)
+
+    def _again(self, attribute: Any) -> Any:
+        """Return a parameter, buffer or constant as a node of its own: every use is one."""
+        if not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
+            return attribute
+        with self.graph.inserting_before(self.node):
+            return self.graph.get_attr(str(attribute.target))
+
+
+def _parsed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Reduction | None:
+    """Return what a sum or a mean reduces; None for another function or an unusual way to call it."""
+    kind = next((kind for known, kind in _KINDS.items() if known is function), None)
+    given = dict(zip(_SIGNATURE, args, strict=False)) | {_SPELLINGS.get(k, k): v for k, v in kwargs.items()}
+    if kind is None or len(args) > len(_SIGNATURE) or not given.keys() <= {*_SIGNATURE, "out"}:
+        return None
+    if "input" not in given or given.get("out") is not None:
+        return None
+    return _Reduction(kind, given["input"], given.get("dim"), bool(given.get("keepdim")), given.get("dtype"))
+
+
+def _dims(dims: Any, count: int) -> tuple[int, ...] | None:
+    """Return the reduced dimensions, all for None; None for what is not known before the model runs."""
+    given = range(count) if dims is None or dims in ((), []) else (dims,) if isinstance(dims, int) else dims
+    if not all(isinstance(dim, int) for dim in given):
+        return None
+    return tuple(sorted(dim % count for dim in given))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which torch adds up values of a type."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _sizes_of(value: Any) -> tuple[Size, ...] | None:
+    """Return the sizes of an operand that the recording knows; None for a constant or a number."""
+    return value.meta[INFO].tensors[0].shape if isinstance(value, fx.Node) and INFO in value.meta else None
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, fx.Node) and INFO in value.meta and value.meta[INFO].tensors[0].differentiable
+
+
+# -- sources of a fixed size -------------------------------------------------------------------------------------------
+_MAKERS: dict[Any, Any] = {
+    torch.Tensor.new_zeros: torch.zeros,
+    torch.Tensor.new_ones: torch.ones,
+    torch.Tensor.new_empty: torch.empty,
+    torch.Tensor.new_full: torch.full,
+}
+
+
+def free_sources(raw: RawGraph) -> None:
+    """Rewrite what takes no more than a type from another tensor: sources of a fixed size, and casts.
+
+    ``x.new_zeros((h, w))`` becomes ``torch.zeros((h, w), dtype=..., device=...)``, ``table.type_as(x)`` a ``to``. As a
+    method of ``x``, a mask over positions would seem to depend on the batch, and with it all that it is added to.
+    """
+    devices = {parameter.device for parameter in raw.root.parameters()}
+    if len(devices) != 1:
+        return
+    for node in raw.graph.nodes:
+        info = node.meta.get(INFO)
+        if info is None or node.op not in ("call_method", "call_function") or len(info.tensors) != 1:
+            continue
+        if function_of(node, raw.root) is torch.Tensor.type_as and node.op == "call_method":
+            node.target, node.args, node.kwargs = "to", (node.args[0], info.tensors[0].dtype), {}
+            continue
+        maker = _MAKERS.get(function_of(node, raw.root)) if not info.tensors[0].varying_dims else None
+        if maker is not None:
+            _free(node, maker, dtype=info.tensors[0].dtype, device=next(iter(devices)))
+
+
+def _free(node: fx.Node, maker: Any, *, dtype: torch.dtype, device: torch.device) -> None:
+    args = node.args[3:] if node.target is under else node.args[1:]
+    options = {"dtype": dtype, "device": device, **{k: v for k, v in node.kwargs.items() if k not in ("dtype", "size")}}
+    if "size" in node.kwargs:
+        args = (node.kwargs["size"], *args)
+    elif args and not isinstance(args[0], (tuple, list)):
+        args = (args,)
+    if "device" in node.kwargs and node.kwargs["device"] is None:
+        options["device"] = device
+    node.op, node.target = "call_function", maker
+    node.args, node.kwargs = args, options

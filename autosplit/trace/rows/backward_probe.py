@@ -1,0 +1,141 @@
+"""Do rows influence each other's gradients? Asked of operations whose backward is the model's own.
+
+    whole     rows 0 1 2 3      one backward
+    pieces    0 │ 1 │ 2 │ 3     one backward each: side by side the same, and added up for operands without rows
+
+A backward may do what a forward does not show: take a mean off the gradients, clip them by their norm over the batch,
+divide a weight's gradient by the number of rows. It is asked with small gradients and with large ones: clipping hides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autosplit.compare.tensors import same_reordered
+from autosplit.errors import is_internal
+from autosplit.trace.graph import INFO
+from autosplit.trace.inputs.structure import flatten_output, tensors_in
+from autosplit.trace.recording.calls import apply_function
+from autosplit.trace.rows.kinds import function_of
+from autosplit.trace.rows.neighbours import size_at
+from autosplit.trace.scope import is_layer
+
+_SCALES = (1.0, 1e4)
+Operand = fx.Node | str
+Gradients = dict[Operand, torch.Tensor | None]
+
+
+def has_own_backward(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether a node's backward may be the model's own: a custom autograd function, an opaque module."""
+    if node.op == "call_module":
+        return not is_layer(root.get_submodule(str(node.target)))
+    return node.op == "call_function" and function_of(node, root) is apply_function
+
+
+class BackwardProbe:
+    """One operation with the values that it has in a run.
+
+    Args:
+        node: the operation.
+        run: the run; it holds the operands' values.
+        rows: the number of rows in the run.
+        kept: the fewest rows on which the operation runs.
+    """
+
+    def __init__(
+        self,
+        node: fx.Node,
+        run: fx.Interpreter,
+        *,
+        rows: int,
+        kept: int,
+    ) -> None:
+        self.node, self.run, self.rows = node, run, rows
+        starts = range(0, rows - kept + 1, kept)
+        self.cuts = [*starts[: max(1, rows // kept)], rows]
+        self.dims = [tensor.batch_dim for tensor in node.meta[INFO].tensors]
+        self.weights: list[torch.Tensor] = []
+
+    def mixes(self) -> bool:
+        """Tell whether gradients of the whole are others than those of the pieces, or cannot be compared."""
+        try:
+            with torch.enable_grad():
+                return any(not self._adds_up(scale) for scale in _SCALES)
+        except Exception as error:  # a backward that fails on some rows alone is no backward by rows
+            if is_internal(error):
+                raise
+            return True
+
+    def _adds_up(self, scale: float) -> bool:
+        self.weights = []
+        whole = self._gradients(0, self.rows, scale)
+        pieces = [self._gradients(start, stop, scale) for start, stop in zip(self.cuts, self.cuts[1:], strict=False)]
+        for operand, gradient in whole.items():
+            parts = [piece[operand] for piece in pieces]
+            found = [part for part in parts if part is not None]
+            if gradient is None or not found:
+                if gradient is not None or found:
+                    return False
+                continue
+            dim = _batch_dim(operand)
+            if dim is not None and len(found) < len(parts):  # an expert that no row of a piece takes has no gradient
+                return False
+            together = torch.stack(found).sum(0) if dim is None else torch.cat(found, dim)
+            if not same_reordered(gradient, together):
+                return False
+        return True
+
+    def _gradients(self, start: int, stop: int, scale: float) -> Gradients:
+        """Return the gradients of all operands and parameters for some of the rows."""
+        leaves: dict[Operand, torch.Tensor] = {}
+        given = {n: self._operand(n, start, stop, leaves) for n in self.node.all_input_nodes}
+        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
+        function = function_of(self.node, self.run.module)
+        if isinstance(function, nn.Module):
+            own = function.named_parameters()
+            leaves |= {name: p for name, p in own if p.requires_grad and not p._backward_hooks}
+        result = getattr(self.run, self.node.op)(self.node.target, args, kwargs)
+        made = tensors_in(flatten_output(result)[0])
+        if not self.weights:
+            generator = torch.Generator().manual_seed(0)
+            self.weights = [torch.randn(t.shape, generator=generator) * scale for t in made]
+        whole = zip(self.weights, self.dims, strict=True)
+        weights = [w if d is None else self._rows(w, d, start, stop) for w, d in whole]
+        roots = [position for position, tensor in enumerate(made) if tensor.requires_grad]
+        if not roots or not leaves:
+            return dict.fromkeys(leaves)
+        found = torch.autograd.grad(
+            [made[i] for i in roots],
+            list(leaves.values()),
+            [weights[i].to(made[i]) for i in roots],
+            allow_unused=True,
+        )
+        return dict(zip(leaves, found, strict=True))
+
+    def _operand(self, operand: fx.Node, start: int, stop: int, leaves: dict[Operand, torch.Tensor]) -> Any:
+        value = self.run.env[operand]
+        if isinstance(value, (int, float)):
+            return size_at(operand, self.run, stop - start)
+        if not isinstance(value, torch.Tensor):
+            return value
+        dim = _batch_dim(operand)
+        if dim is not None:
+            value = self._rows(value, dim, start, stop)
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        leaves[operand] = value.detach().clone().requires_grad_()
+        return leaves[operand].clone()  # the operation may change what it is given
+
+    def _rows(self, value: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+        factor = value.shape[dim] // self.rows
+        return value.narrow(dim, start * factor, (stop - start) * factor)
+
+
+def _batch_dim(operand: Operand) -> int | None:
+    if isinstance(operand, str) or INFO not in operand.meta or len(operand.meta[INFO].tensors) != 1:
+        return None
+    found: int | None = operand.meta[INFO].tensors[0].batch_dim
+    return found

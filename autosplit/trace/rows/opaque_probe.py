@@ -1,0 +1,198 @@
+"""Does a module that runs by its own Python treat each row alone, although it reads values of the batch?
+
+    one row at a time      0 │ 1 │ … │ 7      what each row must give
+    some together          01 │ 23 │ 45 │ 67
+    all, backwards, drawn  01234567 │ 76543210 │ 32 of them, drawn with repetition
+
+Equal results are not enough: ``if x.mean() > 0`` may go one way on all of these rows. So every read is listed with what
+it gave. A yes-or-no read has to give both answers in these runs, or the other answer, forced upon it, has to change
+nothing or to raise (an assertion). Sizes of selections have to be zero once, or of several kinds, lists have to differ
+from run to run, and a number that the model's own code reads must not matter at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from autosplit.compare.tensors import same_rounded
+from autosplit.errors import is_internal
+from autosplit.trace.borrowed.state import random_state
+from autosplit.trace.graph import INFO, TensorInfo
+from autosplit.trace.inputs.structure import flatten_output, tensors_in
+from autosplit.trace.reads.watch import SIZES, Taint
+from autosplit.trace.recording.recording import VALUE_READS
+
+Site = tuple[str, int, str]
+"""File, line and function of a read."""
+Forced = tuple[Site, Callable[[Any], Any]]
+_OWN, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_DRAWN = 32
+_OTHER_NUMBERS = (lambda v: (v + 1) * 10**9, lambda v: -(v + 1) * 10**9, lambda v: v * 0)
+_KINDS_OF_SIZES = 3
+
+
+class ReadLog(TorchFunctionMode):
+    """Lists what reads of values and of sizes that depend on values give, by the place of the read in the code.
+
+    ``forced`` changes the answers of one place: a function from the answer to another one. With ``emptied`` the mask
+    of which that place asks whether it has any entry has none from then on.
+    """
+
+    def __init__(self, steady: set[int], forced: Forced | None = None, *, emptied: bool = False) -> None:
+        super().__init__()
+        self.outcomes: dict[Site, list[Any]] = defaultdict(list)
+        self.forced, self.emptied = forced, emptied
+        self.masks: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._taint = Taint(steady)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        label = getattr(func, "__name__", "")
+        label = func.__self__.__name__ if label == "__get__" else label
+        self._taint.read = ""
+        out = self._taint.call(func, args, kwargs or {})
+        if label == "any" and len(args) == 1:
+            self.masks[id(out)] = out, args[0]
+        if not self._taint.read or (label not in VALUE_READS and label not in SIZES):
+            return out
+        file, line = _place()
+        site = file, line, label
+        self.outcomes[site].append(_outcome(out))
+        if self.forced is not None and self.forced[0] == site:
+            if self.emptied:
+                self.masks[id(args[0])][1].zero_()
+            return self.forced[1](out)
+        return out
+
+
+class OpaqueProbe:
+    """One opaque module of a graph, with the values that its operands have in two runs of the same size."""
+
+    def __init__(self, node: fx.Node, root: nn.Module, runs: Sequence[fx.Interpreter], *, rows: int) -> None:
+        self.node, self.root, self.runs = node, root, runs
+        self.rows, self.run_rows = rows * len(runs), rows
+        module = root.get_submodule(str(node.target))
+        self.steady = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self.outcomes: dict[Site, list[Any]] = defaultdict(list)
+
+    def treats_rows_alone(self) -> bool:
+        """Tell whether rows are independent in all runs, and whether these show all that reads may bring about."""
+        if any(tensor.batch_dim is None for tensor in self.node.meta[INFO].tensors):
+            return False
+        try:
+            alone = [self._results([row]) for row in range(self.rows)]
+            return all(self._as_alone(rows, alone) for rows in self._batches()) and all(
+                self._is_shown(site, alone) for site in list(self.outcomes)
+            )
+        except Exception as error:  # what does not run on some rows alone is no module by rows
+            if is_internal(error):
+                raise
+            return False
+
+    def _batches(self) -> list[list[int]]:
+        every = list(range(self.rows))
+        drawn = torch.randint(self.rows, (_DRAWN,), generator=torch.Generator().manual_seed(0)).tolist()
+        return [*(every[i : i + 2] for i in range(0, self.rows - 1, 2)), every, every[::-1], drawn]
+
+    def _as_alone(self, rows: Sequence[int], alone: Sequence[list[torch.Tensor]], **forced: Any) -> bool:
+        """Tell whether rows together give what each gives alone."""
+        made = self._results(rows, **forced)
+        dims = [tensor.batch_dim for tensor in self.node.meta[INFO].tensors]
+        for number, (tensor, dim) in enumerate(zip(made, dims, strict=True)):
+            assert dim is not None
+            if not same_rounded(tensor, torch.cat([alone[row][number] for row in rows], dim)):
+                return False
+        return True
+
+    def _results(
+        self, rows: Sequence[int], forced: Forced | None = None, *, emptied: bool = False
+    ) -> list[torch.Tensor]:
+        given = {n: self._operand(n, rows) for n in self.node.all_input_nodes}
+        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
+        log, module = ReadLog(self.steady, forced, emptied=emptied), self.root.get_submodule(str(self.node.target))
+        with random_state():
+            before = torch.get_rng_state(), [buffer._version for buffer in module.buffers()]
+            with log:
+                made = module(*args, **kwargs)
+            if not torch.equal(before[0], torch.get_rng_state()) or before[1] != [b._version for b in module.buffers()]:
+                raise RuntimeError("it draws random numbers, or writes to buffers")
+        if forced is None:
+            for site, outcomes in log.outcomes.items():
+                self.outcomes[site] += outcomes
+        return tensors_in(flatten_output(made)[0])
+
+    def _operand(self, node: fx.Node, rows: Sequence[int]) -> Any:
+        values = [run.env[node] for run in self.runs]
+        infos: tuple[TensorInfo, ...] = node.meta[INFO].tensors if INFO in node.meta else ()
+        dim = infos[0].batch_dim if len(infos) == 1 else None
+        if isinstance(values[0], torch.Tensor) and dim is not None:
+            per_row = values[0].shape[dim] // self.run_rows
+            pieces = [piece for value in values for piece in value.split(per_row, dim)]
+            return torch.cat([pieces[row] for row in rows], dim)
+        if isinstance(values[0], int) and not isinstance(values[0], bool) and values[0] % self.run_rows == 0:
+            return values[0] // self.run_rows * len(rows) if INFO not in node.meta else values[0]
+        if isinstance(values[0], (tuple, list, dict)):
+            raise RuntimeError("an operand of several tensors is not cut by rows here")
+        return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
+
+    def _is_shown(self, site: Site, alone: Sequence[list[torch.Tensor]]) -> bool:
+        """Tell whether the runs show what a read may bring about, or nothing hangs on it."""
+        seen = self.outcomes[site]
+        first = seen[0]
+        if isinstance(first, bool):
+            both = len(set(seen)) == 2 or self._is_idle(site, alone, lambda value: not value, or_raises=True)
+            return both or (first and self._skips_nothing(site))
+        if site[0].startswith(_TORCH):
+            return True
+        if site[2] in SIZES:
+            sizes = set(map(repr, seen))
+            return len(sizes) >= _KINDS_OF_SIZES or any(_is_zero(value) for value in seen)
+        if isinstance(first, str):
+            return len(set(seen)) > 1
+        return all(self._is_idle(site, alone, change) for change in _OTHER_NUMBERS)
+
+    def _skips_nothing(self, site: Site) -> bool:
+        """Tell whether a mask without entries gives the same, be it asked whether it has any or not."""
+        every = list(range(self.rows))
+        try:
+            skipped = self._results(every, (site, lambda _: False), emptied=True)
+            gone_on = self._results(every, (site, lambda _: True), emptied=True)
+        except Exception as error:  # the module's own, for an answer that it does not expect
+            if is_internal(error):
+                raise
+            return False
+        return all(map(same_rounded, skipped, gone_on))
+
+    def _is_idle(
+        self, site: Site, alone: Sequence[list[torch.Tensor]], change: Callable[[Any], Any], *, or_raises: bool = False
+    ) -> bool:
+        """Tell whether another answer to a read changes nothing."""
+        try:
+            return self._as_alone(list(range(self.rows)), alone, forced=(site, change))
+        except Exception as error:  # the module's own, for an answer that it does not expect
+            if is_internal(error):
+                raise
+            return or_raises
+
+
+def _outcome(value: Any) -> Any:
+    """Return what tells one answer from another: a number or a truth value as it is, anything else in words."""
+    return value if isinstance(value, (bool, int, float)) else repr(value)
+
+
+def _is_zero(size: Any) -> bool:
+    return size == 0 or (isinstance(size, str) and ("0," in size or "[0" in size))
+
+
+def _place() -> tuple[str, int]:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN, f"{_TORCH}/_tensor", f"{_TORCH}/overrides")):
+        frame = frame.f_back  # type: ignore[assignment]
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)

@@ -1,0 +1,1 @@
+"""Sizes that follow the batch or a length."""

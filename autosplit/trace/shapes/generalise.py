@@ -1,0 +1,245 @@
+"""One recording for all lengths: dimensions that two calls gave at two sizes become symbols.
+
+    kept recording   x [rows, 37]     numbers are a*rows + b
+    new call         x [8, 52]        recorded once with ``rows`` and ``dim0`` as symbols, 8 and 52 at hand
+    both agree       every number of the first is a formula of the second at rows 3, 4, 6 and dim0 = 37
+    accepted         holds wherever the second's conditions do; the first says how rows behave and what things cost
+
+The conditions are all that the model's Python asked about the symbols, so they say for which other lengths it would do
+the same, without running it there.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.errors import is_internal
+from autosplit.trace.graph import Size, TensorInfo
+from autosplit.trace.inputs.signature import Shape, sizes_at
+from autosplit.trace.reads.reads import Unanswered
+from autosplit.trace.recording.calls import GradAutocastState
+from autosplit.trace.recording.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
+from autosplit.trace.recording.random_watch import Draw
+from autosplit.trace.recording.recording import Differs, Recording, Refusal, Unexpected, mapped, mapped_together
+from autosplit.trace.recording.run import FlatInputs, run_python
+from autosplit.trace.scope import Scope
+from autosplit.trace.shapes.formula import LEAST, ROWS, Formula, Length, Number, Symbol, evaluate, symbols_in
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The sizes for which a recording with lengths holds.
+
+    Attributes:
+        lengths: the dimensions that are symbols.
+        conditions: what must be true of the sizes when there are several rows.
+        single: what must be true of the lengths when there is one row; None: not known.
+    """
+
+    lengths: tuple[Length, ...]
+    conditions: tuple[Number, ...]
+    single: tuple[Number, ...] | None = None
+
+    def holds(self, rows: int, lengths: Mapping[str, int]) -> bool:
+        """Tell whether the recording is what the model does for a batch of ``rows`` rows at these lengths."""
+        conditions = self.conditions if rows >= LEAST else self.single
+        if conditions is None or any(length < LEAST for length in lengths.values()):
+            return False
+        return all(evaluate(condition, {**lengths, ROWS: rows}) for condition in conditions)
+
+
+def generalise(
+    model: nn.Module,
+    merged: MergedRecording,
+    scope: Scope,
+    inputs: FlatInputs,
+    *,
+    rows: int,
+    lengths: Sequence[Length],
+    before: Sequence[Shape],
+) -> tuple[MergedRecording, Domain] | None:
+    """Record a model with lengths as symbols; return the recording that serves all of them, or None.
+
+    Args:
+        model: the model; it is as before at the end.
+        merged: a recording of the model at other lengths.
+        scope: what it entered; with opaque modules there is no general recording: their shapes are known by running.
+        inputs: the new call's.
+        rows: its number of rows.
+        lengths: the dimensions to make symbols.
+        before: the shapes of the input tensors for which ``merged`` was made.
+    """
+    if scope.opaque or not all(_is_open(value) for value in merged.recording.constants.values()):
+        return None
+    now = sizes_at(lengths, [tuple(inputs.leaves[index].shape) for index in inputs.tensors()])
+    first = sizes_at(lengths, before)
+    own = sizes_at(merged.lengths, before)
+    found = _symbolic(model, scope, inputs, max(rows, LEAST), lengths, now)
+    if found is None:
+        return None
+    recording, converted, conditions = found
+    domain = Domain(tuple(lengths), conditions)
+    if not (domain.holds(max(rows, LEAST), now) and domain.holds(max(rows, LEAST), first)):
+        return None
+    points = [({**own, ROWS: r}, {**first, ROWS: r}) for r in BATCH_SIZES]
+    wide = _widened(merged, recording, converted, points)
+    return None if wide is None else (replace(wide, lengths=tuple(lengths)), domain)
+
+
+def for_one_row(
+    model: nn.Module, merged: MergedRecording, scope: Scope, inputs: FlatInputs, domain: Domain
+) -> Domain | None:
+    """Return a domain that covers batches of one row too, or None when the model does other things there."""
+    now = sizes_at(domain.lengths, [tuple(inputs.leaves[index].shape) for index in inputs.tensors()])
+    found = _symbolic(model, scope, inputs, 1, domain.lengths, now)
+    if found is None:
+        return None
+    recording, converted, conditions = found
+    points = [({**sizes, ROWS: 1}, sizes) for sizes in _around(now)]
+    return None if _widened(merged, recording, converted, points) is None else replace(domain, single=conditions)
+
+
+def _around(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return sizes beside the given ones, enough to tell two polynomials of a low degree apart."""
+    return [
+        {name: size + more * (1 + (i == number)) for i, (name, size) in enumerate(sizes.items())}
+        for more in range(17)
+        for number in range(len(sizes))
+    ]
+
+
+def _is_open(value: Any) -> bool:
+    """Tell whether a constant of a recording can hide no size: closures and objects of the model's own might."""
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None and not value.__defaults__ and not value.__kwdefaults__
+    return isinstance(value, (torch.Tensor, GradAutocastState, dict, type, *_BUILTIN))
+
+
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+def _symbolic(
+    model: nn.Module, scope: Scope, inputs: FlatInputs, rows: int, lengths: Sequence[Length], now: Mapping[str, int]
+) -> tuple[Recording, Any, tuple[Number, ...]] | None:
+    """Record with symbols; return the recording, its numbers as formulas call by call, and the conditions."""
+    from autosplit.trace.shapes.symbols import (  # takes seconds to import, and few models need it
+        NoFormula,
+        SymbolicSizes,
+    )
+
+    try:
+        sizes = SymbolicSizes(rows, lengths, now)
+        recording = run_python(model, inputs, rows=rows, scope=scope, sizes=sizes).recording
+        converted = [mapped(sizes.number, (c.args, c.kwargs, list(c.shapes), c.draws)) for c in recording.calls]
+        converted.append(mapped(sizes.number, recording.output))
+        return recording, converted, sizes.conditions()
+    except (NoFormula, Refusal, Unanswered, Unexpected):
+        return None
+    except Exception as error:  # whatever a symbol does to the model, its lengths are then recorded one by one
+        if is_internal(error):
+            raise
+        return None
+
+
+Points = Sequence[tuple[Mapping[str, int], Mapping[str, int]]]
+"""Sizes at which the kept recording and the symbolic one must agree."""
+
+
+def _widened(
+    merged: MergedRecording, recording: Recording, converted: Sequence[Any], points: Points
+) -> MergedRecording | None:
+    """Return the merged recording with the symbolic one's formulas; None where they differ at some point."""
+    if len(merged.calls) != len(recording.calls) or not _same_constants(merged.recording, recording):
+        return None
+    compare = _Compare(points)
+    calls = []
+    try:
+        for kept, call, (args, kwargs, shapes, draws) in zip(merged.calls, recording.calls, converted, strict=False):
+            first = kept.call
+            same = (first.name, first.kind, first.dtypes) == (call.name, call.kind, call.dtypes)
+            if not same or not (first.target is call.target or first.target == call.target):
+                return None
+            if len(kept.tensors) != len(shapes):
+                return None
+            tensors = tuple(compare.tensor(info, shape) for info, shape in zip(kept.tensors, shapes, strict=True))
+            drawn = None if kept.draws is None else compare(kept.draws, tuple(map(_as_kept, draws or ())))
+            calls.append(MergedCall(first, compare(kept.args, args), compare(kept.kwargs, kwargs), tensors, drawn))
+        output = compare(merged.output, converted[-1])
+    except Differs:
+        return None
+    return MergedRecording(tuple(calls), output, merged.recording)
+
+
+def _same_constants(one: Recording, other: Recording) -> bool:
+    tensors = {name: value for name, value in one.constants.items() if isinstance(value, torch.Tensor)}
+    return one.constants.keys() == other.constants.keys() and all(other.constants[n] is t for n, t in tensors.items())
+
+
+def _as_kept(draw: Draw) -> Draw:
+    """Return a draw of dropout as the CPU makes it: with symbols torch takes dropout apart in another way."""
+    if draw.op is not torch.ops.aten.native_dropout.default:
+        return draw
+    return Draw(torch.ops.aten.bernoulli_.float, (draw.out, 1.0 - draw.args[1]), (), draw.out)
+
+
+class _Compare:
+    """Compares a kept value with one of the symbolic recording, and returns the more general of the two."""
+
+    def __init__(self, points: Points) -> None:
+        self.points = points
+        self.known: dict[tuple[Any, Any, type, type], Any] = {}
+
+    def __call__(self, kept: Any, found: Any) -> Any:
+        return mapped_together(self._leaf, kept, found)
+
+    def _leaf(self, kept: Any, found: Any) -> Any:
+        if _is_number(kept) and _is_number(found):
+            key = kept, found, type(kept), type(found)
+            if key not in self.known:
+                self.known[key] = self._number(kept, found)
+            return self.known[key]
+        if type(kept) is not type(found) or not (kept is found or kept == found):
+            raise Differs
+        return kept
+
+    def tensor(self, info: TensorInfo, shape: Sequence[Number]) -> TensorInfo:
+        """Return a tensor's sizes as formulas; what is a multiple of the rows must be one at every length."""
+        if len(info.shape) != len(shape):
+            raise Differs
+        sizes = (self._size(size, number) for size, number in zip(info.shape, shape, strict=True))
+        return replace(info, shape=tuple(sizes))
+
+    def _size(self, size: Size, number: Number) -> Size:
+        kept = size.number if size.number is not None else Affine(size.per_row, size.constant)
+        found = self(kept, number)
+        if not isinstance(found, (Formula, Symbol)):
+            return replace(size, number=None)
+        batched = ROWS in symbols_in(found)
+        if batched != bool(size.per_row):
+            raise Differs
+        around = _around({name: length for name, length in self.points[0][1].items() if name != ROWS})
+        if batched and not size.constant and any(evaluate(found, {**at, ROWS: 0}) for at in around):
+            raise Differs
+        return replace(size, number=found)
+
+    def _number(self, kept: Any, found: Any) -> Any:
+        for own, at in self.points:
+            if number_at(kept, own) != evaluate(found, at):
+                raise Differs
+        free = symbols_in(found)
+        if free - {ROWS}:
+            return found
+        if not free:
+            return found
+        at_none, at_one = (evaluate(found, {ROWS: rows}) for rows in (0, 1))
+        return Affine(at_one - at_none, at_none)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Affine, Formula, Symbol)) and not isinstance(value, bool)
