@@ -1,7 +1,7 @@
 """Predicted against measured memory: the peak of a training step of the plain model.
 
     python -m benchmarks.memory [--family gpt2 unet] [--precision fp32 amp_bf16] [--recompute never block]
-                                [--optimizer sgd adam] [--json FILE] [--resume]
+                                [--optimizer sgd adam] [--json FILE]
 
 Without choices: eight families, both precisions, with and without recompute per block, both optimizers: 64 cells.
 The peaks of a pipe's stages are :mod:`benchmarks.memory_pipe`'s.
@@ -10,8 +10,7 @@ A prediction is made from a recording on the meta device: nothing is allocated f
 these families. What is measured on the CPU are the allocator's own events (``torch.profiler`` with one thread), so the
 machine's load does not matter. Both count parameters, buffers, optimizer state and inputs alike. ``error`` is of the
 whole peak, ``dynamic`` of what is above parameters, buffers and state. Where bf16 is emulated it takes a minute per
-step; a quarter of the rows is used for it. ``--resume`` keeps what was measured in the file of ``--json``, and predicts
-all anew.
+step; a quarter of the rows is used for it.
 
 CUDA devices are measured by ``python -m benchmarks.gpu.run --part memory``.
 """
@@ -20,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,16 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _arguments(argv)
     torch.set_num_threads(1)
     machine = pairs.facts()
-    done = _read(arguments.json) if arguments.resume else {}
-    for lines in _lines(arguments, done):
+    found: list[Line] = []
+    for lines in _lines(arguments):
         for line in lines:
-            known = done.get(line.cell, {}).get("measured_bytes") == line.measured_bytes
-            date = done[line.cell]["measured"] if known else datetime.now(UTC).isoformat(timespec="seconds")
-            done[line.cell] = {**asdict(line), "measured": date}
             print(text(line), flush=True)
+        found += lines
         if arguments.json:
-            _write(arguments.json, done, machine)
-    found = [_line(figure) for figure in done.values()]
+            _write(arguments.json, found, machine)
     print(f"\n{pairs.facts_text(machine)}\n\n{pairs.table([row(line) for line in found])}\n")
     print(pairs.checks_text(checks(found)))
 
@@ -77,21 +71,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recompute", nargs="+", choices=("never", "block"), default=["never", "block"])
     parser.add_argument("--optimizer", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--resume", action="store_true", help="measure only what the file of --json lacks")
-    found = parser.parse_args(argv)
-    if found.resume and not found.json:
-        parser.error("--resume reads the file of --json; name it")
-    return found
+    return parser.parse_args(argv)
 
 
-def _lines(arguments: argparse.Namespace, done: Mapping[str, Any]) -> Iterator[list[Line]]:
-    """Yield lines as they are made; what was measured with as many rows is not measured again."""
+def _lines(arguments: argparse.Namespace) -> Iterator[list[Line]]:
+    """Yield lines as they are made."""
     works = [Work(families()[name], precision) for precision in arguments.precision for name in arguments.family]
     for work, recompute in itertools.product(works, arguments.recompute):
         rows = work.family.rows if work.precision == "fp32" else max(1, work.family.rows // 4)
-        known = {cell: figure["measured_bytes"] for cell, figure in done.items() if figure["rows"] == rows}
         way = Way(work.precision, recompute, rows)
-        yield step_lines(work.subject, way, optimizers=arguments.optimizer, known=known)
+        yield step_lines(work.subject, way, optimizers=arguments.optimizer)
 
 
 def text(line: Line) -> str:
@@ -118,26 +107,14 @@ def checks(lines: Sequence[Line]) -> list[pairs.Check]:
     return [pairs.at_most(line.cell, line.asked, abs(line.error)) for line in lines]
 
 
-def _line(figure: Mapping[str, Any]) -> Line:
-    return Line(**{field.name: figure[field.name] for field in fields(Line)})
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.is_file():
-        return {}
-    return {figure["cell"]: figure for figure in json.loads(path.read_text(encoding="utf-8"))["figures"]}
-
-
-def _write(path: Path, done: Mapping[str, Mapping[str, Any]], machine: Mapping[str, Any]) -> None:
-    lines = {cell: _line(figure) for cell, figure in done.items()}
-    errors = {cell: {"error": line.error, "dynamic_error": line.dynamic_error} for cell, line in lines.items()}
+def _write(path: Path, lines: Sequence[Line], machine: Mapping[str, Any]) -> None:
     pairs.write(
         path,
         benchmark="memory",
         settings={"rows": "each figure's own", "threads": torch.get_num_threads()},
         machine=machine,
-        figures=[{**figure, **errors[cell]} for cell, figure in done.items()],
-        checks=checks(list(lines.values())),
+        figures=[{**asdict(line), "error": line.error, "dynamic_error": line.dynamic_error} for line in lines],
+        checks=checks(lines),
     )
 
 

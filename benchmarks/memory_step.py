@@ -38,10 +38,6 @@ from benchmarks.memory_subject import (
     traces,
 )
 
-Known = Mapping[str, int]
-"""Bytes that were measured before, by cell."""
-
-_NOTHING: Known = MappingProxyType({})
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
     {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 )
@@ -56,13 +52,11 @@ class Way:
     rows: int
 
 
-def step_lines(subject: Subject, way: Way, *, optimizers: Sequence[str], known: Known = _NOTHING) -> list[Line]:
-    """Return a line per optimizer: one forward and backward serve all of them that are not ``known``."""
+def step_lines(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> list[Line]:
+    """Return a line per optimizer: one forward and backward serve all of them."""
     family = subject.family
     predicted = predicted_step(subject, way, optimizers=optimizers)
-    measured = {o: known[cell] for o in optimizers if (cell := step_cell(family.name, way, o)) in known}
-    if missing := [optimizer for optimizer in optimizers if optimizer not in measured]:
-        measured |= measured_step(family, way, optimizers=missing)
+    measured = measured_step(family, way, optimizers=optimizers)
     return [
         Line(
             cell=step_cell(family.name, way, optimizer),

@@ -87,24 +87,18 @@ def read(function: Callable[[], Any], *, calls: int = 1) -> Reading:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], Any]], *, repeats: Mapping[str, int], warmups: int = 1
+    contenders: Mapping[str, Callable[[], Any]], *, repeats: int, warmups: int = 1
 ) -> dict[str, list[Reading]]:
-    """Read every contender ``repeats[name]`` times, in rounds, so that a busy minute of the machine meets them all.
+    """Read every contender so many times, in rounds, so that a busy minute of the machine affects them all alike.
 
-    The order turns by one from round to round. A contender with fewer repeats than the others sits out some rounds:
-
-        rounds        0     1     2     3
-        4 repeats    a b   b a   a b   b a
-        2 repeats           c           c
+    The order turns by one from round to round.
     """
     for function in contenders.values():
         for _ in range(warmups):
             function()
-    rounds = max((repeats[name] for name in contenders), default=0)
     found: dict[str, list[Reading]] = {name: [] for name in contenders}
-    for turn in range(rounds):
-        names = [name for name in contenders if (turn + 1) * repeats[name] // rounds > turn * repeats[name] // rounds]
-        for name in rotated(names, turn):
+    for turn in range(repeats):
+        for name in rotated(list(contenders), turn):
             found[name].append(read(contenders[name]))
     return found
 

@@ -1,26 +1,23 @@
 """How close the search comes to the best of an exhaustive sweep, and what part of its time it takes.
 
-    python -m benchmarks.planning [--only NAME ...] [--json FILE [--resume]]
+    python -m benchmarks.planning [--only NAME ...] [--json FILE]
 
 Every pair is a model and devices on paper; where a limit is given it is a share of the peak of the best plan without
 one. The sweep solves, cuts and replays each combination of microbatches, schedule and recompute alone, as `autosplit`
 does when all three are given; the best that fits is the reference. The search is one `choose_plan` over the same
 space. ``above`` is the search's step over the reference's, ``share`` its part of the sweep's time; seconds are of this
 process's CPU, without the recording of the model, which both start from. All pairs take about a quarter of an hour. The
-file is written after every pair and keeps what it has of other pairs of the same commit; ``--resume`` measures the
-rest.
+file is written after every pair.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -225,16 +222,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=[pair.name for pair in PAIRS], default=None)
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--resume", action="store_true")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    commit = _commit()
-    rows = {} if asked.json is None else _kept(asked.json, commit)
+    rows: list[Row] = []
     for pair in PAIRS:
-        if (asked.only is not None and pair.name not in asked.only) or (asked.resume and pair.name in rows):
+        if asked.only is not None and pair.name not in asked.only:
             continue
-        row = rows[pair.name] = measured(pair)
+        row = measured(pair)
+        rows.append(row)
         above = "-" if row.above is None else f"{row.above:+.2%}"
         print(
             f"{row.name:16} above {above:>8}  search {row.search_cpu_s:6.2f} s of {row.sweep_cpu_s:7.2f} s "
@@ -242,18 +238,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
         if asked.json is not None:
-            _write(asked.json, [rows[own.name] for own in PAIRS if own.name in rows], commit)
-    checks = [check for row in rows.values() for check in row.checks]
+            _write(asked.json, rows)
+    checks = [check for row in rows for check in row.checks]
     print(pairs.checks_text(checks))
     return 0 if all(check.ok for check in checks) else 1
 
 
-def _write(path: Path, rows: Sequence[Row], commit: str) -> None:
+def _write(path: Path, rows: Sequence[Row]) -> None:
     pairs.write(
         path,
         benchmark="planning",
         settings={
-            "commit": commit,
             "chunks": CHUNKS,
             "schedules": SCHEDULES,
             "recompute": RECOMPUTE,
@@ -263,30 +258,6 @@ def _write(path: Path, rows: Sequence[Row], commit: str) -> None:
         figures=[{**asdict(row), "share": row.share, "ok": row.ok} for row in rows],
         checks=[check for row in rows for check in row.checks],
     )
-
-
-def _kept(path: Path, commit: str) -> dict[str, Row]:
-    """Return the rows of a file that were measured on the same commit; none of a tree that has other changes."""
-    if not path.is_file() or not commit or commit.endswith("+"):
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if content.get("settings", {}).get("commit") != commit:
-        return {}
-    own = [field.name for field in fields(Row)]
-    return {figure["name"]: Row(**{name: figure[name] for name in own}) for figure in content["figures"]}
-
-
-def _commit() -> str:
-    """Return the commit that is measured, with a plus where files differ from it; empty outside of a repository."""
-    root = Path(__file__).resolve().parents[1]
-
-    def git(*words: str) -> str:
-        found = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
-        return found.stdout.strip() if found.returncode == 0 else ""
-
-    commit = git("rev-parse", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-    return f"{commit}+" if commit and changed else commit
 
 
 if __name__ == "__main__":

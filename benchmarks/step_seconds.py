@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for schedule in options.schedules
     }
     steps = {name: subject.step for name, subject in subjects.items()}
-    readings = pairs.interleave(steps, repeats=dict.fromkeys(steps, options.rounds))
+    readings = pairs.interleave(steps, repeats=options.rounds)
     figures = [figure(subject, readings[name], alone=options.alone) for name, subject in subjects.items()]
     errors = [abs(found["error"]) for found in figures]
     checks = [

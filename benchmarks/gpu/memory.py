@@ -1,4 +1,4 @@
-"""Peaks predicted without a GPU against the allocator's; budgets that fall.
+"""Peaks predicted without a GPU against the allocator's.
 
 Eight families in fp32 and under bf16 autocast, with and without recompute of their blocks, each a training step with
 Adam: the prediction comes from a recording on the meta device, is made before the step runs, and knows nothing of what
@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.families import Family, families
 from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
-from benchmarks.gpu.budgets import falling, measured_bytes, rises
-from benchmarks.gpu.part import Check, Found, Setting, at_least, at_most
+from benchmarks.gpu.part import Found, Setting, at_most
 from benchmarks.memory_cuda import clear_workspaces, measured_cuda, predicted_cuda
 from benchmarks.memory_step import Way, measured_step, predicted_step
 from benchmarks.memory_subject import Precision, Recompute, Subject, recorded
@@ -28,7 +25,6 @@ from benchmarks.memory_subject import Precision, Recompute, Subject, recorded
 MEDIAN_ASKED, WORST_ASKED, RESERVED_ASKED = 0.02, 0.05, 0.08
 PRECISIONS: tuple[Precision, ...] = ("fp32", "amp_bf16")
 RECOMPUTE: tuple[Recompute, ...] = ("never", "block")
-_BUDGET_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Cell:
 
 def run(setting: Setting) -> Found:
     """Run the part."""
-    found = Found(settings={"optimizer": "adam", "steps": 2, "budgets": 10})
+    found = Found(settings={"optimizer": "adam", "steps": 2})
     chosen = [small_family()] if setting.small else list(families().values())
     precisions = PRECISIONS[:1] if setting.small else PRECISIONS
     cells: list[Cell] = []
@@ -71,8 +67,6 @@ def run(setting: Setting) -> Found:
         found.checks += checks(cells, setting)
     if not setting.cuda:
         found.missing.append("reserved bytes: a CPU has no caching allocator")
-    with found.going_on("budgets"):
-        _budgets(setting, found)
     return found
 
 
@@ -136,56 +130,3 @@ def small_family() -> Family:
         return Chain(Patches(32, 8, 32), *blocks, ClassHead(32, 100))
 
     return replace(families()["vit"], make=make, batch=lambda count: (torch.randn(count, 3, 32, 32),), rows=2)
-
-
-def tiny() -> nn.Module:
-    """Return what plans are made of in a dry run."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)))
-
-
-def _images() -> tuple[Callable[[], nn.Module], Tensor]:
-    family = families()["vit"]
-    (batch,) = family.batch(_BUDGET_ROWS)
-    return family.make, batch
-
-
-def mean_of(output: Tensor) -> Tensor:
-    """Return the loss that a plan without one assumes."""
-    return output.mean()
-
-
-def _budgets(setting: Setting, found: Found) -> None:
-    """Plan one device under budgets that fall, and run each plan."""
-    make, batch = (tiny, torch.randn(64, 8)) if setting.small else _images()
-    own = falling(make, batch, machine=f"1x{setting.spec.name}", steps=3 if setting.small else 10)
-    grown = []
-    with _on(setting):
-        for budget in own:
-            setting.empty()
-            grown.append(measured_bytes(budget, make, batch, device=setting.device, loss_fn=mean_of))
-            found.figures.append(
-                {
-                    "budget_bytes": budget.limit_bytes,
-                    "predicted_peak_bytes": budget.peak_bytes,
-                    "measured_growth_bytes": grown[-1],
-                    "chunks": budget.plan.chunks,
-                }
-            )
-    found.checks += [
-        at_most("rises of the predicted peak while the budget falls", 0, rises([b.peak_bytes for b in own])),
-        at_most("predicted peaks above their budget", 0, sum(b.peak_bytes > b.limit_bytes for b in own)),
-        at_most("rises of the measured peak while the budget falls", 0, rises(grown)),
-        *fallen(grown),
-    ]
-
-
-def fallen(grown: Sequence[int]) -> list[Check]:
-    """Return what is asked of measured peaks beside that they do not rise: that they fall at all."""
-    return [
-        at_most("measured peak under the last budget over that under the first", 1, grown[-1] / max(1, grown[0])),
-        at_least("falls of the measured peak while the budget falls", 1, rises([-peak for peak in grown])),
-    ]
-
-
-def _on(setting: Setting) -> AbstractContextManager[Any]:
-    return torch.cuda.device(setting.device) if setting.cuda else nullcontext()

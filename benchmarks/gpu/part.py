@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,13 +66,6 @@ class Setting:
         name = torch.cuda.get_device_name(self.device)
         found = cost_models.identify(name)
         return (name if found is None else found.name).replace(" ", "-").split("-")[0].lower()
-
-    def write_down(self, content: Mapping[str, Any]) -> str:
-        """Write what is predicted, before anything of it is measured; return the time."""
-        now = datetime.now(UTC).isoformat(timespec="microseconds")
-        if self.path is not None:
-            self.path.write_text(json.dumps({"written": now, **content}, indent=2) + "\n", encoding="utf-8")
-        return now
 
     def wait(self) -> None:
         """Wait until the device is through with what it was given."""

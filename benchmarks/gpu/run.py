@@ -31,15 +31,12 @@ from benchmarks.gpu.part import Found, Part, Setting, Spread, finite, millisecon
 
 PARTS = {
     "step": "one stage against the plain model; four stages on one card against a plain loop and peers",
-    "memory": "peaks predicted without a GPU against the allocator's; budgets",
-    "roofline": "time per stage by the calibrated roofline, leave one family out",
+    "memory": "peaks predicted without a GPU against the allocator's",
     "measured": "the measured profile against stages run alone",
     "twin_unet": "U-Net (5, 64) at 2, 4 and 8 stages, simulated from stages measured alone",
     "twin_amoebanet": "AmoebaNet-D (18, 256), likewise",
     "twin_resnet": "ResNet-101, likewise",
     "twin_gpt2": "GPT-2 XL, likewise",
-    "predict": "predictions written down, then checked: stages on one card; the CPU and the card",
-    "faster": "compile=True against eager stages",
     "races": "random delays around every transfer: the bits of the single stream",
 }
 RESULTS = Path(__file__).parents[1] / "results"

@@ -82,11 +82,11 @@ def _four(subject: Subject, setting: Setting, found: Found, *, repeats: int, cal
         _distributed(made, ours, expected, setting, found, balance=balance, repeats=repeats)
 
 
-def cut_pipe(made: Made, devices: Sequence[Any], balance: Sequence[int], **settings: Any) -> PipelinedModule:
+def cut_pipe(made: Made, devices: Sequence[Any], balance: Sequence[int]) -> PipelinedModule:
     """Return a pipe whose stages have so many parts each."""
-    plan = made.pipe(devices, **settings).plan
+    plan = made.pipe(devices).plan
     assert plan is not None
-    return made.pipe(devices, plan=made.cut(plan, balance), **settings)
+    return made.pipe(devices, plan=made.cut(plan, balance))
 
 
 class _Precise(nn.Module):

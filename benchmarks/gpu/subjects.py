@@ -303,13 +303,3 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def _small_resnet() -> ResNet:
     return ResNet(num_classes=7, width=4, blocks=(1, 1, 1, 1))
-
-
-def kernels(*, small: bool) -> Mapping[str, Subject]:
-    """Return models of many small kernels, where issuing them takes longer than running them."""
-    layers, width, rows = (8, 8, 2) if small else (64, 256, 32)
-    deep = mlp("small mlp", f"{layers} x (linear {width}, ReLU), {rows} rows", layers=layers, width=width, rows=rows)
-    size = {"blocks": 1 if small else 12, "width": 16 if small else 128, "heads": 2 if small else 4}
-    shape = f"a GPT-2 of {size['blocks']} blocks of {size['width']}, 64 tokens"
-    narrow = gpt2("small gpt2", shape, **size, vocabulary=256, length=64, rows=1, amp=False)
-    return {subject.name: subject for subject in (deep, narrow)}

@@ -10,7 +10,7 @@ import torch
 from autosplit.planning.alone import StagesAlone
 from autosplit.schedule.catalog import build
 from benchmarks import pairs
-from benchmarks.gpu import memory, part, predict, roofline, run, step, subjects, twin
+from benchmarks.gpu import memory, part, run, step, subjects, twin
 from benchmarks.gpu.part import Found, Setting
 
 CPU = Setting(torch.device("cpu"), small=True, peers=("torchgpipe",))
@@ -118,7 +118,7 @@ def test_a_number_that_is_not_finite_is_null_and_said(tmp_path):
     assert content["finished"] is True
 
 
-@pytest.mark.parametrize(("module", "what"), [(memory, "_cell"), (twin, "layer_times"), (roofline, "stages_of")])
+@pytest.mark.parametrize(("module", "what"), [(memory, "_cell"), (twin, "layer_times")])
 def test_what_fails_in_a_part_does_not_lose_the_rest_of_it(monkeypatch, module, what):
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel")
@@ -127,18 +127,6 @@ def test_what_fails_in_a_part_does_not_lose_the_rest_of_it(monkeypatch, module, 
     found = twin.run_for("gpt2")(CPU) if module is twin else module.run(CPU)
     assert found.failed
     assert all("no such kernel" in text for text in found.failed)
-
-
-def test_predictions_stay_in_the_file_that_is_written_at_the_end(tmp_path, monkeypatch):
-    cases = predict._cases
-    monkeypatch.setattr(predict, "_cases", lambda setting: cases(setting)[-1:])
-    monkeypatch.setattr(pairs, "read", lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
-    path = tmp_path / "predict.json"
-    with pytest.raises(SystemExit, match="1"):
-        run.main(["--part", "predict", "--device", "cpu", "--small", "--json", str(path)])
-    settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
-    assert settings["predictions_written"]
-    assert [figure["predicted_s"] > 0 for figure in settings["predictions"]] == [True]
 
 
 def test_gradients_that_cancel_out_are_no_scale():
@@ -201,22 +189,6 @@ def test_a_part_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setitem(run.PARTS, "nowhere", "not written")
     with pytest.raises(SystemExit, match="there is no benchmarks/gpu/nowhere"):
         run.main(["--part", "nowhere", "--device", "cpu", "--small"])
-
-
-def test_predictions_are_in_the_file_before_the_steps_are_measured(tmp_path, monkeypatch):
-    path = tmp_path / "predict.json"
-    seen, cases = [], predict._cases
-    monkeypatch.setattr(predict, "_cases", lambda setting: cases(setting)[-1:])
-
-    def looked(contents: str) -> None:
-        seen.append(json.loads(path.read_text(encoding="utf-8")))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pairs, "read", looked)
-    with pytest.raises(KeyboardInterrupt):
-        predict.run(Setting(CPU.device, small=True, path=path))
-    assert seen[0]["written"]
-    assert all(figure["predicted_s"] > 0 for figure in seen[0]["predictions"])
 
 
 @pytest.mark.parametrize("name", list(subjects.published(small=True)))

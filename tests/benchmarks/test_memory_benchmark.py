@@ -60,29 +60,17 @@ def test_an_error_is_of_the_whole_peak_and_of_what_is_not_static():
     assert not memory.checks([line])[0].ok
 
 
-def test_what_the_file_has_is_not_measured_again(subject, monkeypatch, tmp_path, capsys):
-    asked = []
-
+def test_the_file_has_a_figure_and_a_check_of_every_cell(subject, monkeypatch, tmp_path, capsys):
     def measure(family, way, *, optimizers):
-        asked.append((way.recompute, *optimizers))
         return dict.fromkeys(optimizers, 500_000)
 
     monkeypatch.setattr(memory, "families", lambda: {"tiny": TINY})
     monkeypatch.setattr(memory, "recorded", lambda family, precision: subject)
     monkeypatch.setattr(memory_step, "measured_step", measure)
     path = tmp_path / "memory.json"
-    chosen = ["--precision", "fp32", "--json", str(path)]
-    memory.main([*chosen, "--recompute", "never", "--optimizer", "sgd"])
-    memory.main([*chosen, "--resume"])
-    assert asked == [("never", "sgd"), ("never", "adam"), ("block", "sgd", "adam")]
+    memory.main(["--precision", "fp32", "--json", str(path)])
     content = json.loads(path.read_text(encoding="utf-8"))
     assert [check["name"] for check in content["checks"]] == [figure["cell"] for figure in content["figures"]]
     assert len(content["figures"]) == 4
     assert content["figures"][0]["cell"] == "step tiny fp32 recompute=never sgd"
     assert "0 of 4 checks hold" in capsys.readouterr().out
-
-
-def test_resume_needs_a_file(capsys):
-    with pytest.raises(SystemExit):
-        memory.main(["--resume"])
-    assert "--resume reads the file of --json" in capsys.readouterr().err

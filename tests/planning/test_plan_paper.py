@@ -118,6 +118,18 @@ def test_a_reserve_is_of_the_devices_and_a_limit_is_literal() -> None:
     assert capacities(memory_limit="1GiB", reserve="24MiB") == [(2**30, 24 * 2**20)] * 2
 
 
+def test_the_peak_falls_with_the_limit() -> None:
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)]
+        model, sample = nn.Sequential(*blocks), torch.randn(64, 8)
+    limits = (66_000, 53_000, 49_000, 40_500, 36_500)
+    plans = [plan(model, "1xcpu-lane", sample=sample, memory_limit=limit) for limit in limits]
+    peaks = [found.stages[0].memory.peak_bytes for found in plans]
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+
+
 def test_links_are_those_between_neighbours() -> None:
     near, far = (plan(blocks(4), text, 4, sample=torch.randn(64, 64)) for text in ("2xH100-SXM5-80GB", "2x1xL4-24GB"))
     assert 0 < near.transfers[0].forward_s < far.transfers[0].forward_s
