@@ -78,6 +78,11 @@ class StagesAlone:
         """
         return self._simulated(schedule or self.schedule, self._transfers(link), issued=issued)
 
+    def on_one_device(self) -> Timeline:
+        """Return the simulated step with all lanes on one device, whose kernels leave no room for another's."""
+        merged = Schedule(f"{self.schedule.name} on one device", (self.schedule.issue_order,), (0,) * self._stages)
+        return self._simulated(merged, (), issued=True)
+
     def speed_up(self, timeline: Timeline) -> float:
         """Return how many times as fast a simulated step is as all its actions one after the other."""
         return self.serial_s / timeline.step_s

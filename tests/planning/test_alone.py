@@ -36,6 +36,11 @@ def test_equal_stages_reach_the_bound_of_the_bubble():
     assert found.speed_up(step) == pytest.approx(4 * 2 / 5)
 
 
+def test_on_one_device_actions_follow_each_other():
+    found = alone(seconds={"F": (1.0, 3.0), "B": (2.0, 5.0)}, sent=SENT)
+    assert found.on_one_device().step_s == found.serial_s == 4 * 11.0
+
+
 def test_copies_take_what_they_took_or_what_a_link_says():
     found = alone(sent=SENT)
     own = {"forward_s": (1.0, 1.0), "backward_s": (2.0, 2.0)}
@@ -58,6 +63,7 @@ def test_one_host_issues_for_all_lanes_unless_each_has_its_own():
     assert slow.step().step_s >= slow.serial_s  # issuing takes as long as all of it
     assert slow.step().host_s == slow.serial_s
     assert slow.step(issued=False).host_s == 0.0
+    assert slow.on_one_device().step_s >= slow.serial_s
 
 
 def test_a_stage_of_the_host_holds_up_what_is_issued_behind_it():

@@ -70,7 +70,7 @@ def test_times_are_those_of_each_action_alone_and_predict_the_step(lanes, monkey
     assert (found.issue_s, found.once_s, found.grown_bytes) == ({}, 0.0, (None, None))
     assert [(s.producer, s.consumer, s.forward_bytes) for s in found.sent] == [(0, 1, ROWS // CHUNKS * WIDTH * 4)]
     assert found.sent[0].forward_s == found.sent[0].backward_s == 0.0
-    assert found.serial_s == CHUNKS * 7.0
+    assert found.serial_s == found.on_one_device().step_s == CHUNKS * 7.0
     assert found.step().step_s == 1.0 + CHUNKS * 4.0 + 2.0  # the second stage is never idle in between
 
 
