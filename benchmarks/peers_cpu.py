@@ -28,15 +28,14 @@ import argparse
 import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from benchmarks import pairs, peers_cells, peers_local
-from benchmarks.peers_cells import Cells
+from benchmarks import pairs, peers_local
+from benchmarks.peers_local import Alone, Cells
 from benchmarks.peers_models import CHUNKS, MODELS, Made, Subject, subjects
 from benchmarks.peers_torch import Distributed, Ranks
 
@@ -110,22 +109,22 @@ def read(subject: Subject, names: Sequence[str], *, rounds: int) -> tuple[Rounds
             off = difference(contenders[name].gradients(), expected)
             if not off <= TOLERANCE:
                 raise ValueError(f"{subject.name}: the gradients of {name!r} are off by {off:.2g}")
-        return _rounds(contenders, subject.make(), rounds)
+        return _rounds(contenders, Alone(subject.make()), rounds)
     finally:
         for own in (*contenders.values(), *started):
             own.close()
 
 
-def _rounds(contenders: Mapping[str, Contender], alone: Made, rounds: int) -> tuple[Rounds, list[Cells]]:
+def _rounds(contenders: Mapping[str, Contender], alone: Alone, rounds: int) -> tuple[Rounds, list[Cells]]:
     found: dict[str, list[pairs.Reading]] = {name: [] for name in contenders}
     cells = []
-    peers_cells.measure(alone)
+    alone.measure()
     for turn in range(rounds):
         for name in pairs.rotated([*contenders, ""], turn):
             if name:
                 found[name].append(contenders[name].read())
             else:
-                cells.append(peers_cells.measure(alone))
+                cells.append(alone.measure())
     return found, cells
 
 
@@ -206,11 +205,23 @@ def row(figure: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def cells_text(model: str, cells: Cells) -> str:
+def cells_of(cells: Sequence[Cells]) -> dict[str, Any]:
+    """Return the medians of a model's cells by kind and stage, in seconds, and what the split costs."""
+    kinds = {kind: own for one in cells for kind, own in (one.split.seconds | one.whole.seconds).items()}
+    seconds = {
+        kind: [
+            statistics.median((one.split.seconds | one.whole.seconds)[kind][stage] for one in cells)
+            for stage in range(len(own))
+        ]
+        for kind, own in kinds.items()
+    }
+    return {"seconds": seconds, "split": statistics.median(one.split_cost for one in cells)}
+
+
+def cells_text(model: str, cells: Mapping[str, Any]) -> str:
     """Return a model's cells as a line."""
-    fields = {"F": cells.forward_s, "B": cells.backward_s, "I": cells.input_gradient_s, "W": cells.weight_gradient_s}
-    parts = (f"{kind} {' + '.join(f'{seconds * 1e3:.1f}' for seconds in own)}" for kind, own in fields.items())
-    return f"{model}: cells of the two stages alone, ms: {', '.join(parts)}; split {cells.split_cost:.2f}"
+    parts = (f"{kind} {' + '.join(f'{s * 1e3:.1f}' for s in own)}" for kind, own in cells["seconds"].items())
+    return f"{model}: cells of the two stages alone, ms: {', '.join(parts)}; split {cells['split']:.2f}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -235,20 +246,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = [name for name in names if name not in GPIPE]
     figures: list[dict[str, Any]] = []
     checks: list[pairs.Check] = []
-    alone: dict[str, Cells] = {}
+    alone: dict[str, Any] = {}
     for model in arguments.models:
         subject = subjects()[model]
         rounds, cells = read(subject, names, rounds=arguments.rounds)
         own = figures_of(subject, rounds, cells)
-        alone[model] = peers_cells.middle(cells)
+        alone[model] = cells_of(cells)
         print(f"\n{model}: {subject.shape}\n{cells_text(model, alone[model])}\n{pairs.table([row(f) for f in own])}")
         figures += own
         checks += checks_of(model, rounds, cells)
     print(f"\n{pairs.checks_text(checks)}")
     if arguments.json:
         shapes = {model: subjects()[model].shape for model in arguments.models}
-        cells_s = {model: {**asdict(cells), "split": cells.split_cost} for model, cells in alone.items()}
-        settings = {"rounds": arguments.rounds, "chunks": CHUNKS, "only": names, "models": shapes, "cells": cells_s}
+        settings = {"rounds": arguments.rounds, "chunks": CHUNKS, "only": names, "models": shapes, "cells": alone}
         pairs.write(
             arguments.json, benchmark="peers_cpu", settings=settings, machine=machine, figures=figures, checks=checks
         )

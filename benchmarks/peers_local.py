@@ -1,4 +1,4 @@
-"""The contenders that run in this process: ours, torchgpipe, and plain loops."""
+"""The contenders that run in this process: ours, torchgpipe, and plain loops; and the bound, from stages run alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
+from autosplit.planning.alone import StagesAlone
+from autosplit.schedule.catalog import build
 from benchmarks import pairs
 from benchmarks.peers_models import CHUNKS, Down, Made, Up
 
@@ -60,8 +62,8 @@ def microbatched(made: Made) -> Local:
     return Local(run, made.parameters())
 
 
-def ours(made: Made, schedule: str) -> Local:
-    """Return our step on two lanes, cut where the subject says."""
+def pipe_of(made: Made, schedule: str) -> Any:
+    """Return our pipe on two lanes, cut where the subject says."""
     model = made.whole()
     given = {"devices": DEVICES, "chunks": CHUNKS, "sample": made.batch, "schedule": schedule, "lanes": "threads"}
     found = autosplit(model, **given).plan
@@ -70,10 +72,47 @@ def ours(made: Made, schedule: str) -> Local:
     for name in found.stage_of():
         nodes[int(name.split("#")[0].split(".")[1]) >= made.subject.cut].append(name)
     stages = [stage.model_copy(update={"nodes": tuple(own)}) for stage, own in zip(found.stages, nodes, strict=True)]
-    pipe = autosplit(model, **given, plan=found.model_copy(update={"stages": tuple(stages)}))
-    loss = made.subject.loss
+    return autosplit(model, **given, plan=found.model_copy(update={"stages": tuple(stages)}))
+
+
+def ours(made: Made, schedule: str) -> Local:
+    """Return our step on two lanes."""
+    pipe, loss = pipe_of(made, schedule), made.subject.loss
     step = lambda: pipe.train_step(made.batch, target=made.target, loss_fn=loss, loss_reduction="mean")  # noqa: E731
     return Local(step, made.parameters())
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The actions of a step, each run alone: with backwards in one piece, and in two."""
+
+    whole: StagesAlone
+    split: StagesAlone
+
+    @property
+    def split_cost(self) -> float:
+        """The input and the weight part of all backwards over the backwards in one piece."""
+        parts = sum(sum(self.split.seconds.get(kind, ())) for kind in ("I", "W", "B"))
+        return parts / sum(self.whole.seconds["B"])
+
+    def step_s(self, schedule: str) -> float:
+        """Return the length of a step of these cells, two lanes, in a schedule; transfers take no time."""
+        alone = self.split if schedule == "zb_h1" else self.whole
+        actions = build(schedule, stages=alone.schedule.stages, microbatches=CHUNKS)
+        return alone.step(actions, link=lambda *_: 0.0).step_s
+
+
+class Alone:
+    """Measures the cells of one model."""
+
+    def __init__(self, made: Made) -> None:
+        self.made = made
+        self.pipes = [pipe_of(made, schedule) for schedule in ("1f1b", "zb_h1")]
+
+    def measure(self) -> Cells:
+        """Run every cell of a step once, one after the other, with backwards in one piece and then in two."""
+        given: dict[str, Any] = {"target": self.made.target, "loss_fn": self.made.subject.loss}
+        return Cells(*(pipe.profile_stages(self.made.batch, **given, repeats=1) for pipe in self.pipes))
 
 
 def torchgpipe(made: Made, *, threads: int) -> Local:

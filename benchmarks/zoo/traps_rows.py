@@ -13,23 +13,6 @@ from benchmarks.zoo.traps import ALL, LONG, WIDTH, Three, rows_of_width, sequenc
 from tests.equivalence.equality import Batch
 
 
-class ClipLoss(nn.Module):
-    """Two towers and the B x B contrastive logits, with the loss inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
-        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
-        one, other = F.normalize(self.left(left), dim=1), F.normalize(self.right(right), dim=1)
-        logits = self.scale.exp() * one @ other.t()
-        labels = torch.arange(len(logits))
-        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-        return {"loss": loss, "logits": logits, "left": one, "right": other}
-
-
 class Expert(nn.Module):
     """One expert of a mixture."""
 
@@ -134,14 +117,6 @@ class LstmStates(nn.Module):
         return self.head(out), states
 
 
-class BatchPositions(Three):
-    """Adds a function of the row's number in the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        numbers = torch.arange(x.shape[0], dtype=x.dtype)[:, None]
-        return self.c(self.b(torch.relu(self.a(x)) + 0.1 * numbers))
-
-
 class BiasOfBatchSize(nn.Module):
     """An input without a batch whose size equals the batch's: [8] beside [8, 8]."""
 
@@ -151,40 +126,6 @@ class BiasOfBatchSize(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         return self.b(torch.relu(self.a(x) + bias))
-
-
-class Roll(Three):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.b(torch.relu(self.a(x)))
-        return self.c(hidden + hidden.roll(1, 0))
-
-
-class SoftmaxOverRows(Three):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.b(torch.relu(self.a(x)))
-        return self.c(hidden * hidden.softmax(0))
-
-
-class FlipRows(Three):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.b(torch.relu(self.a(x)))
-        return self.c(hidden + hidden.flip(0))
-
-
-class NormOverBatch(Three):
-    """Divides by the norm of the whole batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.b(torch.relu(self.a(x)))
-        return self.c(hidden / hidden.norm())
-
-
-class SumInForward(Three):
-    """Returns a mean over the batch beside the rows."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.c(self.b(torch.relu(self.a(x))))
-        return out, out.square().mean()
 
 
 class OwnLoss(nn.Module):
@@ -305,10 +246,6 @@ class TorchEncoder(nn.Module):
         return self.head(self.encoder(x, src_key_padding_mask=padded))
 
 
-def _pairs(shape: Shape) -> Batch:
-    return Batch((torch.randn(shape.rows, WIDTH), torch.randn(shape.rows, WIDTH)))
-
-
 def _time_major(shape: Shape) -> Batch:
     return Batch((torch.randn(shape.length, shape.rows, WIDTH),))
 
@@ -344,20 +281,13 @@ def _padded(shape: Shape) -> Batch:
 
 
 _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tuple[str, ...]], ...] = (
-    ("clip_loss", ClipLoss, _pairs, ALL),
     ("moe_aux_loss", MoeWithAuxLoss, sequences, LONG),
     ("moe_routing", MoeDense, sequences, LONG),
     ("time_major", TimeMajor, _time_major, LONG),
     ("time_major_told", TimeMajor, _time_major, LONG),
     ("time_major_loop", TimeMajorLoop, _time_major, LONG),
     ("lstm_states", LstmStates, _states, LONG),
-    ("batch_positions", BatchPositions, rows_of_width, ALL),
     ("bias_of_batch_size", BiasOfBatchSize, _bias, ALL),
-    ("roll_rows", Roll, rows_of_width, ALL),
-    ("softmax_rows", SoftmaxOverRows, rows_of_width, ALL),
-    ("flip_rows", FlipRows, rows_of_width, ALL),
-    ("norm_over_batch", NormOverBatch, rows_of_width, ALL),
-    ("mean_in_forward", SumInForward, rows_of_width, ALL),
     ("own_loss", OwnLoss, _labelled, LONG),
     ("row_loop", RowLoop, rows_of_width, ALL),
     ("row_loop_numbered", NumberedRowLoop, rows_of_width, ALL),

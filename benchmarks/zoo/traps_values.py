@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,22 +44,6 @@ class SubmoduleValueRead(Three):
         return self.c(self.block(self.b(torch.relu(self.a(x)))))
 
 
-class EarlyExit(nn.Module):
-    """Stops when the hidden state's mean is small: how many layers run depends on the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            if x.abs().mean() < 0.3:
-                break
-        return self.head(x)
-
-
 class Recurrence(nn.Module):
     """Iterates a layer until its change is small."""
 
@@ -77,35 +60,6 @@ class Recurrence(nn.Module):
                 break
             hidden = after
         return self.head(hidden)
-
-
-class NumpyInside(Three):
-    """Computes a constant of the batch in numpy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.b(torch.relu(self.a(x)))
-        ranks = numpy.argsort(hidden.detach().numpy(), axis=1).astype(numpy.float32)
-        return self.c(hidden + torch.from_numpy(ranks).to(hidden.dtype) / WIDTH)
-
-
-class ListOfImages(nn.Module):
-    """Takes a list of images of several sizes, as detection models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, images: list[Tensor]) -> Tensor:
-        largest = [max(image.shape[d] for image in images) for d in (1, 2)]
-        padded = [F.pad(i, (0, largest[1] - i.shape[2], 0, largest[0] - i.shape[1])) for i in images]
-        return self.head(self.blocks(self.stem(torch.stack(padded))).mean((2, 3)))
-
-
-def list_of_images(shape: Shape) -> Batch:
-    """Return one list of images whose sizes differ."""
-    return Batch(([torch.randn(3, 8 + i % 3, 10 - i % 2) for i in range(shape.rows)],))
 
 
 class RootMeanRead(Three):
@@ -182,13 +136,6 @@ class BranchOnRows(Three):
         return self.c(hidden * 2 if len(x) >= 6 else hidden)
 
 
-class DivideByRows(Three):
-    """Divides by the number of rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(torch.relu(self.a(x))) / x.shape[0])
-
-
 class SquareOfRows(Three):
     """Multiplies by the square of the number of rows, which two sizes do not tell from a line."""
 
@@ -245,10 +192,7 @@ _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tupl
     ("value_read_root", RootValueRead, with_mask(True), (*LONG, "values")),
     ("value_read_root_unset", RootValueRead, with_mask(False), (*LONG, "values")),
     ("value_read_submodule", SubmoduleValueRead, _scaled(1e6), TURNED),
-    ("early_exit", EarlyExit, _scaled(0.01), TURNED),
     ("iterate_until", Recurrence, _scaled(100.0), TURNED),
-    ("numpy_inside", NumpyInside, rows_of_width, ALL),
-    ("list_of_images", ListOfImages, list_of_images, ALL),
     ("shared_tuple", SharedTuple, rows_of_width, ALL),
     ("shared_in_place", SharedInPlace, rows_of_width, ALL),
     ("value_read_root_mean", RootMeanRead, _signed, TURNED),
@@ -256,7 +200,6 @@ _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tupl
     ("submodule_branch_on_batch", SubmoduleBranchOnBatch, rows_of_width, ALL),
     ("submodule_scale_by_largest", SubmoduleScaleByLargest, rows_of_width, ALL),
     ("branch_on_rows", BranchOnRows, rows_of_width, ALL),
-    ("divide_by_rows", DivideByRows, rows_of_width, ALL),
     ("square_of_rows", SquareOfRows, rows_of_width, ALL),
 )
 

@@ -7,12 +7,26 @@ import json
 import pytest
 import torch
 
-from benchmarks import pairs, peers_cells, peers_cpu, peers_local
+from autosplit.planning.alone import StagesAlone
+from autosplit.schedule.catalog import build
+from benchmarks import pairs, peers_cpu, peers_local
 from benchmarks.pairs import Reading, Spread
-from benchmarks.peers_cells import Cells
+from benchmarks.peers_local import Alone, Cells
 from benchmarks.peers_models import MODELS, subjects
 
-CELLS = Cells(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0), input_gradient_s=(0.0, 1.0), weight_gradient_s=(2.0, 1.0))
+
+def cells(input_s: float = 1.0) -> Cells:
+    """Return cells of 1 s forward and 2 s backward, whose second backward splits into two parts."""
+    forward, whole = (1.0, 1.0), (2.0, 2.0)
+
+    def alone(name: str, seconds: dict) -> StagesAlone:
+        return StagesAlone(build(name, stages=2, microbatches=8), seconds, {}, (), 0.0, (None, None))
+
+    parts = {"F": forward, "I": (0.0, input_s), "W": (2.0, 1.0)}
+    return Cells(alone("1f1b", {"F": forward, "B": whole}), alone("zb_h1", parts))
+
+
+CELLS = cells()
 PEER = () if pairs.torchgpipe() is None else tuple(peers_cpu.GPIPE)
 RUNNABLE = (*peers_cpu.OURS, *peers_cpu.TORCH, *PEER, "plain, 1", peers_cpu.LOOP)
 
@@ -35,9 +49,11 @@ def test_the_bound_is_the_simulated_schedule_of_the_cells():
     assert CELLS.split_cost == 1.0
 
 
-def test_the_middle_of_several_measurements_is_taken_cell_by_cell():
-    others = [Cells((f, 1.0), (2.0, 2.0), (0.0, 1.0), (2.0, 1.0)) for f in (3.0, 5.0)]
-    assert peers_cells.middle([CELLS, *others]).forward_s == (3.0, 1.0)
+def test_medians_are_taken_cell_by_cell():
+    found = peers_cpu.cells_of([cells(seconds) for seconds in (1.0, 3.0, 2.0)])
+    assert found["seconds"]["I"] == [0.0, 2.0]
+    assert found["seconds"]["B"] == [2.0, 2.0]
+    assert found["split"] == 1.25
 
 
 def test_speed_and_share_compare_readings_of_the_same_round():
@@ -66,7 +82,7 @@ def test_ours_is_held_against_the_fastest_way_of_every_peer():
 
 
 def test_less_is_asked_of_other_models_and_where_the_split_costs_more():
-    dear = Cells((1.0, 1.0), (2.0, 2.0), (0.0, 1.5), (2.0, 1.0))
+    dear = cells(1.5)
     rounds = {"ours 1f1b": readings(30.0), "torch 1f1b": readings(31.0), "torchgpipe, 1": readings(60.0)}
     checks = peers_cpu.checks_of("conv", rounds, [dear])
     assert [check.name.partition(": ")[2] for check in checks] == [
@@ -104,14 +120,10 @@ def test_the_cut_separates_the_parts(name):
     assert [*first.parts, *last.parts] == list(made.parts)
 
 
-def test_cells_leave_the_plain_gradients():
-    made, reference = subjects()["tiny"].make(), peers_local.plain(subjects()["tiny"].make(), threads=1)
-    reference.read()
-    measured = peers_cells.measure(made)
-    found = [parameter.grad for parameter in made.parameters()]
-    assert peers_cpu.difference(found, reference.gradients()) <= peers_cpu.TOLERANCE
-    assert min(*measured.forward_s, *measured.backward_s, *measured.weight_gradient_s) > 0
-    assert measured.input_gradient_s[0] == 0.0
+def test_every_cell_is_measured_alone():
+    measured = Alone(subjects()["tiny"].make()).measure()
+    assert min(*measured.whole.seconds["F"], *measured.whole.seconds["B"], *measured.split.seconds["W"]) > 0
+    assert all(measured.step_s(schedule) > 0 for schedule in ("gpipe", "1f1b", "zb_h1"))
 
 
 def test_the_benchmark_runs_and_every_contender_finds_the_plain_gradients(tmp_path, capsys):
@@ -120,5 +132,5 @@ def test_the_benchmark_runs_and_every_contender_finds_the_plain_gradients(tmp_pa
     content = json.loads(path.read_text(encoding="utf-8"))
     assert [figure["contender"] for figure in content["figures"]] == list(RUNNABLE)
     assert all(figure["wall_s"]["median"] > 0 and figure["cpu_s"]["median"] > 0 for figure in content["figures"])
-    assert set(content["settings"]["cells"]["tiny"]) >= {"forward_s", "split"}
+    assert set(content["settings"]["cells"]["tiny"]) == {"seconds", "split"}
     assert "cells of the two stages alone" in capsys.readouterr().out
