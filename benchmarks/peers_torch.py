@@ -14,9 +14,8 @@ import datetime
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks import pairs
@@ -37,47 +36,18 @@ _TIMEOUT_S = 120.0
 _GRADIENTS, _STOP = "gradients", "stop"
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the ranks run: a stage each, on one batch; ``amp``: under bf16 autocast."""
-
-    stages: Sequence[nn.Module]
-    batch: Tensor
-    target: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
-    chunks: int
-    amp: bool = False
-
-
-def job_of(subject: str) -> Job:
-    """Return the two stages of a subject."""
-    made = subjects()[subject].make()
-    return Job(made.stages(), made.batch, made.target, made.subject.loss, CHUNKS)
-
-
 class Ranks:
-    """The processes of one job; each makes it for itself, so ``make`` must pickle."""
+    """The processes that run a subject; each makes it for itself."""
 
-    def __init__(
-        self,
-        make: str | Callable[[], Job],
-        *,
-        world: int = _WORLD,
-        place: str = "cpu",
-        backend: str = "gloo",
-        timeout_s: float = _TIMEOUT_S,
-    ) -> None:
-        made = partial(job_of, make) if isinstance(make, str) else make
+    def __init__(self, subject: str) -> None:
         context = processes.get_context("spawn")
-        self.timeout_s = timeout_s
         self.folder = tempfile.TemporaryDirectory()
         self.links: list[Connection] = []
         self.own: list[Any] = []
         store = str(Path(self.folder.name) / "store")
-        for rank in range(world):
+        for rank in range(_WORLD):
             here, there = context.Pipe()
-            given = (rank, there, made, _Where(world, place, backend, store))
-            self.own.append(context.Process(target=_work, args=given, daemon=True))
+            self.own.append(context.Process(target=_work, args=(rank, there, subject, store), daemon=True))
             self.links.append(here)
             self.own[-1].start()
             there.close()
@@ -88,8 +58,8 @@ class Ranks:
             link.send(what)
         answers = []
         for rank, link in enumerate(self.links):
-            if not link.poll(self.timeout_s):
-                raise RuntimeError(f"rank {rank} does not answer {what!r} within {self.timeout_s:g} s")
+            if not link.poll(_TIMEOUT_S):
+                raise RuntimeError(f"rank {rank} does not answer {what!r} within {_TIMEOUT_S:g} s")
             try:
                 answers.append(link.recv())
             except EOFError:
@@ -132,39 +102,27 @@ class Distributed:
         """Leave the ranks alone: the other schedule may still want them."""
 
 
-@dataclass(frozen=True)
-class _Where:
-    world: int
-    place: str
-    backend: str
-    store: str
-
-
-def _work(rank: int, link: Connection, make: Callable[[], Job], where: _Where) -> None:
+def _work(rank: int, link: Connection, subject: str, store: str) -> None:
     """Answer what the benchmark asks until it says stop."""
     torch.set_num_threads(1)
     try:
-        timeout, device = datetime.timedelta(seconds=_TIMEOUT_S), torch.device(where.place)
-        init = f"file://{where.store}"
-        dist.init_process_group(where.backend, init_method=init, rank=rank, world_size=where.world, timeout=timeout)
-        job = make()
-        module = job.stages[rank]
+        timeout = datetime.timedelta(seconds=_TIMEOUT_S)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=_WORLD, timeout=timeout)
+        made = subjects()[subject].make()
+        module = made.stages()[rank]
         steps = {}
         for name, schedule in SCHEDULES.items():
-            stage = PipelineStage(module, rank, where.world, device)
-            steps[name] = schedule(stage, job.chunks, loss_fn=job.loss)
-        given: Sequence[Tensor] = (job.batch,) if rank == 0 else ()
-        options = {"target": job.target} if rank == where.world - 1 else {}
+            stage = PipelineStage(module, rank, _WORLD, torch.device("cpu"))
+            steps[name] = schedule(stage, CHUNKS, loss_fn=made.subject.loss)
+        given: Sequence[Tensor] = (made.batch,) if rank == 0 else ()
+        options = {"target": made.target} if rank == _WORLD - 1 else {}
         while (asked := link.recv()) != _STOP:
             if asked == _GRADIENTS:
-                link.send([p.grad.cpu().numpy() for p in module.parameters() if p.grad is not None])
+                link.send([p.grad.numpy() for p in module.parameters() if p.grad is not None])
                 continue
             module.zero_grad(set_to_none=True)
             wall, cpu = time.perf_counter(), time.process_time()
-            with torch.autocast(device.type, torch.bfloat16, enabled=job.amp):
-                steps[asked].step(*given, **options, return_outputs=False)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            steps[asked].step(*given, **options, return_outputs=False)
             link.send((time.perf_counter() - wall, time.process_time() - cpu))
     except Exception as error:
         link.send(f"rank {rank}: {type(error).__name__}: {error}")

@@ -33,13 +33,11 @@ class Setting:
     Attributes:
         device: the CUDA device that is measured, or the CPU in a dry run.
         small: whether sizes are tiny: seconds on a CPU, figures of nothing.
-        peers: the peers that are measured in the same run.
         path: where the results go; None: nowhere.
     """
 
     device: torch.device
     small: bool = False
-    peers: tuple[str, ...] = ("torchgpipe", "torch")
     path: Path | None = None
 
     @property

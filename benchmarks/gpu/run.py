@@ -1,6 +1,6 @@
 """One part of the GPU benchmark: at most eight minutes on the device, one file of results.
 
-    python -m benchmarks.gpu.run --part step [--device cuda:0] [--small] [--json FILE] [--peers torchgpipe torch]
+    python -m benchmarks.gpu.run --part step [--device cuda:0] [--small] [--json FILE]
     python -m benchmarks.gpu.run --list
 
 Figures go to ``benchmarks/results/<part>-<device>.json``, such as ``step-h200.json``: the device, versions, the date,
@@ -30,7 +30,7 @@ from benchmarks import pairs
 from benchmarks.gpu.part import Found, Part, Setting, Spread, finite, milliseconds, settled
 
 PARTS = {
-    "step": "one stage against the plain model; four stages on one card against a plain loop and peers",
+    "step": "one stage against the plain model; four stages on one card against a plain loop and torchgpipe",
     "memory": "peaks predicted without a GPU against the allocator's",
     "measured": "the measured profile against stages run alone",
     "twin_unet": "U-Net (5, 64) at 2, 4 and 8 stages, simulated from stages measured alone",
@@ -161,7 +161,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda:0", type=torch.device)
     parser.add_argument("--small", action="store_true", help="tiny sizes: a dry run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--peers", nargs="*", choices=("torchgpipe", "torch"), default=("torchgpipe", "torch"))
     return parser
 
 
@@ -176,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen = part(arguments.part)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    setting = Setting(arguments.device, arguments.small, tuple(arguments.peers), arguments.json)
+    setting = Setting(arguments.device, arguments.small, arguments.json)
     if setting.path is None and setting.cuda and not setting.small:
         setting = replace(setting, path=RESULTS / f"{arguments.part}-{setting.short_name}.json")
     facts = machine(setting)

@@ -1,8 +1,9 @@
-"""Whole training steps on one card: one stage beside the plain model, four stages beside a plain loop and peers.
+"""Whole training steps on one card: one stage beside the plain model, four stages beside a plain loop and torchgpipe.
 
 Every contender has the same model, weights and batch of 8 microbatches, and where it cuts the same cut; its gradients
 are held against the plain loop's before it is timed. Ours and its reference take turns, and a reading waits for the
-device. Peers recompute nothing. What a peer cannot do on one card is said.
+device. torchgpipe recomputes nothing.
+`torch.distributed.pipelining` needs a card for each process and is measured by `benchmarks.peers_cpu`.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autosplit import PipelinedModule
 from benchmarks import pairs
 from benchmarks.gpu.part import Found, Setting, Spread, at_most, beside, differ, ratios
 from benchmarks.gpu.subjects import Made, Subject, even, steps
-from benchmarks.peers_torch import Distributed, Job, Ranks
 
 ALONE_ASKED, LOOP_ASKED, PEER_ASKED = 1.01, 1.03, 0.9
 STAGES, CHUNKS = 4, 8
-_TIMEOUT_S = 60.0
 TOLERANCE, TOLERANCE_ROUNDED = 1e-4, 0.1
 """By which share of the largest entry gradients may differ: in fp32, and where convolutions or autocast round more."""
 
@@ -54,7 +52,7 @@ def _alone(subject: Subject, setting: Setting, found: Found, *, repeats: int, ca
 
 
 def _four(subject: Subject, setting: Setting, found: Found, *, repeats: int, calls: int) -> None:
-    """Four stages as stream pairs against a plain loop, and against the peers on the same cut."""
+    """Four stages as stream pairs against a plain loop, and against torchgpipe on the same cut."""
     made = subject.make(setting.device, chunks=CHUNKS)
     made.loop()
     expected = made.gradients()
@@ -66,20 +64,15 @@ def _four(subject: Subject, setting: Setting, found: Found, *, repeats: int, cal
     spread = note(found, f"{subject.name}, {STAGES} stages, {CHUNKS} chunks: 1f1b over a plain loop", readings, calls)
     name = f"{subject.name}: {STAGES} stages as stream pairs, {CHUNKS} chunks: times a plain loop's"
     found.checks.append(at_most(name, LOOP_ASKED, spread.median))
-    if "torchgpipe" in setting.peers:
-        try:
-            step = torchgpipe_step(made, balance)
-            same(made, step, expected, f"{subject.name}, torchgpipe")
-            readings = beside(ours, step, setting=setting, repeats=repeats, calls=calls)
-        except Exception as error:  # whatever a peer cannot do here is a finding
-            found.missing.append(f"{subject.name}: torchgpipe: {type(error).__name__}: {error}")
-        else:
-            spread = note(found, f"{subject.name}, {STAGES} stages: 1f1b over torchgpipe", readings, calls)
-            found.checks.append(
-                at_most(f"{subject.name}: {STAGES} stages: times torchgpipe's", PEER_ASKED, spread.median)
-            )
-    if "torch" in setting.peers:
-        _distributed(made, ours, expected, setting, found, balance=balance, repeats=repeats)
+    try:
+        step = torchgpipe_step(made, balance)
+        same(made, step, expected, f"{subject.name}, torchgpipe")
+        readings = beside(ours, step, setting=setting, repeats=repeats, calls=calls)
+    except Exception as error:  # whatever a peer cannot do here is a finding
+        found.missing.append(f"{subject.name}: torchgpipe: {type(error).__name__}: {error}")
+    else:
+        spread = note(found, f"{subject.name}, {STAGES} stages: 1f1b over torchgpipe", readings, calls)
+        found.checks.append(at_most(f"{subject.name}: {STAGES} stages: times torchgpipe's", PEER_ASKED, spread.median))
 
 
 def cut_pipe(made: Made, devices: Sequence[Any], balance: Sequence[int]) -> PipelinedModule:
@@ -112,48 +105,6 @@ def torchgpipe_step(made: Made, balance: Sequence[int]) -> Callable[[], None]:
     devices = [made.device] * len(balance)
     gpipe = peer.GPipe(model, list(balance), devices=devices, chunks=made.chunks, checkpoint="never")
     return partial(made.call, gpipe)
-
-
-def _distributed(
-    made: Made,
-    ours: Callable[[], None],
-    expected: Sequence[Tensor],
-    setting: Setting,
-    found: Found,
-    *,
-    balance: Sequence[int],
-    repeats: int,
-) -> None:
-    """torch.distributed.pipelining, one process per stage on the one card, by each backend that may do it."""
-    subject, world = made.subject, len(balance)
-    for backend in ("nccl", "gloo") if setting.cuda else ("gloo",):
-        if f"torch.distributed, {backend}" in found.settings:
-            continue  # it failed on another model, and takes its time over that
-        ranks = None
-        try:
-            make = partial(job, subject.name, tuple(balance), str(setting.device), setting.small)
-            ranks = Ranks(make, world=world, place=str(setting.device), backend=backend, timeout_s=_TIMEOUT_S)
-            peer = Distributed(ranks, "1f1b")
-            peer.read()
-            _check(made, [gradient.to(made.device) for gradient in peer.gradients()], expected, "torch's pipeline")
-            both = [(pairs.read(setting.waited(ours)), peer.read()) for _ in range(repeats)]
-        except Exception as error:  # nccl wants a card for each process, gloo wants tensors on the CPU
-            name = f"torch.distributed.pipelining, {world} processes on {setting.device}, {backend}"
-            found.missing.append(f"{subject.name}: {name}: {type(error).__name__}: {error}"[:600])
-            found.settings[f"torch.distributed, {backend}"] = "not tried on further models"
-        else:
-            readings = pairs.Pairs(*map(tuple, zip(*both, strict=True)))
-            note(found, f"{subject.name}, {world} stages: 1f1b over torch's 1f1b, {backend}", readings, 1)
-            return
-        finally:
-            if ranks is not None:
-                ranks.close()
-
-
-def job(name: str, balance: tuple[int, ...], device: str, small: bool) -> Job:
-    """Return what torch's processes run."""
-    made = steps(small=small)[name].make(torch.device(device), chunks=CHUNKS)
-    return Job(made.stages(balance), made.batch, made.target, made.subject.loss, CHUNKS, made.subject.amp)
 
 
 def same(made: Made, step: Callable[[], None], expected: Sequence[Tensor], what: str) -> None:

@@ -17,7 +17,7 @@ from autosplit.planning.plan.plan import Plan
 from benchmarks.family_transformers import Embedding, PreNormBlock
 from benchmarks.peers_models import Stage
 from benchmarks.published_models import amoebanet, unet
-from examples.models import Bottleneck, ResNet
+from examples.models import ResNet
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,6 @@ class Made:
     def microbatches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of each microbatch and their target."""
         return zip(self.batch.tensor_split(self.chunks), self.target.tensor_split(self.chunks), strict=True)
-
-    def stages(self, balance: Sequence[int]) -> list[Stage]:
-        """Return the model in stages of so many parts each."""
-        ends = list(itertools.accumulate(balance))
-        parts = list(self.model.parts)
-        return [
-            Stage(parts[end - count : end], last=end == len(parts)) for count, end in zip(balance, ends, strict=True)
-        ]
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def plain(self) -> None:
@@ -200,45 +192,6 @@ def blocks_of(model: ResNet) -> list[nn.Module]:
     return [nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool), *blocks, head]
 
 
-class Shortcut(nn.Module):
-    """Put the value aside for the end of its block."""
-
-    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        return value, value
-
-
-class Beside(nn.Module):
-    """A layer that leaves the shortcut alone."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, value: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer(value), shortcut
-
-
-class Residual(nn.Module):
-    """Add the shortcut at the end of a block."""
-
-    def __init__(self, downsample: nn.Module | None) -> None:
-        super().__init__()
-        self.downsample = nn.Identity() if downsample is None else downsample
-
-    def forward(self, value: Tensor, shortcut: Tensor) -> Tensor:
-        return F.relu(value + self.downsample(shortcut))
-
-
-def layers_of(model: ResNet) -> list[nn.Module]:
-    """Return a ResNet layer by layer, as torchgpipe's benchmark has it."""
-    found: list[nn.Module] = [model.conv1, model.bn1, nn.ReLU(), model.maxpool]
-    for block in (block for layer in model.layers for block in layer):
-        assert isinstance(block, Bottleneck)
-        inner = [block.conv1, block.bn1, nn.ReLU(), block.conv2, block.bn2, nn.ReLU(), block.conv3, block.bn3]
-        found += [Shortcut(), *map(Beside, inner), Residual(block.downsample)]
-    return [*found, model.avgpool, nn.Flatten(), model.fc]
-
-
 # -- the subjects ------------------------------------------------------------------------------------------------------
 def steps(*, small: bool) -> Mapping[str, Subject]:
     """Return what whole steps are timed on."""
@@ -262,8 +215,8 @@ def published(*, small: bool) -> Mapping[str, Subject]:
         net = images(
             "unet", "U-Net (1, 4)", lambda: _layers(unet(convolutions=1, channels=4)), size=64, rows=1, classes=0
         )
-        cells = images("resnet", "ResNet of 4 blocks", lambda: layers_of(_small_resnet()), size=32, rows=2, classes=7)
-        one = images("amoebanet", "no AmoebaNet-D", lambda: layers_of(_small_resnet()), size=32, rows=2, classes=7)
+        cells = images("resnet", "ResNet of 4 blocks", lambda: blocks_of(_small_resnet()), size=32, rows=2, classes=7)
+        one = images("amoebanet", "no AmoebaNet-D", lambda: blocks_of(_small_resnet()), size=32, rows=2, classes=7)
         tiny = {"blocks": 2, "width": 16, "heads": 2, "vocabulary": 32, "length": 8, "rows": 1, "amp": False}
         return {"unet": net, "amoebanet": one, "resnet": cells, "gpt2": gpt2("gpt2", "a tiny GPT-2", **tiny)}
     name = "GPT-2 XL, untied, 2 x 1024 tokens per microbatch, bf16 autocast"
@@ -288,7 +241,7 @@ def published(*, small: bool) -> Mapping[str, Subject]:
         "resnet": images(
             "resnet",
             "ResNet-101, 32 images of 224 x 224 per microbatch",
-            lambda: layers_of(ResNet(blocks=(3, 4, 23, 3))),
+            lambda: blocks_of(ResNet(blocks=(3, 4, 23, 3))),
             size=224,
             rows=32,
             classes=1000,
