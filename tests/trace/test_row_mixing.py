@@ -195,6 +195,26 @@ def test_what_mixes_rows_is_equal(name: str) -> None:
     assert_equal(Model(MIXING[name]).double(), [torch.randn(ROWS, WIDTH).double() for _ in range(2)])
 
 
+ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "cumsum": lambda h, dim: h.cumsum(dim),
+    "cummax": lambda h, dim: h.cummax(dim=dim).values,
+    "softmax": lambda h, dim: F.softmax(h, dim),
+    "a layer": lambda h, dim: nn.LogSoftmax(dim)(h),
+    "sort": lambda h, dim: h.sort(dim).values,
+    "argsort": lambda h, dim: h * torch.argsort(h, descending=True, dim=dim),
+    "topk": lambda h, dim: h * h.topk(h.shape[dim], dim).values,
+    "diff": lambda h, dim: torch.diff(h, prepend=h.narrow(dim, 0, 1), dim=dim),
+    "normalize": lambda h, dim: F.normalize(h, 2.0, dim),
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_without_values_the_dimension_says_whether_rows_mix(name: str) -> None:
+    for dim in (0, 1):
+        model, x = Model(lambda h, dim=dim: ALONG[name](h, dim)).to("meta"), torch.empty(ROWS, WIDTH, device="meta")
+        assert bool(full_nodes(model, x)) is (dim == 0)
+
+
 class OverRows(nn.Module):
     """A softmax over the rows, by an operator that no table names."""
 

@@ -30,6 +30,7 @@ from autosplit.trace.rows.kinds import (
     normalises_rows_apart,
     permutes_at_random,
     rearranges,
+    runs_along_batch,
     takes_shape_only,
 )
 
@@ -77,6 +78,7 @@ def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node],
             any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
             or (node.meta[INFO].whole and not _is_alone(node.meta[INFO], root, findings.alone))
             or permutes_at_random(node, root)
+            or (not findings.probed and runs_along_batch(node, root))
             or mixes_gradients(node, root)
         )
     }
