@@ -153,7 +153,7 @@ def runs_along_batch(node: fx.Node, root: nn.Module) -> bool:
         return False
     function = function_of(node, root)
     if isinstance(function, (nn.Softmax, nn.LogSoftmax, nn.Softmin)):
-        dim = function.dim
+        dim: Any = function.dim
     else:
         name, args = called(node, root)
         if name not in _ALONG:
