@@ -36,7 +36,6 @@ class Line:
     Attributes:
         published: in ``unit``; None where the source has none.
         predicted: in ``unit``; None where it is not modelled.
-        at_most: the prediction with what is unknown counted in full, where that differs.
         why: why it is not modelled, what was assumed, or why it misses.
     """
 
@@ -46,7 +45,6 @@ class Line:
     published: float | None
     predicted: float | None
     why: str
-    at_most: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -65,9 +63,7 @@ def rows() -> list[Row]:
     return found
 
 
-_SCRATCH = "at most: with Winograd's scratch, not fused, for every 3 x 3 convolution; what cuDNN 7 took is unknown"
 _LEFT_OUT = "for unknown: cuDNN 7's scratch, and blocks whose copies were not done when the host went on"
-_NO_SCRATCH = f"not counted, {_LEFT_OUT}"
 _HUANG = "Huang et al.'s own TensorFlow program: "
 
 
@@ -85,21 +81,18 @@ def lines(row: Row) -> Iterator[Line]:
         yield Line(name, "model (GPipe paper)", "GB", row["gpipe_paper_model_GB"], model / GB, why)
         why = f"not modelled: {_HUANG}how it allocates is not published"
         yield Line(name, "activations (GPipe paper)", "GB", row["gpipe_paper_act_GB"], None, why)
-    stages = stages_of(experiment)
-    least, most = (predicted(experiment, stages, scratch=scratch) for scratch in (False, True))
-    bare, full = least.reserved_bytes / GIB, most.reserved_bytes / GIB
+    found = predicted(experiment, stages_of(experiment))
+    reserved = found.reserved_bytes / GIB
     if (total := _total(row)) is None:
         usable = cost_models.device("P40-24GB").usable_bytes or 0
-        fits = "fits" if least.reserved_bytes <= usable else "does not fit"
+        fits = "fits" if found.reserved_bytes <= usable else "does not fit"
         why = f"published: out of memory; predicted: {fits} on a P40, which has {usable / GIB:.1f} GiB to give"
-        yield Line(name, "reserved", "GiB", None, bare, why, at_most=full)
+        yield Line(name, "reserved", "GiB", None, reserved, why)
         return
-    why = _SCRATCH if full > bare else _NO_SCRATCH
-    yield Line(name, "reserved", "GiB", total, bare, why, at_most=full)
+    yield Line(name, "reserved", "GiB", total, reserved, f"not counted, {_LEFT_OUT}")
     if "peak_act_GiB" in row:
-        own = least.model_bytes / GIB
         why = "the line above less the model: all its error, on a smaller number; not counted, " + _LEFT_OUT
-        yield Line(name, "reserved less model", "GiB", row["peak_act_GiB"], bare - own, why, at_most=full - own)
+        yield Line(name, "reserved less model", "GiB", row["peak_act_GiB"], reserved - found.model_bytes / GIB, why)
 
 
 def _total(row: Row) -> float | None:
@@ -121,7 +114,6 @@ def shown(line: Line) -> dict[str, str]:
         "unit": line.unit,
         "published": number(line.published),
         "predicted": number(line.predicted),
-        "at most": number(line.at_most),
         "error": "" if line.error is None else f"{line.error:+.1%}",
         "modelled": verdict,
         "why": line.why,

@@ -10,7 +10,7 @@ read from torchgpipe's source:
                per device), and the caching allocator lets no other stream use such memory: each reserves its own
     outputs    of a recomputed microbatch are freed once they are copied; autograd saves none of them
 
-Not known: the scratch of cuDNN 7's kernels (see ``scratch_bytes``), and how far the host ran ahead of the devices.
+Not counted: the scratch of cuDNN 7's kernels, which is unknown, and how far the host ran ahead of the devices.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from autosplit.trace.ladder import trace
 from benchmarks.published_models import Chain, amoebanet, unet
 
 STEPS = 2
-_WINOGRAD = 36
-"""Elements into which Winograd's F(4 x 4, 3 x 3) turns a filter of 9 and a tile of 16."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def experiments() -> Mapping[str, Experiment]:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one device runs, with its parameters and the scratch that its convolutions may take.
+    """What one device runs, with its parameters.
 
     Attributes:
         recomputed: the trace of every microbatch but the last.
@@ -93,7 +91,6 @@ class Stage:
     last: StageTrace
     parameters: tuple[int, ...]
     output_bytes: int
-    scratch: Mapping[str, int]
 
 
 class _Trained(nn.Module):
@@ -139,21 +136,7 @@ def _stage(graph: StageGraph, rows: int, *, first: bool) -> Stage:
     used = {name for _, info in graph.computing() for name in info.reads}
     parameters = {name: p.numel() * p.element_size() for name, p in graph.root.named_parameters() if name in used}
     outputs = sum(tensor.bytes_at(rows) for node in graph.outputs for tensor in node.meta[INFO].tensors)
-    return Stage(recomputed, last, tuple(parameters.values()), outputs, _scratch(graph, rows))
-
-
-def _scratch(graph: StageGraph, rows: int) -> dict[str, int]:
-    """Return what Winograd's algorithm, not fused, would take for each 3 x 3 convolution of stride 1."""
-    found = {}
-    for node, info in graph.computing():
-        layer = graph.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(layer, nn.Conv2d) and layer.kernel_size == (3, 3) and layer.stride == (1, 1):
-            _, _, height, width = info.tensors[0].shape_at(rows)
-            tiles = rows * -(-height // 4) * -(-width // 4)
-            channels = layer.in_channels + layer.out_channels
-            weights = layer.in_channels * layer.out_channels
-            found[info.name] = 4 * _WINOGRAD * (tiles * channels + weights)
-    return found
+    return Stage(recomputed, last, tuple(parameters.values()), outputs)
 
 
 # -- the allocator's view ----------------------------------------------------------------------------------------------
@@ -177,9 +160,8 @@ class _Ends:
 class Device:
     """One device's allocations over the steps of the script, by stream: the copy stream of a microbatch, or its own."""
 
-    def __init__(self, experiment: Experiment, stage: Stage, *, first: bool, last: bool, scratch: bool) -> None:
+    def __init__(self, experiment: Experiment, stage: Stage, *, first: bool, last: bool) -> None:
         self.experiment, self.stage, self.first, self.last = experiment, stage, first, last
-        self.scratch = stage.scratch if scratch else {}
         self.chunks = experiment.chunks if experiment.balance else 1
         self.ends = {id(trace): _Ends(trace) for trace in (stage.recomputed, stage.last)}
         self.streams: _Streams = {_COMPUTE: []}
@@ -231,8 +213,6 @@ class Device:
                         self.allocate(microbatch, storage, size, stream=microbatch % _POOL)
                 else:
                     self.allocate(microbatch, storage, size, stream=_COMPUTE)
-            if scratch := self.scratch.get(step.node):
-                self.old(self.new(scratch))
 
     def optimize(self, *, first: bool) -> None:
         """RMSprop as it was in torch 1.3: a parameter's root lives until the next one's is made."""
@@ -282,11 +262,11 @@ class Predicted:
     reserved_bytes: int
 
 
-def predicted(experiment: Experiment, stages: list[Stage], *, scratch: bool) -> Predicted:
-    """Return what the devices reserve, with or without scratch for the convolutions."""
+def predicted(experiment: Experiment, stages: list[Stage]) -> Predicted:
+    """Return what the devices reserve."""
     allocated = reserved = 0
     for place, stage in enumerate(stages):
-        device = Device(experiment, stage, first=not place, last=place == len(stages) - 1, scratch=scratch)
+        device = Device(experiment, stage, first=not place, last=place == len(stages) - 1)
         for changes in device.run().values():
             found = simulate_allocator(changes)
             allocated += found.allocated_peak_bytes

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import itertools
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,14 +173,6 @@ def measured(
     return [statistics.median(times) for times in readings]
 
 
-def by_kind(works: Sequence[OpWork], model: Calibrated) -> dict[str, float]:
-    """Return the predicted seconds of each kind of work."""
-    found: dict[str, float] = defaultdict(float)
-    for work in works:
-        found[work.kind] += model.seconds(work)
-    return dict(found)
-
-
 def checks(lines: Sequence[Line]) -> list[pairs.Check]:
     """Return what is asked of all stages together."""
     errors = [abs(line.error) for line in lines]
@@ -231,10 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             benchmark="time",
             settings=settings,
             machine=machine,
-            figures=[
-                {**asdict(line), "error": line.error, "predicted_by_kind_s": by_kind(found, model)}
-                for line, found in zip(lines, works, strict=True)
-            ],
+            figures=[{**asdict(line), "error": line.error} for line in lines],
             checks=checks(lines),
         )
 

@@ -139,6 +139,8 @@ def _whisper(shape: Shape) -> Batch:
 
 def series() -> list[Case]:
     """Return models of time series and of other things."""
+    patches = {"num_input_channels": 2, "context_length": 32, "patch_length": 4, "patch_stride": 4}
+    patches["prediction_length"] = 4
     return [
         other(
             "patchtst",
@@ -148,11 +150,7 @@ def series() -> list[Case]:
             kind="series",
             blocks=8,
             checks=EVAL,
-            num_input_channels=2,
-            context_length=32,
-            patch_length=4,
-            patch_stride=4,
-            prediction_length=4,
+            **patches,
             d_model=32,
             num_hidden_layers=8,
             num_attention_heads=4,
@@ -168,11 +166,7 @@ def series() -> list[Case]:
             kind="series",
             blocks=8,
             checks=EVAL,
-            num_input_channels=2,
-            context_length=32,
-            patch_length=4,
-            patch_stride=4,
-            prediction_length=4,
+            **patches,
             d_model=16,
             num_layers=8,
         ),

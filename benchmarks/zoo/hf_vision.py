@@ -10,6 +10,15 @@ from benchmarks.zoo.case import Case, Shape
 from benchmarks.zoo.hf import EVAL, FIXED, floats, other, pixels
 from tests.equivalence.equality import Batch
 
+_SWIN: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [2, 6],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "drop_path_rate": 0.0,
+}
 _VIT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -35,28 +44,8 @@ def cases() -> list[Case]:
         image("beit", "Beit", **_VIT, drop_path_rate=0.0, use_relative_position_bias=True),
         image("data2vec-vision", "Data2VecVision", **_VIT, drop_path_rate=0.0),
         image("dinov2", "Dinov2", **{k: v for k, v in _VIT.items() if k != "intermediate_size"}, mlp_ratio=2),
-        image(
-            "swin",
-            "Swin",
-            image_size=32,
-            patch_size=2,
-            embed_dim=16,
-            depths=[2, 6],
-            num_heads=[2, 4],
-            window_size=4,
-            drop_path_rate=0.0,
-        ),
-        image(
-            "swinv2",
-            "Swinv2",
-            image_size=32,
-            patch_size=2,
-            embed_dim=16,
-            depths=[2, 6],
-            num_heads=[2, 4],
-            window_size=4,
-            drop_path_rate=0.0,
-        ),
+        image("swin", "Swin", **_SWIN),
+        image("swinv2", "Swinv2", **_SWIN),
         image("convnext", "ConvNext", depths=[2, 2, 4, 2], hidden_sizes=[8, 16, 24, 32], drop_path_rate=0.0),
         image("convnextv2", "ConvNextV2", depths=[2, 2, 4, 2], hidden_sizes=[8, 16, 24, 32], drop_path_rate=0.0),
         image(

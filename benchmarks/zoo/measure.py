@@ -6,7 +6,6 @@ import copy
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,12 @@ def _measured(case: Case) -> dict[str, Any]:
     plain, original = copy.deepcopy(model), copy.deepcopy(model)
     result["parameters"] = sum(p.numel() for p in model.parameters())
     result |= _record(case, copy.deepcopy(model), sample)
-    memory, began = _PeakMemory(), time.perf_counter()
+    began = time.perf_counter()
     try:
         pipe = _split(case, model, sample)
     except Exception as error:
         return result | {"answer": False, "error": described(error), "checks": {}}
-    result |= {"split_s": time.perf_counter() - began, "split_extra_bytes": memory.extra()}
+    result["split_s"] = time.perf_counter() - began
     checks = {c: _check(c, _batch(case, c), plain, pipe) | {"tolerance": case.tolerance} for c in case.checks}
     result |= {"checks": checks} | _planned(pipe) | _identity(plain, pipe)
     if any(wrong(check) for check in checks.values()):
@@ -252,27 +251,3 @@ def _doubled(run: Run) -> Run:
         return {n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in values.items()}
 
     return Run(double(run.outputs), run.loss.double(), double(run.gradients), double(run.buffers))
-
-
-class _PeakMemory:
-    """The growth of this process's peak resident memory, in bytes; None where the kernel does not tell."""
-
-    def __init__(self) -> None:
-        self._reset = self._attempt(lambda: Path("/proc/self/clear_refs").write_text("5"))
-        self._before = self._read("VmRSS:")
-
-    def extra(self) -> int | None:
-        """Return the bytes of the peak since the start above what was resident then."""
-        peak = self._read("VmHWM:")
-        return None if self._reset is None or peak is None or self._before is None else max(0, peak - self._before)
-
-    def _read(self, field: str) -> int | None:
-        text = self._attempt(lambda: Path("/proc/self/status").read_text())
-        line = next((line for line in (text or "").splitlines() if line.startswith(field)), None)
-        return None if line is None else int(line.split()[1]) * 1024
-
-    def _attempt(self, act: Callable[[], Any]) -> Any:
-        try:
-            return act()
-        except OSError:
-            return None

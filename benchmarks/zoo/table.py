@@ -58,12 +58,11 @@ def lines(results: Sequence[Result]) -> str:
                 _percent(r.get("full_share")),
                 _seconds(r.get("record_s")),
                 _seconds(r.get("split_s")),
-                _mib(r.get("split_extra_bytes")),
                 *(_check(r["checks"].get(name)) for name in _CHECKS),
                 verdict(r),
             ]
         )
-    heads = "group model rung stages mb nodes largest full record_s split_s extra_MiB".split()
+    heads = "group model rung stages mb nodes largest full record_s split_s".split()
     return tabulate(rows, [*heads, *_CHECKS, "verdict"], tablefmt="simple", disable_numparse=True)
 
 
@@ -123,7 +122,3 @@ def _percent(share: float | None) -> str:
 
 def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.2f}"
-
-
-def _mib(count: int | None) -> str:
-    return "" if count is None else f"{count / 2**20:.0f}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,14 +100,6 @@ class TiedWeights(nn.Module):
         return self.head(self.last(hidden))
 
 
-class InputInOutput(Three):
-    """Returns its input, a constant, and one tensor twice."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        out = self.c(self.b(torch.relu(self.a(x))))
-        return x, torch.ones(2), out, out, out.detach()
-
-
 @dataclass
 class Answer:
     """An output that is a dataclass."""
@@ -123,12 +114,6 @@ class DataclassOutput(Three):
         first = torch.relu(self.a(x))
         second = self.b(first)
         return Answer(self.c(second), (first, second), "three")
-
-
-class DictOutput(Three):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        first = torch.relu(self.a(x))
-        return {"logits": self.c(self.b(first)), "hidden": [first], "none": None, "count": 3}
 
 
 class ScalarsAndNone(Three):
@@ -151,22 +136,6 @@ class RandomNoise(Three):
         return self.c(hidden)
 
 
-class Hooked(Three):
-    """A container with a forward hook that changes the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-        self.block.register_forward_hook(_double)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.block(self.b(torch.relu(self.a(x)))))
-
-
-def _double(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output * 2
-
-
 class WeightNorm(Three):
     """Parametrised layers: their weights are computed from others at each call."""
 
@@ -177,14 +146,6 @@ class WeightNorm(Three):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.b(torch.relu(self.a(x))))
-
-
-class ComplexNumbers(Three):
-    """A spectral layer: complex values in the middle."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(self.a(x), dim=1)
-        return self.c(torch.fft.irfft(spectrum * torch.exp(1j * spectrum.real), n=x.shape[1], dim=1) + self.b(x))
 
 
 def _tokens(shape: Shape) -> Batch:
@@ -210,13 +171,9 @@ _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tupl
     ("in_place_views", InPlaceViews, rows_of_width, ALL),
     ("tied_weights", TiedWeights, _tokens, LONG),
     ("dataclass_output", DataclassOutput, rows_of_width, ALL),
-    ("input_in_output", InputInOutput, rows_of_width, ALL),
-    ("dict_output", DictOutput, rows_of_width, ALL),
     ("scalars_and_none", ScalarsAndNone, _scalars, TURNED),
     ("random_noise", RandomNoise, rows_of_width, EVAL),
-    ("hooked_container", Hooked, rows_of_width, ALL),
     ("weight_norm", WeightNorm, rows_of_width, ALL),
-    ("complex_numbers", ComplexNumbers, rows_of_width, ALL),
 )
 
 

@@ -75,19 +75,6 @@ class MoeDense(MoeWithAuxLoss):
         return self.head(self.through(x)[0])
 
 
-class TimeMajor(nn.Module):
-    """A transformer encoder whose batch is dimension 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x))
-
-
 class TimeMajorLoop(nn.Module):
     """A recurrent cell over the time dimension, which comes first."""
 
@@ -102,45 +89,6 @@ class TimeMajorLoop(nn.Module):
             hidden = self.cell(step, hidden)
             steps.append(hidden)
         return self.head(torch.stack(steps))
-
-
-class LstmStates(nn.Module):
-    """Two LSTM layers with states passed in and out, whose batch is dimension 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor, states: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        out, states = self.lstm(x, states)
-        return self.head(out), states
-
-
-class BiasOfBatchSize(nn.Module):
-    """An input without a batch whose size equals the batch's: [8] beside [8, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return self.b(torch.relu(self.a(x) + bias))
-
-
-class OwnLoss(nn.Module):
-    """A token model that counts its own loss, some labels ignored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 32)
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.head(torch.relu(self.layer(self.embedding(tokens))))
-        if labels is None:
-            return {"logits": logits}
-        loss = F.cross_entropy(logits[:, :-1].reshape(-1, 32), labels[:, 1:].reshape(-1), ignore_index=-100)
-        return {"loss": loss, "logits": logits}
 
 
 class RowLoop(Three):
@@ -221,74 +169,18 @@ class DeepLstm(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
-class TorchTransformer(nn.Module):
-    """``nn.Transformer`` with four layers on each side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Transformer(WIDTH, 2, 4, 4, 32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        return self.head(self.body(source, target))
-
-
-class TorchEncoder(nn.Module):
-    """``nn.TransformerEncoder`` with eight layers and a padding mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
-        return self.head(self.encoder(x, src_key_padding_mask=padded))
-
-
 def _time_major(shape: Shape) -> Batch:
     return Batch((torch.randn(shape.length, shape.rows, WIDTH),))
-
-
-def _states(shape: Shape) -> Batch:
-    states = tuple(torch.randn(2, shape.rows, WIDTH) for _ in range(2))
-    return Batch((torch.randn(shape.rows, shape.length, WIDTH), states))
-
-
-def _bias(shape: Shape) -> Batch:
-    return Batch((torch.randn(8 if shape.rows == 7 else shape.rows, 8), torch.randn(8)))
-
-
-def _labelled(shape: Shape) -> Batch:
-    found = torch.randint(0, 32, (shape.rows, shape.length))
-    labels = found.clone()
-    labels[: shape.rows // 2, shape.length // 3 :] = -100
-    return Batch((found,), {"labels": labels})
 
 
 def _lengths(shape: Shape) -> Batch:
     return Batch((torch.randn(shape.rows, WIDTH), torch.randint(1, 9, (shape.rows,))))
 
 
-def _two_sequences(shape: Shape) -> Batch:
-    return Batch((torch.randn(shape.rows, shape.length, WIDTH), torch.randn(shape.rows, 6, WIDTH)))
-
-
-def _padded(shape: Shape) -> Batch:
-    padded = torch.zeros(shape.rows, shape.length, dtype=torch.bool)
-    padded[1:, shape.length - 3 :] = True
-    return Batch((torch.randn(shape.rows, shape.length, WIDTH), padded))
-
-
 _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tuple[str, ...]], ...] = (
     ("moe_aux_loss", MoeWithAuxLoss, sequences, LONG),
     ("moe_routing", MoeDense, sequences, LONG),
-    ("time_major", TimeMajor, _time_major, LONG),
-    ("time_major_told", TimeMajor, _time_major, LONG),
     ("time_major_loop", TimeMajorLoop, _time_major, LONG),
-    ("lstm_states", LstmStates, _states, LONG),
-    ("bias_of_batch_size", BiasOfBatchSize, _bias, ALL),
-    ("own_loss", OwnLoss, _labelled, LONG),
     ("row_loop", RowLoop, rows_of_width, ALL),
     ("row_loop_numbered", NumberedRowLoop, rows_of_width, ALL),
     ("row_loop_submodule", RowLoopInSubmodule, rows_of_width, ALL),
@@ -296,11 +188,9 @@ _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tupl
     ("heads_in_batch", MultiheadFold, sequences, LONG),
     ("batch_norm_before_tokens", BatchNormBeforeTokens, images(4), ("eval", "rows")),
     ("deep_lstm", DeepLstm, sequences, LONG),
-    ("torch_transformer", TorchTransformer, _two_sequences, LONG),
-    ("torch_encoder", TorchEncoder, _padded, LONG),
 )
-_BLOCKS = {"deep_lstm": 8, "torch_transformer": 8, "torch_encoder": 8}
-_TOLD = {"time_major_told": 1, "time_major_loop": 1}
+_BLOCKS = {"deep_lstm": 8}
+_TOLD = {"time_major_loop": 1}
 
 
 def cases() -> list[Case]:

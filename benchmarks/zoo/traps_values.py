@@ -128,14 +128,6 @@ class SubmoduleScaleByLargest(Three):
         return self.c(self.block(self.b(torch.relu(self.a(x)))))
 
 
-class BranchOnRows(Three):
-    """Does something else for a batch of at least six rows: the whole batch counts, not the microbatch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.b(torch.relu(self.a(x)))
-        return self.c(hidden * 2 if len(x) >= 6 else hidden)
-
-
 class SquareOfRows(Three):
     """Multiplies by the square of the number of rows, which two sizes do not tell from a line."""
 
@@ -199,7 +191,6 @@ _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tupl
     ("value_read_buffer", BufferRead, rows_of_width, ALL),
     ("submodule_branch_on_batch", SubmoduleBranchOnBatch, rows_of_width, ALL),
     ("submodule_scale_by_largest", SubmoduleScaleByLargest, rows_of_width, ALL),
-    ("branch_on_rows", BranchOnRows, rows_of_width, ALL),
     ("square_of_rows", SquareOfRows, rows_of_width, ALL),
 )
 

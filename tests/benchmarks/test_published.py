@@ -61,13 +61,13 @@ def stage_of(size: int) -> Stage:
     first = (Step("", (cotangent,)), Step("layer", (gradient, returned)), ending)
     later = (first[0], Step("layer", (gradient, returned, *gone(gradient))), ending)
     trace = StageTrace(forward, first, later, {3: "weight"})
-    return Stage(trace, trace, (size,), size, {"layer": 4 * size})
+    return Stage(trace, trace, (size,), size)
 
 
-def reserved(chunks: int, stages: int, *, scratch: bool = False) -> int:
+def reserved(chunks: int, stages: int) -> int:
     """Return the MiB of a chain of equal stages whose every storage takes 16 MiB."""
     experiment = Experiment(lambda: unet(convolutions=1, channels=2), 1, 1, (1,) * stages, chunks)
-    return predicted(experiment, [stage_of(16 * MIB)] * stages, scratch=scratch).reserved_bytes // MIB
+    return predicted(experiment, [stage_of(16 * MIB)] * stages).reserved_bytes // MIB
 
 
 def test_a_lone_device():
@@ -85,14 +85,10 @@ def test_the_33rd_copy_stream_is_the_first_again():
     assert reserved(33, 2) - reserved(32, 2) == input_of_the_last + gathered
 
 
-def test_scratch_that_no_freed_block_can_hold_opens_a_segment():
-    assert reserved(2, 1, scratch=True) >= reserved(2, 1) + 64
-
-
 @pytest.mark.parametrize(("optimizer", "kinds"), [("sgd", 2), ("rmsprop", 3)])
 def test_after_the_steps_parameters_gradients_state_and_the_batch_are_left(optimizer, kinds):
     experiment = Experiment(lambda: unet(convolutions=1, channels=2), 1, 1, (1,), 4, optimizer)
-    streams = Device(experiment, stage_of(16 * MIB), first=True, last=True, scratch=True).run()
+    streams = Device(experiment, stage_of(16 * MIB), first=True, last=True).run()
     assert sum(size for changes in streams.values() for _, size in changes) == kinds * 16 * MIB + 12
     assert experiment.state_bytes == 4 * kinds
 

@@ -76,7 +76,7 @@ def test_llama_70b_in_pure_bf16_is_borderline_with_fewer_layers_at_both_ends(lla
 def test_torchgpipes_runs_reserve_what_was_published(name: str) -> None:
     row = next(row for row in published.rows() if row["model"] == name)
     experiment = experiments()[name]
-    found = predicted(experiment, stages_of(experiment), scratch=False).reserved_bytes
+    found = predicted(experiment, stages_of(experiment)).reserved_bytes
     assert found == pytest.approx(row["total_reserved_GiB"] * GIB, rel=0.10)
 
 
