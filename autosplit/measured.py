@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.errors import InputError, PlanError
+from autosplit.files import write_text
 from autosplit.planning.alone import StagesAlone
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import render_json
@@ -139,8 +140,7 @@ class Measured:
 
         Raises OSError, and PlanError where nothing is planned yet.
         """
-        text = page(self._planned(), measured=self._shown(measured))
-        Path(path).write_text(text, encoding="utf-8")
+        write_text(path, page(self._planned(), measured=self._shown(measured)))
 
     def _planned(self) -> Plan:
         if self.plan is None:

@@ -12,6 +12,7 @@ import torch
 from autosplit.checks import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, OPTIMIZER_COPIES, RNG, choose
 from autosplit.errors import DeviceError, InputError
 from cost_models.machines import MachineSpec
+from cost_models.specs import LinkSpec
 
 _MASTER_BYTES = 4
 
@@ -41,18 +42,6 @@ class Sample:
                 "sample is a list; give a tuple of positional inputs, a dict of keyword inputs, or a Sample"
             )
         return cls(value)
-
-
-@dataclass(frozen=True)
-class Link:
-    """What a transfer between two devices takes."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-    def transfer_s(self, count: int) -> float:
-        """Return the seconds that ``count`` bytes take, alone on the link."""
-        return self.latency_s + count / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -137,12 +126,11 @@ class Options:
         return str(self.devices[lane] if self.machine is None else self.machine.devices[lane].name)
 
     @cached_property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[LinkSpec, ...]:
         """The links between neighbours on paper; empty where the devices are there."""
         if self.machine is None:
             return ()
-        found = (self.machine.link(place, place + 1) for place in range(len(self.machine) - 1))
-        return tuple(Link(spec.bandwidth_bytes_per_s, spec.latency_s) for spec in found)
+        return tuple(self.machine.link(place, place + 1) for place in range(len(self.machine) - 1))
 
     @property
     def leading(self) -> int:

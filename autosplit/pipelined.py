@@ -323,7 +323,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         _refuse_tracers(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key, sample = core.recordings.python.key_of(leaves, spec), Sample(*args, **kwargs)
-        recorded, python = core.recordings.find_run(key, sample)
+        recorded, python = core.recordings.find(key, sample)
         self._settle(core.recordings.lanes)
         if isinstance(recorded, TreeRun):
             core.off_tape, core.stages = (), ()

@@ -87,8 +87,8 @@ class Recorded:
     trace: Trace
     kind: Kind
     lanes: tuple[Lane, ...]
-    vain: int = 0
-    """How many attempts to make one recording of several lengths were in vain so far."""
+    failed_generalizations: int = 0
+    """How many attempts to make one recording of several lengths have failed so far."""
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     orders: dict[Any, Any] = field(default_factory=dict)
     settled: dict[Key, bool] = field(default_factory=dict)

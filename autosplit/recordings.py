@@ -98,11 +98,8 @@ class Recordings:
         lines += self._collapses.found()
         return "".join(f"\n{line}" for line in lines)
 
-    def find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
-        """Return the recording for a call of this signature; record the model when there is none.
-
-        Returns the module tree's run where no graph can follow this kind of call.
-        """
+    def _find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
+        """Return the recording for a call whatever it changes in Python; make it when there is none."""
         found = self._holding(self.kept.get(key, ()), key, sample)
         if found is not None:
             self.kept.use(key)
@@ -171,16 +168,17 @@ class Recordings:
         recorded = recorded or self._widened(key, sample)
         if recorded is None:
             recorded = self._record(key, sample)
-            recorded.vain = self._vain(key)
+            recorded.failed_generalizations = self._failed_generalizations(key)
         self._keep(key, recorded)
         return recorded
 
-    def find_run(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
-        """Return what :meth:`find` does, and what the call changes in Python: None for nothing, and in the module tree.
+    def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
+        """Return the recording for a call of this signature, and what the call changes in Python (None: nothing).
 
-        Where the model's own Python is not what was recorded, a variant of the recording is found or made.
+        The model is recorded when there is none. Where the model's own Python is not what was recorded, a variant of
+        the recording is found or made; where no graph can follow this kind of call, the module tree's run is returned.
         """
-        found = self.find(key, sample)
+        found = self._find(key, sample)
         if isinstance(found, TreeRun) or not found.changes_python:
             return found, None
         others = {id(one): one for one in (found, *self.kept.get(key, ()), *self._known(key))}
@@ -238,9 +236,9 @@ class Recordings:
     def _widened(self, key: Key, sample: Sample) -> Recorded | None:
         """Return a recording for all lengths, made of the newest one of this kind of call at another length; or None.
 
-        After a few attempts in vain, lengths are recorded one by one.
+        After a few failed attempts, lengths are recorded one by one.
         """
-        if self._vain(key) >= _ATTEMPTS:
+        if self._failed_generalizations(key) >= _ATTEMPTS:
             return None
         for base in self._alike(key):
             kind = base.kind
@@ -258,13 +256,13 @@ class Recordings:
             if wide is not None:
                 assert self.plan is not None
                 return self._replacing(base, self._cut(wide, self.plan, key, kind.shapes))
-            base.vain = self._vain(key) + 1
+            base.failed_generalizations = self._failed_generalizations(key) + 1
             return None
         return None
 
-    def _vain(self, key: Key) -> int:
-        """Return how many attempts to make one recording of several lengths were in vain for this kind of call."""
-        return max((recorded.vain for recorded in self._alike(key)), default=0)
+    def _failed_generalizations(self, key: Key) -> int:
+        """Return how many attempts to make one recording of several lengths failed for this kind of call."""
+        return max((recorded.failed_generalizations for recorded in self._alike(key)), default=0)
 
     def _replacing(self, base: Recorded, wide: Recorded) -> Recorded:
         """Keep a recording for many lengths where one for one length was kept, as far as it is known to hold."""

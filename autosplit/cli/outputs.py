@@ -12,6 +12,7 @@ import typer
 from autosplit.checks import EXPORTS, not_available
 from autosplit.cli.common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings, tell
 from autosplit.errors import InputError
+from autosplit.files import write_text
 
 if TYPE_CHECKING:
     from autosplit.planning.plan.plan import Plan
@@ -93,10 +94,9 @@ def _why_not(path: Path) -> str | None:
     return None if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written; choose another"
 
 
-def write_text(option: str, path: Path, *, text: str) -> None:
-    """Write a file and name it on stderr."""
+def _write(option: str, path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8", newline="")
+        write_text(path, text)
     except OSError as error:
         raise InputError(f"--{option} {str(path)!r}: {error.strerror}") from error
     tell(f"wrote {path}")
@@ -112,7 +112,7 @@ def answered(
     try:
         with plain_warnings():
             for option, path in outputs:
-                write_text(option, path, text=_text(plan, option, measured))
+                _write(option, path, _text(plan, option, measured))
     finally:
         code = print_plan(plan, as_json=as_json, as_markdown=as_markdown, measured=measured)
     return code

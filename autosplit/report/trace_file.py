@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from autosplit.files import write_text
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import Bar, Sent, StepTimeline, predicted
 from autosplit.schedule.action import Action, Kind, describe
@@ -32,7 +33,7 @@ Event = dict[str, Any]
 
 def write_trace(path: str | Path, plan: Plan, measured: StepTimeline | None = None) -> None:
     """Write a plan's step, and a measured one beside it, as a trace file; raises OSError."""
-    Path(path).write_text(trace_text(plan, measured), encoding="utf-8")
+    write_text(path, trace_text(plan, measured))
 
 
 def trace_text(plan: Plan, measured: StepTimeline | None = None) -> str:

@@ -135,7 +135,7 @@ def test_the_phases_of_a_report(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     names = [record.message for record in caplog.records]
     expected = ["making the model", "tracing the forward", "tracing: do rows meet", "tracing: is it the model"]
     assert [name for name in dict.fromkeys(names) if name in expected] == expected
-    assert {"profiling", "measuring", "solving", "replaying memory"} <= set(names)
+    assert {"profiling", "measuring", "searching", "replaying memory"} <= set(names)
 
 
 @pytest.mark.usefixtures("_heeded")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.errors import PlanError, ScheduleError
+from autosplit.files import write_text
 from autosplit.planning.plan.diff import PlanDiff, diff
 from autosplit.planning.plan.export import export
 from autosplit.planning.plan.moves import choices_of, moved
@@ -77,8 +78,8 @@ class Plan(PlanRecord):
         return super().model_validate_json(_fields_of(text), **choices)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write the plan as JSON; a write that is cut off leaves a plan that was there as it is."""
+        write_text(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

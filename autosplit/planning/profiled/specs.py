@@ -102,10 +102,10 @@ def link_factors(options: Options) -> tuple[float, ...] | None:
 
     None where it is the same for all of them. Latencies are taken as they are for values of 32 MiB.
     """
-    if len(set(options.links)) < 2 or len(set(options.devices)) == 1:
+    times_s = [link.transfer_s(_TYPICAL_BYTES) for link in options.links]
+    if len(set(times_s)) < 2 or len(set(options.devices)) == 1:
         return None
-    slowest_s = link_seconds(options, _TYPICAL_BYTES)
-    return tuple(link.transfer_s(_TYPICAL_BYTES) / slowest_s for link in options.links)
+    return tuple(time_s / max(times_s) for time_s in times_s)
 
 
 @lru_cache
