@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import PipelinedModule, autosplit, verify
 from tests.equivalence.equality import LANES
+from tests.pairwise import pairwise
 
 WIDTH, ROWS = 4, 10
 Inputs = Callable[[], tuple[Tensor, ...]]
@@ -135,13 +136,13 @@ def ran(module: nn.Module, inputs: Inputs, way: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("way", ["call", "step", "no_grad", "eval"])
-@pytest.mark.parametrize(
-    ("lanes", "recompute", "schedule"), [("inline", "never", "gpipe"), ("threads", "always", "1f1b")]
-)
-@pytest.mark.parametrize("case", list(CASES))
-def test_the_caller_s_tensors(case: str, lanes: str, recompute: str, schedule: str, way: str) -> None:
+RUNS = (("inline", "never", "gpipe"), ("threads", "always", "1f1b"))
+
+
+@pairwise(case=list(CASES), run=RUNS, way=("call", "step", "no_grad", "eval"))
+def test_the_caller_s_tensors(case: str, run: tuple[str, str, str], way: str) -> None:
     make, inputs = CASES[case]
+    lanes, recompute, schedule = run
     model = make().double()
     pipe = split(copy.deepcopy(model), lanes=lanes, recompute=recompute, schedule=schedule)
     for wanted, found in zip(ran(model, inputs, way), ran(pipe, inputs, way), strict=True):

@@ -93,13 +93,10 @@ def test_rows_that_meet_at_the_end_leave_the_layers_to_the_pipeline(name: str) -
 
 MIXED: dict[str, Body] = {
     "experts with a capacity": routed_with_capacity,
-    "a row number": lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(len(x))[:, None, None] / 9),
-    "the number of rows": lambda m, x: m.b(m.a(x) * len(x)),
     "a share of the rows": lambda m, x: m.b(torch.tanh(m.a(x)) * torch.linspace(0, 1, len(x))[:, None, None]),
     "zeros that are filled by rows": lambda m, x: (
         lambda z: m.b(torch.tanh(m.a(x)) + z.index_fill(0, torch.tensor([0]), 1.0)[:, None, None])
     )(torch.zeros(len(x), dtype=x.dtype)),
-    "neighbours": lambda m, x: m.b(torch.tanh(m.a(x)) + m.a(x).roll(1, 0)),
 }
 
 

@@ -25,6 +25,7 @@ from autosplit import autosplit
 from autosplit.planning.plan.plan import Plan
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import WIDTH, Body, Model, numbers
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* devices were given")
 
@@ -192,13 +193,21 @@ def run(module: nn.Module, args: tuple[Any, ...], number: int) -> Any:
     return forward_backward(module, Batch(args))
 
 
-MODES = [(name, mode) for name in TRAPS for mode in ("train", "eval") if (name, mode) != ("5 batch norm act", "train")]
+NORM = "5 batch norm act"
 """In training each microbatch is normalised by itself: the tests of batch norm say how that is compared."""
 
 
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_a_batch_norm_in_eval_mode(lanes: str) -> None:
+    takes_its_rung_and_equals_the_plain_model(NORM, "eval", lanes)
+
+
+@pairwise(name=[name for name in TRAPS if name != NORM], mode=("train", "eval"), lanes=LANES)
 def test_a_trap_takes_its_rung_and_equals_the_plain_model(name: str, mode: str, lanes: str) -> None:
+    takes_its_rung_and_equals_the_plain_model(name, mode, lanes)
+
+
+def takes_its_rung_and_equals_the_plain_model(name: str, mode: str, lanes: str) -> None:
     trap, rung = TRAPS[name], TRAPS[name].training if mode == "train" else TRAPS[name].evaluation
     plain, pipe = twins(name, mode == "train", lanes=lanes)
     for number, count in enumerate((7, 7, 4, 10)):
