@@ -60,17 +60,6 @@ class StepCount(Three):
         return self.c(self.b(torch.relu(self.a(x)))) * (1 + 0.1 * self.steps)
 
 
-class ChildNamedGraph(nn.Module):
-    """Children with the names of fx's own attributes and of the pipe's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.graph, self.code, self.stage0, self.plan = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plan(self.stage0(torch.relu(self.code(self.graph(x)))))
-
-
 class InPlaceViews(Three):
     """Writes through views, and reads the base afterwards."""
 
@@ -126,28 +115,6 @@ class ScalarsAndNone(Three):
         return self.c(hidden if flag else -hidden) + len(name)
 
 
-class RandomNoise(Three):
-    """Draws numbers while training; nothing in eval mode."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.b(torch.relu(self.a(x)))
-        if self.training:
-            hidden = hidden + torch.randn_like(hidden)
-        return self.c(hidden)
-
-
-class WeightNorm(Three):
-    """Parametrised layers: their weights are computed from others at each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.utils.parametrizations.weight_norm(self.a)
-        self.b = nn.utils.parametrizations.spectral_norm(self.b)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(torch.relu(self.a(x))))
-
-
 def _tokens(shape: Shape) -> Batch:
     return Batch((torch.randint(0, 32, (shape.rows, shape.length)),))
 
@@ -167,13 +134,10 @@ TURNED = ("eval", "train", "rows", "values")
 _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tuple[str, ...]], ...] = (
     ("autocast_block", AutocastBlock, rows_of_width, ALL),
     ("step_count", StepCount, rows_of_width, ALL),
-    ("child_named_graph", ChildNamedGraph, rows_of_width, ALL),
     ("in_place_views", InPlaceViews, rows_of_width, ALL),
     ("tied_weights", TiedWeights, _tokens, LONG),
     ("dataclass_output", DataclassOutput, rows_of_width, ALL),
     ("scalars_and_none", ScalarsAndNone, _scalars, TURNED),
-    ("random_noise", RandomNoise, rows_of_width, EVAL),
-    ("weight_norm", WeightNorm, rows_of_width, ALL),
 )
 
 

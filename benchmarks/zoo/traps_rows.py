@@ -107,24 +107,6 @@ class NumberedRowLoop(Three):
         return self.c(torch.stack([self.b(row) * (1 + 0.1 * index) for index, row in enumerate(hidden)]))
 
 
-class RowLoopInSubmodule(Three):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = RowLoop()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.loop(torch.relu(self.a(x))))
-
-
-class SortRows(Three):
-    """Sorts the rows by length and back, as packed sequences do."""
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        order = lengths.argsort(descending=True, stable=True)
-        hidden = torch.relu(self.a(x[order]))
-        return self.c(self.b(hidden)[order.argsort()])
-
-
 class MultiheadFold(nn.Module):
     """Attention with the heads folded into the batch, batch times heads first, and a relative bias."""
 
@@ -173,18 +155,12 @@ def _time_major(shape: Shape) -> Batch:
     return Batch((torch.randn(shape.length, shape.rows, WIDTH),))
 
 
-def _lengths(shape: Shape) -> Batch:
-    return Batch((torch.randn(shape.rows, WIDTH), torch.randint(1, 9, (shape.rows,))))
-
-
 _TABLE: tuple[tuple[str, Callable[[], nn.Module], Callable[[Shape], Batch], tuple[str, ...]], ...] = (
     ("moe_aux_loss", MoeWithAuxLoss, sequences, LONG),
     ("moe_routing", MoeDense, sequences, LONG),
     ("time_major_loop", TimeMajorLoop, _time_major, LONG),
     ("row_loop", RowLoop, rows_of_width, ALL),
     ("row_loop_numbered", NumberedRowLoop, rows_of_width, ALL),
-    ("row_loop_submodule", RowLoopInSubmodule, rows_of_width, ALL),
-    ("sort_rows", SortRows, _lengths, ALL),
     ("heads_in_batch", MultiheadFold, sequences, LONG),
     ("batch_norm_before_tokens", BatchNormBeforeTokens, images(4), ("eval", "rows")),
     ("deep_lstm", DeepLstm, sequences, LONG),
