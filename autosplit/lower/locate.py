@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autosplit.devices.clocks import is_out_of_memory
 from autosplit.lower.split import Lowered
 from autosplit.planning.explain.short_of_memory import short_of_memory
 from autosplit.planning.plan.plan import Plan
-from autosplit.profile.clocks import is_out_of_memory
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.schedule.action import Action, describe
 from autosplit.trace.graph import INFO

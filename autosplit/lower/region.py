@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from autosplit.lower.layout import Layout, Slot
-from autosplit.runtime.backward.recompute import Recomputed
 from autosplit.runtime.batch_norm import normalise
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import alias, draw, fork
+from autosplit.runtime.recompute import Recomputed
 from autosplit.trace.graph import INFO, LENGTH
 from autosplit.trace.recording.calls import under
 from autosplit.trace.rows.kinds import counts_by_microbatch

@@ -13,9 +13,9 @@ from torch import fx, nn
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out
 from autosplit.lower.region import Region, RegionModule, recomputed
 from autosplit.profile.stage_trace.stage_pieces import block_paths, in_units
-from autosplit.runtime.backward.recompute import Recomputed
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.ops import OUT
+from autosplit.runtime.recompute import Recomputed
 from autosplit.runtime.tape import TapeNode, tape_nodes
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.rows.kinds import counts_by_microbatch

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autosplit.devices.allocations import Allocations
+from autosplit.devices.clocks import Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
-from autosplit.profile.allocations import Allocations
-from autosplit.profile.clocks import Clock, clock_of, is_out_of_memory
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.node_costs.shadow import Shadow, shadow
 from autosplit.profile.types import MeasuredNode, MeasuredTimes

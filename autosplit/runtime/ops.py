@@ -46,10 +46,6 @@ class CallState:
         """Return the state of another run of the same call."""
         return replace(self, tape=self.tape and self.tape.fresh(), statistics=self.statistics.fresh())
 
-    def draw_ahead(self) -> bool:
-        """Draw numbers before a cell needs them; tell whether there were any to draw."""
-        return self.tape is not None and self.tape.draw_ahead()
-
     def again(self) -> CallState:
         """Return the state of a run that repeats this one."""
         return replace(self, tape=self.tape and self.tape.again(), statistics=self.statistics.fresh())

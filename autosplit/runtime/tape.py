@@ -122,14 +122,6 @@ class Tape:
         with _Replay(name, node.draws, numbers):
             return function(*args, **kwargs)
 
-    def draw_ahead(self) -> bool:
-        """Draw the next node's numbers; tell whether there were any left to draw."""
-        with DRAWING:
-            if self._next == len(self.nodes) or self.nodes[self._next].draws is None:
-                return False
-            self._draw_next()
-        return True
-
     def _run_live(self, node: TapeNode, run: Callable[[], Any]) -> Any:
         with DRAWING:
             while self._next < self._places[node.name]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from autosplit.devices.allocations import Allocations
 from autosplit.planning.alone import SentAlone, StagesAlone, by_stage
 from autosplit.planning.timeline import Bar, HeldBytes, Sent, StepTimeline
-from autosplit.profile.allocations import Allocations
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import MARK, Began, Copied, Ended, StepLog
 from autosplit.schedule.action import Action, Kind, Schedule

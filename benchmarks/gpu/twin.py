@@ -22,10 +22,10 @@ import torch
 
 import cost_models
 from autosplit import PipelinedModule
+from autosplit.devices.clocks import clock_of
 from autosplit.errors import AutosplitError
 from autosplit.planning.alone import StagesAlone
 from autosplit.planning.plan.plan import Plan
-from autosplit.profile.clocks import clock_of
 from autosplit.schedule.action import Kind
 from benchmarks import pairs
 from benchmarks.gpu.part import Found, Part, Setting, at_least, at_most

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from autosplit.devices.clocks import clock_of
 from autosplit.profile.calibrate import Timing
 from autosplit.profile.calibration_cases import Case, cases
-from autosplit.profile.clocks import clock_of
 from benchmarks import time as benchmark
 from benchmarks.families import Family
 from benchmarks.family_transformers import Chain

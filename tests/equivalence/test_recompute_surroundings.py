@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from autosplit.profile.allocations import Allocations
+from autosplit.devices.allocations import Allocations
 
 WIDTH, ROWS, CHUNKS = 4, 10, 3
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autosplit.devices.allocations import Allocations
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.memory.replay import StaticBytes, replay
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
-from autosplit.profile.allocations import Allocations
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.schedule.action import Action

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from autosplit.devices.allocations import Allocations
 from autosplit.errors import InputError
 from autosplit.memory.events import Step
 from autosplit.memory.state import Implementation, Optimizer, Precision, optimizer_steps, parameter_bytes
-from autosplit.profile.allocations import Allocations
 from tests.memory.extents import Extent, extent
 
 ELEMENTS = (30_000, 100_000, 70_000, 50_000)

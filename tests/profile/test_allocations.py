@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autosplit.profile.allocations import Allocations, _Event, _in_order
+from autosplit.devices.allocations import Allocations, _Event, _in_order
 
 
 @pytest.fixture(autouse=True)

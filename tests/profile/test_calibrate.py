@@ -13,10 +13,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cost_models
+from autosplit.devices.clocks import Timed
 from autosplit.profile import calibrate as calibrating
 from autosplit.profile.calibrate import Sample, Timing, calibrate, cases_for, default_path, issue_s, time_cases
 from autosplit.profile.calibration_cases import Case, Program, cases
-from autosplit.profile.clocks import Timed
 from autosplit.profile.node_costs.ledger import Ledger, Operation
 from autosplit.profile.node_costs.work import kind_of, work_of
 from benchmarks.families import families

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.devices.clocks import Timed
 from autosplit.profile import measured
-from autosplit.profile.clocks import Timed
 from autosplit.profile.measured import measure
 from autosplit.profile.node_costs.combine import profile
 from tests.profile.graphs import Leaf, traced

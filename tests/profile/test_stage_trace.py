@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autosplit.devices.allocations import Allocations
 from autosplit.memory.events import StageTrace
 from autosplit.options import Sample
-from autosplit.profile.allocations import Allocations
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import NodeClass

@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autosplit.devices.clocks import Timed
 from autosplit.profile import measured
-from autosplit.profile.clocks import Timed
 from autosplit.profile.measured import measure
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.stage_trace.stage_graph import stage_graph

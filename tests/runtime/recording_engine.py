@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from autosplit.runtime.backward import differentiate
+from autosplit.backward import differentiate
 from tests.runtime.happens_before import Keep, Wait
 from tests.runtime.recording_lane import CPU, Dispatch, Event, RecordingStreams, Stream
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.backward.differentiate import donate_gradients
 from autosplit.runtime import ops, transport
-from autosplit.runtime.backward.differentiate import donate_gradients
 from autosplit.runtime.lanes.lanes import StreamLane
 from autosplit.runtime.step import step as steps
 from autosplit.runtime.step import train_cells

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autosplit.devices.allocations import Allocations
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
-from autosplit.profile.allocations import Allocations
 from autosplit.profile.node_costs.ledger import Ledger
 from tests.equivalence.equality import LANES
 from tests.runtime.gates import Boom

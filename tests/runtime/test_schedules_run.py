@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import ScheduleError
-from autosplit.runtime.backward.weight_gradients import Product, defer_weight_gradients
+from autosplit.backward.weight_gradients import Product, defer_weight_gradients
 from autosplit.runtime.lanes.lanes import StreamLane
 from autosplit.runtime.lanes.turns import Turn, backwards, forwards, turns
 from autosplit.runtime.step.cells import Cells

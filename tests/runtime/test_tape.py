@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from autosplit import autosplit
 from autosplit.runtime.tape import Tape, TapeNode
 from autosplit.trace.graph import NodeClass, TracedNode
 from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
@@ -52,9 +49,6 @@ def test_it_draws_no_more_than_is_asked_for_and_keeps_only_what_is_needed_again(
     tape = Tape([node("a"), node("b", again=True)], (3, 2), {})
     masks(tape, "a")
     assert torch.equal(torch.get_rng_state(), after)
-    assert tape.draw_ahead()
-    assert not tape.draw_ahead()
-    assert list(tape._drawn) == ["b"]
     assert torch.equal(masks(tape, "b"), masks(tape, "b"))
 
 
@@ -106,25 +100,3 @@ def test_no_stack_of_rows_is_not_drawn_beforehand() -> None:
         assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=draws))
         assert is_drawn_beforehand(TracedNode("a", "", NodeClass.FULL, (), random=True, draws=draws))
     assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=None))
-
-
-def test_the_callers_thread_draws_ahead_while_lanes_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, drawn = threading.Event(), []
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Dropout(), nn.Dropout())
-    pipe = autosplit(model, devices=2, chunks=2, lanes="threads", sample=torch.randn(6, 4))
-    ahead = Tape.draw_ahead
-
-    def draw_ahead(tape: Tape) -> bool:
-        found = ahead(tape)
-        drawn.append((threading.get_ident(), found))
-        if not found:
-            begun.set()
-        return found
-
-    monkeypatch.setattr(Tape, "draw_ahead", draw_ahead)
-    model[0].register_forward_pre_hook(lambda *_: None if begun.wait(60) else pytest.fail("nobody drew ahead"))
-    for run in (pipe, lambda batch: pipe.train_step(batch, loss_fn=torch.mean, loss_reduction="mean")):
-        begun.clear()
-        drawn.clear()
-        run(torch.randn(6, 4))
-        assert drawn == [(threading.get_ident(), True), (threading.get_ident(), True), (threading.get_ident(), False)]

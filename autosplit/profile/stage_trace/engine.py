@@ -127,23 +127,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-class Handed(torch.autograd.Function):
-    """Gives leaves what was summed so far, and lets go of it: the engine adds to it in place."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
-        """Return a root for the leaves."""
-        ctx.sums = sums
-        return leaves[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        """Return the sums."""
-        sums = (None, *ctx.sums)
-        ctx.sums.clear()
-        return sums
-
-
 class Guess(torch.autograd.Function):
     """Stands for an operation that does not run: its results follow from what it is given."""
 

@@ -23,6 +23,8 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
+from autosplit.backward.differentiate import donate_gradients
+from autosplit.backward.weight_gradients import deferrable
 from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.lowering import CudaKernels
@@ -30,8 +32,7 @@ from autosplit.profile.node_costs.border import Picks, alias, tensors_of
 from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake, fake_mode, on_fakes
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.shadow import shadow
-from autosplit.profile.stage_trace.engine import Guess, Handed, Labels
-from autosplit.profile.stage_trace.products import late, products_in
+from autosplit.profile.stage_trace.engine import Guess, Labels
 from autosplit.profile.stage_trace.stage_graph import StageGraph
 from autosplit.profile.stage_trace.stage_pieces import cut_in_pieces, last_uses
 from autosplit.trace.borrowed.state import random_state
@@ -40,8 +41,6 @@ from autosplit.trace.recording.run import quiet_log
 from cost_models.workspaces import Workspaces
 
 _CPU = torch.device("cpu")
-LARGE_BYTES = 1 << 16
-"""From here on a lane adds a leaf's gradient to its sum as soon as it is made; smaller ones at the backward's end."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class How:
         loss: what the loss is instead of that mean, from that output and the number of rows.
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
-        apart: gradients of a further microbatch are new tensors beside the sums so far, which go when all are made,
-            but for leaves from :data:`LARGE_BYTES` on; else each is added in place as soon as it is made.
+        apart: gradients of a further microbatch are added to the sums so far, outside ``.grad``, as a lane does it.
         autocast_ends: the caller's autocast context ends with the forward, as in a plain training loop; else it is
             around the step, and what it cast lives until then.
         kernels: whose kernels' scratch is counted.
@@ -180,8 +178,8 @@ class _Run:
 
     def _look_at(self, outputs: Sequence[torch.Tensor]) -> None:
         """Read off the graph, which nobody holds afterwards, which gradients can wait."""
-        arrivals, products = products_in(outputs)
-        self.late = {self.parameters[leaf] for leaf in late(arrivals, products, self.parameters)}
+        uses = deferrable(outputs, self.parameters, dense=True)
+        self.late = {self.parameters[id(way.leaf)] for use in uses for way in use.ways}
 
     def _loss(self, value: torch.Tensor) -> torch.Tensor:
         if self.how.loss is None:
@@ -195,11 +193,8 @@ class _Run:
         cotangents = [torch.empty_like(output) for output in outputs]
         if self.how.apart:
             held = [leaf for leaf in self.leaves if id(leaf) in self.totals]
-            large = [leaf for leaf in held if _is_large(leaf)]
-            small = [leaf for leaf in held if not _is_large(leaf)]
-            outputs, cotangents = outputs + small, cotangents + [self.totals[id(leaf)] for leaf in small]
-            if large:
-                root = Handed.apply([self.totals.pop(id(leaf)) for leaf in large], *large)
+            if held:
+                root = donate_gradients(held, [self.totals.pop(id(leaf)) for leaf in held])
                 outputs, cotangents = [*outputs, root], [*cotangents, root.detach()]
                 del root
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
@@ -324,10 +319,6 @@ def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[i
 
 def _renamed(steps: Sequence[Step], names: Mapping[int, int]) -> tuple[Step, ...]:
     return tuple(Step(step.node, tuple((names.get(s, s), count) for s, count in step.changes)) for step in steps)
-
-
-def _is_large(leaf: torch.Tensor) -> bool:
-    return leaf.numel() * leaf.element_size() >= LARGE_BYTES
 
 
 def _is_shared(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils._pytree as pytree
 
-from autosplit.profile.clocks import occupy
+from autosplit.devices.clocks import occupy
 
 
 class Streams(Protocol):

@@ -150,13 +150,10 @@ class LaneThreads:
         act: Act,
         state: ThreadState,
         within: AbstractContextManager[Any] = _NOTHING,
-        *,
-        meanwhile: Callable[[], bool] | None = None,
     ) -> None:
         """Run a step: ``act`` performs one action, on its lane's thread, in the given thread state.
 
-        The caller enters ``within`` when it has the lanes for itself, and leaves it before another caller has. While
-        they work it calls ``meanwhile`` until that returns False.
+        The caller enters ``within`` when it has the lanes for itself, and leaves it before another caller has.
 
         Raises what an action raised, the first if there are several; DeviceError when one runs for longer than
         ``timeout_s``. All other lanes have ended their action by then.
@@ -168,7 +165,7 @@ class LaneThreads:
         with self._step, within:
             coordinator = StepCoordinator(self._start())
             try:
-                self._perform(coordinator, turns, act, state, meanwhile)
+                self._perform(coordinator, turns, act, state)
             finally:
                 self._leave(coordinator, coordinator.under_way())
         error, coordinator.error = coordinator.error, None
@@ -195,19 +192,10 @@ class LaneThreads:
                 torch.set_num_threads(intra_op)  # what threads of the caller's start with; the lanes keep their one
         return [self._threads[lane] for lane in range(self.lanes)]
 
-    def _perform(
-        self,
-        coordinator: StepCoordinator,
-        turns: Turns,
-        act: Act,
-        state: ThreadState,
-        meanwhile: Callable[[], bool] | None,
-    ) -> None:
+    def _perform(self, coordinator: StepCoordinator, turns: Turns, act: Act, state: ThreadState) -> None:
         try:
             for lane, own in enumerate(turns):
                 coordinator.threads[lane].jobs.put(partial(_work, coordinator, lane, own, act, state))
-            while meanwhile is not None and not coordinator.stopped and meanwhile():
-                pass
             self._wait(coordinator)
         except BaseException as error:
             coordinator.stop()

@@ -19,9 +19,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from autosplit.backward.differentiate import gradients
 from autosplit.compare.tensors import ROUNDING, difference
 from autosplit.errors import InputError
-from autosplit.runtime.backward.differentiate import gradients
 from autosplit.runtime.loss.calls import Count, Counted
 from autosplit.runtime.loss.parts import WAY_OUT, Parts, adds_up, call_loss
 from autosplit.runtime.loss.used_outputs import Placeholder, joined

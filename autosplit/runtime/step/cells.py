@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from autosplit.profile.stage_trace.stage_trace import LARGE_BYTES
-from autosplit.runtime.backward.differentiate import donate_gradients, gradients
-from autosplit.runtime.backward.weight_gradients import DeferredWeightGrads, Product, defer_weight_gradients
+from autosplit.backward.differentiate import donate_gradients, gradients
+from autosplit.backward.weight_gradients import DeferredWeightGrads, Product, defer_weight_gradients
 from autosplit.runtime.lanes.ambient import any_autocast
 from autosplit.runtime.ops import OUT, Bundle, CellContext
 from autosplit.runtime.step.step import Start, Step
@@ -255,15 +254,11 @@ class Cells:
                 totals[id(leaf)] = total if before is None else before + total
 
     def _hold(self, stage: int, summed: Iterable[torch.Tensor], roots: list[Any], seeds: list[torch.Tensor]) -> None:
-        """Add what was summed so far to what a backward begins at; large sums so that they are added to in place."""
+        """Add what was summed so far to what a backward begins at, so that it is added to in place."""
         totals = self.totals[stage]
         held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
-        large = [leaf for leaf in held if leaf.numel() * leaf.element_size() >= LARGE_BYTES]
-        small = [leaf for leaf in held if leaf.numel() * leaf.element_size() < LARGE_BYTES]
-        roots += small
-        seeds += [totals[id(leaf)] for leaf in small]
-        if large:
-            root = donate_gradients(large, [totals.pop(id(leaf)) for leaf in large])
+        if held:
+            root = donate_gradients(held, [totals.pop(id(leaf)) for leaf in held])
             roots.append(root)
             seeds.append(root.detach())
 

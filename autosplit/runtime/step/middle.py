@@ -88,7 +88,7 @@ def _turns(cells: Cells, kind: str) -> Turns:
 
 def _forward(cells: Cells, threads: LaneThreads | None, state: ThreadState) -> list[torch.Tensor]:
     if threads is not None:
-        threads.run(_turns(cells, "F"), cells.act, state, meanwhile=cells.step.state.draw_ahead)
+        threads.run(_turns(cells, "F"), cells.act, state)
     else:
         with torch.set_grad_enabled(state.grad):
             for action in cells.step.forwards():

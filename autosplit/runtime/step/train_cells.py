@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from autosplit.backward.differentiate import donate_gradients
 from autosplit.errors import InputError
-from autosplit.runtime.backward.differentiate import donate_gradients
 from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads
 from autosplit.runtime.lanes.turns import Turns, turns
@@ -57,7 +57,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
                     for action in cells.order():
                         cells.act(action)
             else:
-                threads.run(cells.turns(), cells.act, ThreadState.current(), hooks, meanwhile=step.state.draw_ahead)
+                threads.run(cells.turns(), cells.act, ThreadState.current(), hooks)
             used += cells.results()
         used.clear()
         losses = [cells.losses[microbatch] for microbatch in range(len(step.sizes))]

@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.errors import ScheduleError
-from autosplit.runtime.backward.surroundings import Observers, Surroundings
 from autosplit.runtime.compiled import Compiled
 from autosplit.runtime.lanes.ambient import may_hook_saved_tensors
 from autosplit.runtime.ops import CellContext
+from autosplit.runtime.surroundings import Observers, Surroundings
 
 _HERE = threading.local()
 """Which run of a region that runs twice is under way in this thread."""

@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from autosplit.profile.stage_trace.products import products_in
-
 Make = Callable[[torch.Tensor, bool], Sequence[torch.Tensor]]
 """Takes the gradient that came in, and whether the bias wants one, and returns the weight's and the bias's."""
 
@@ -90,35 +88,71 @@ class Way(NamedTuple):
     transposed: bool
 
 
-class _Use(NamedTuple):
-    """A product in a graph: what makes its gradients, the ways to its weight and its bias, and its other inputs."""
+class Use(NamedTuple):
+    """A product in a graph: the place of its weight, the ways to its weight and its bias, and its other inputs."""
 
     node: Any
-    make: Make
+    place: int
     weight: Way
     bias: Way | None
     others: int
 
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The ways to what can wait."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
 
 def defer_weight_gradients(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> DeferredWeightGrads:
-    """Find the products in a graph whose weight gradients can wait; ``leaves``, by identity, may be put off."""
-    arrivals, products = products_in(roots, _KINDS)
-    leaves = set(leaves) - {id(root) for root in roots}
-    uses = [use for node in products if (use := _use(node, arrivals, leaves)) is not None]
-    weights = Counter(use.weight.end for use in uses)
-    uses = [use for use in uses if weights[use.weight.end] == arrivals[use.weight.end]]
-    biases = Counter(use.bias.end for use in uses if use.bias is not None)
+    """Put off the weight gradients of the products in a graph; ``leaves``, by identity, may be put off."""
     result = DeferredWeightGrads()
-    for use in sorted(uses, key=lambda use: -use.node._sequence_nr()):
-        bias = use.bias if use.bias is not None and biases[use.bias.end] == arrivals[use.bias.end] else None
-        product = Product(use.make, (use.weight,) if bias is None else (use.weight, bias))
+    for use in sorted(deferrable(roots, leaves), key=lambda use: -use.node._sequence_nr()):
+        product = Product(_KINDS[type(use.node).__name__].made(use.node, use.place), use.ways)
         result.products.append(product)
-        if use.others or (bias is None and use.bias is not None):
+        if use.others:
             use.node.register_prehook(product.take)
         else:
             result.edges.append(GradientEdge(use.node, 0))
             result.caught.append(product)
     return result
+
+
+def deferrable(roots: Sequence[torch.Tensor], leaves: Collection[int], *, dense: bool = False) -> list[Use]:
+    """Find the products in a graph whose weight gradients can wait; ``leaves``, by identity, may be put off.
+
+    ``dense``: no saved tensor is sparse, so that none is looked at, which would have a checkpoint run again.
+    """
+    arrivals, products = _products_in(roots)
+    leaves = set(leaves) - {id(root) for root in roots}
+    uses = [use for node in products if (use := _use(node, arrivals, leaves, dense)) is not None]
+    weights = Counter(use.weight.end for use in uses)
+    uses = [use for use in uses if weights[use.weight.end] == arrivals[use.weight.end]]
+    biases = Counter(use.bias.end for use in uses if use.bias is not None)
+    return [
+        use
+        if use.bias is None or biases[use.bias.end] == arrivals[use.bias.end]
+        else use._replace(bias=None, others=use.others + 1)
+        for use in uses
+    ]
+
+
+def _products_in(roots: Sequence[torch.Tensor]) -> tuple[Counter[Any], list[Any]]:
+    """Return how many edges lead to each node of a graph, and the nodes of products."""
+    arrivals: Counter[Any] = Counter(root.grad_fn for root in roots if root.grad_fn is not None)
+    todo = list(arrivals)
+    seen = set(todo)
+    products = []
+    while todo:
+        node = todo.pop()
+        if type(node).__name__ in _KINDS:
+            products.append(node)
+        for following, _ in node.next_functions:
+            if following is not None:
+                arrivals[following] += 1
+                if following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+    return arrivals, products
 
 
 def _way(end: Any, arrivals: Counter[Any], leaves: Collection[int]) -> Way | None:
@@ -132,33 +166,39 @@ def _way(end: Any, arrivals: Counter[Any], leaves: Collection[int]) -> Way | Non
     return None if leaf is None or id(leaf) not in leaves or leaf.is_complex() else Way(end, leaf, transposed)
 
 
-def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int]) -> _Use | None:
+def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool) -> Use | None:
     kind = _KINDS[type(node).__name__]
+    if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
+        return None
     following = [end for end, _ in node.next_functions]
     for place in kind.weights:
         way = None if following[place] is None else _way(following[place], arrivals, leaves)
-        make = None if way is None else kind.made(node, place)
-        if way is not None and make is not None:
+        if way is not None and (dense or kind.made is _convolution or _is_dense(node, place)):
             end = None if kind.bias is None else following[kind.bias]
             bias = None if end is None else _way(end, arrivals, leaves)
             if bias is not None and (bias.transposed or bias.leaf.dim() != 1):
                 bias = None
             known = 1 + (bias is not None)
-            return _Use(node, make, way, bias, sum(end is not None for end in following) - known)
+            return Use(node, place, way, bias, sum(end is not None for end in following) - known)
     return None
 
 
-def _matrices(node: Any, place: int) -> Make | None:
+def _saved_other(node: Any, place: int) -> torch.Tensor:
+    """Return what ``addmm`` or ``mm`` multiplies a weight with: what is left of a weight on the right."""
+    if place != len(node.next_functions) - 1:
+        return node._saved_mat2
+    return node._saved_mat1 if hasattr(node, "_saved_alpha") else node._saved_self
+
+
+def _is_dense(node: Any, place: int) -> bool:
+    return _saved_other(node, place).layout is torch.strided
+
+
+def _matrices(node: Any, place: int) -> Make:
     """Make the gradients of ``addmm`` and ``mm``: a weight on the right (``x @ w``), or on the left."""
-    added = hasattr(node, "_saved_alpha")
-    if added and (node._saved_alpha != 1 or node._saved_beta != 1):
-        return None
     right = place == len(node.next_functions) - 1
-    other = node._saved_mat2 if not right else node._saved_mat1 if added else node._saved_self
-    if other.layout is not torch.strided:
-        return None
-    other = other.detach()  # it would keep the graph that it is of, and give its products one
-    own = "mat2" if right else "mat1" if added else "self"
+    other = _saved_other(node, place).detach()  # it would keep the graph that it is of, and give its products one
+    own = "mat2" if right else "mat1" if hasattr(node, "_saved_alpha") else "self"
     sizes, strides = getattr(node, f"_saved_{own}_sym_sizes"), getattr(node, f"_saved_{own}_sym_strides")
     column_major = strides[0] == 1 and strides[1] == sizes[0]
 
@@ -172,7 +212,7 @@ def _matrices(node: Any, place: int) -> Make | None:
     return make
 
 
-def _convolution(node: Any, place: int) -> Make | None:
+def _convolution(node: Any, place: int) -> Make:
     """Make the gradients of a convolution of any number of dimensions, transposed or not."""
     given, weight = node._saved_input.detach(), node._saved_weight.detach()
     sizes = node._saved_bias_sym_sizes_opt
@@ -188,11 +228,11 @@ def _convolution(node: Any, place: int) -> Make | None:
 
 
 class _Kind(NamedTuple):
-    """Which inputs of a product may be its weight, which one is its bias, and what reads off its node how to go on."""
+    """Which inputs of a product may be its weight, which one is its bias, and what makes the gradients."""
 
     weights: tuple[int, ...]
     bias: int | None
-    made: Callable[[Any, int], Make | None]
+    made: Callable[[Any, int], Make]
 
 
 _KINDS = {

@@ -14,11 +14,10 @@ place. So sums of microbatches reach the engine through a node that lets go of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-
-from autosplit.profile.stage_trace.engine import Handed
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -42,4 +41,21 @@ def donate_gradients(tensors: Sequence[torch.Tensor], gradients: list[torch.Tens
     The list is empty afterwards; who holds a gradient elsewhere has it copied, or added to out of place.
     """
     with torch.enable_grad():
-        return Handed.apply(gradients, *tensors)
+        return InjectGradients.apply(gradients, *tensors)
+
+
+class InjectGradients(torch.autograd.Function):
+    """Gives tensors gradients, and lets go of them: the engine adds to them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """Return a root for the tensors."""
+        ctx.gradients = gradients
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        """Return the gradients."""
+        gradients = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return gradients

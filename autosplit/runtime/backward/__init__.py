@@ -1,1 +1,0 @@
-"""The backward of a cell: gradients, split weight gradients, recomputation."""
