@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autosplit.lower.split import Lowered
-from autosplit.runtime.optimizers import follow
+from autosplit.runtime.optimizers import move
 
 
 def place(model: nn.Module, lowered: Lowered, devices: Sequence[torch.device]) -> None:
@@ -30,13 +30,4 @@ def place(model: nn.Module, lowered: Lowered, devices: Sequence[torch.device]) -
         if part is not None:
             for tensor in (*part.parameters(), *part.buffers()):
                 target.setdefault(id(tensor), device)
-    moved = []
-    for tensor in (*model.parameters(), *model.buffers()):
-        device = target.get(id(tensor), devices[0])
-        if tensor.device != device:
-            tensor.data = tensor.data.to(device)
-            moved.append(tensor)
-            if tensor.grad is not None:
-                tensor.grad.data = tensor.grad.data.to(device)
-    if moved:
-        follow(tensor for tensor in moved if isinstance(tensor, nn.Parameter))
+    move((tensor, target.get(id(tensor), devices[0])) for tensor in (*model.parameters(), *model.buffers()))

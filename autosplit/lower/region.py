@@ -20,23 +20,6 @@ from autosplit.trace.recording.calls import under
 from autosplit.trace.rows.kinds import counts_by_microbatch
 
 ROOT = "model"
-SINGLE_MODULES = (
-    nn.Linear,
-    nn.Embedding,
-    nn.modules.conv._ConvNd,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.dropout._DropoutNd,
-    nn.ReLU,
-    nn.GELU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.Flatten,
-)
-SINGLE_FUNCTIONS = (operator.add, operator.sub, operator.mul, operator.truediv, operator.getitem, torch.cat)
-SINGLE_METHODS = ("view", "reshape", "transpose", "permute", "add", "sub", "mul", "div", "flatten", "unsqueeze")
 
 
 class Unit(NamedTuple):
@@ -169,7 +152,7 @@ class Region:
             return self.slots[Slot(operand.name, use)]
         value = self.slots.get(Slot(operand.name, None), self.copies.get(operand))
         assert value is not None, f"{operand.name} is not at hand for {consumer.name}"
-        return self._alias(value, operand, consumer)
+        return self._alias(value, operand)
 
     def _plumbing(self, operand: fx.Node, consumer: fx.Node) -> fx.Node:
         """Copy a size expression (or a step into a structured result) to where it is used."""
@@ -181,26 +164,11 @@ class Region:
         self.copies[operand] = copy
         return copy
 
-    def _alias(self, value: fx.Node, operand: fx.Node, consumer: fx.Node) -> fx.Node:
+    def _alias(self, value: fx.Node, operand: fx.Node) -> fx.Node:
         info = operand.meta[INFO]
         if self.layout.uses.get(operand.name, 0) < 2 or info.mutated or len(info.tensors) != 1:
             return value
-        if not info.tensors[0].differentiable or self._single_edge(operand, consumer):
-            return value
-        return self.graph.call_function(alias, (value,))
-
-    def _single_edge(self, operand: fx.Node, consumer: fx.Node) -> bool:
-        """Tell whether a consumer sends one gradient back to an operand, so that it needs no view of its own."""
-        if [*consumer.args, *consumer.kwargs.values()].count(operand) != 1 and consumer.target is not torch.cat:
-            return False
-        if consumer.op == "call_module":
-            module = self.traced.root.get_submodule(str(consumer.target))
-            return isinstance(module, SINGLE_MODULES) and not module._forward_hooks and not module._forward_pre_hooks
-        if consumer.op == "call_method":
-            return consumer.target in SINGLE_METHODS
-        if consumer.target is torch.cat:
-            return list(consumer.args[0]).count(operand) == 1  # type: ignore[arg-type]
-        return consumer.target in SINGLE_FUNCTIONS
+        return self.graph.call_function(alias, (value,)) if info.tensors[0].differentiable else value
 
     def _placed(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Send devices named in the recording to the region's own device."""
@@ -276,20 +244,19 @@ class RegionModule(fx.GraphModule):
                 yield from self.__dict__[target].region.named()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Yield the parameters that the graph uses, by their names in the model, each once."""
-        seen: set[int] = set()
-        for name, parameter in self._state("parameters"):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
+        """Return the parameters that the graph uses, by their names in the model, each once."""
+        return self._each_once("parameters")
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """Yield the buffers that the graph uses, by their names in the model, each once."""
+        """Return the buffers that the graph uses, by their names in the model, each once."""
+        return self._each_once("buffers")
+
+    def _each_once(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
-        for name, buffer in self._state("buffers"):
-            if id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield name, buffer
+        for name, tensor in self._state(kind):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
 
     def _state(self, kind: str) -> Any:
         for node in self.graph.nodes:

@@ -43,8 +43,8 @@ class Lowered:
     """The flat outputs: fx nodes of the recording, or constants."""
     recompute: tuple[str, ...]
     """What each stage does again in its backward."""
-    compiled: tuple[Compiled, ...] = ()
-    """What compiles each stage; empty where stages run by their own graphs."""
+    compiled: tuple[Compiled | None, ...] = ()
+    """What compiles each stage; empty where stages run by their own graphs; None where only its units are compiled."""
 
     @property
     def traced(self) -> TracedGraph:
@@ -79,7 +79,7 @@ class Lowered:
     def uncompiled(self) -> dict[str, str]:
         """The stages and blocks that run by their own graphs where they were to be compiled, and why."""
         units = (stage.__dict__[name] for stage in self.stages if self.compiled for name in stage.units)
-        runs = (*self.compiled, *(unit.run for unit in units))
+        runs = (*(run for run in self.compiled if run is not None), *(unit.run for unit in units))
         return {run.place: run.reason for run in runs if run.reason}
 
     def run(self, stage: int) -> nn.Module:
@@ -159,9 +159,9 @@ def lower(
     )
     inputs = _epilogue_inputs(layout)
     epilogue = _epilogue(layout, devices[-1], inputs, wanted, names) if layout.epilogue else None
-    runs: tuple[Compiled, ...] = ()
+    runs: tuple[Compiled | None, ...] = ()
     if compiled is not None:
-        runs = tuple(Compiled(stage, f"stage {i}", compiled, parts=stage.units) for i, stage in enumerate(stages))
+        runs = tuple(None if s.units else Compiled(s, f"stage {i}", compiled) for i, s in enumerate(stages))
     return Lowered(layout, stages, prologues, epilogue, inputs, wanted, tuple(output.args[0]), recompute, runs)
 
 

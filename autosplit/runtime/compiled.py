@@ -30,29 +30,25 @@ class Compiled(nn.Module):
         region: the GraphModule; it is not registered here.
         place: what to call it in the report.
         options: the arguments of ``torch.compile``.
-        parts: attributes of the region that run, compiled, what it recomputes; what is around them is not compiled.
         reason: why it runs by its own graph; "" where it is compiled.
     """
 
     region: Any
     place: str
     options: Mapping[str, Any]
-    parts: tuple[str, ...]
     reason: str
 
-    def __init__(self, region: Any, place: str, options: Mapping[str, Any], parts: tuple[str, ...] = ()) -> None:
+    def __init__(self, region: Any, place: str, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.__dict__.update(
-            region=region, place=place, options=options, parts=parts, making=threading.Lock(), made=None
-        )
-        self.__dict__["reason"] = _DRAWS if "key" in region.takes and not parts else ""
+        self.__dict__.update(region=region, place=place, options=options, making=threading.Lock(), made=None)
+        self.__dict__["reason"] = _DRAWS if "key" in region.takes else ""
 
     def __reduce__(self) -> Any:
-        return Compiled, (self.region, self.place, self.options, self.parts)
+        return Compiled, (self.region, self.place, self.options)
 
     def forward(self, *given: Any) -> Any:
         """Run the region."""
-        if self.reason or self.parts or watched() or is_transformed():
+        if self.reason or watched() or is_transformed():
             return self.region(*given)
         try:
             return self._code()(*given)

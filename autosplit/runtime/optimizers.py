@@ -1,4 +1,4 @@
-"""Let an optimizer's state follow its parameters to their devices."""
+"""Move a model's state to devices, and let optimizers' state follow."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+def move(places: Iterable[tuple[torch.Tensor, torch.device]]) -> None:
+    """Move parameters and buffers, with their gradients, to devices; Parameter objects stay the same.
+
+    The state of any optimizer follows.
+    """
+    moved = []
+    for tensor, device in places:
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+            moved.append(tensor)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(device)
+    follow(tensor for tensor in moved if isinstance(tensor, torch.nn.Parameter))
 
 
 def follow(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.runtime.lanes.lanes import Lane, caller_lane
 from autosplit.runtime.ops import transfer
-from autosplit.runtime.optimizers import follow
+from autosplit.runtime.optimizers import move
 from autosplit.trace.module_tree import ForwardInterceptors, homes
 
 _APART = frozenset("to type_as copy_ set_ is_set_to __set__ backward".split())
@@ -92,15 +92,8 @@ class Devices:
         self.order = {device: stage for stage, device in enumerate(self.of_stage)}
         """The last stage on every device: values move forwards."""
         home = homes(model, stages)
-        moved = []
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            device = self.of_stage[home[name]]
-            if tensor.device != device:
-                tensor.data = tensor.data.to(device)
-                moved.append(tensor)
-                if tensor.grad is not None:
-                    tensor.grad.data = tensor.grad.data.to(device)
-        follow(tensor for tensor in moved if isinstance(tensor, nn.Parameter))
+        state = (*model.named_parameters(), *model.named_buffers())
+        move((tensor, self.of_stage[home[name]]) for name, tensor in state)
 
     def call(self) -> Moves:
         """Return what moves values during one call."""

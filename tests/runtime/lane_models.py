@@ -56,11 +56,11 @@ class Positions(nn.Module):
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, value: Tensor) -> Tensor:
         position = self.scale.tanh() * 2
         value = torch.tanh(self.first(value + position))
         value = torch.tanh(self.second(value * position))
-        return value, value - value.mean(0)
+        return value - value.mean(0)
 
 
 class Frozen(nn.Module):
