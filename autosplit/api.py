@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from autosplit.checks import BATCH_NORM, FIND, RESERVE, choose, resolve_machine
+from autosplit.checks import BATCH_NORM, FIND, MACHINE, RESERVE, choose, resolve_machine
 from autosplit.errors import InputError
 from autosplit.options import (
     Options,
@@ -31,9 +31,6 @@ from autosplit.units import format_bytes
 
 if TYPE_CHECKING:
     from autosplit.pipelined import PipelinedModule
-
-_MACHINE = "8xH100-SXM5-80GB"
-"""What is planned for when nothing is said."""
 
 
 def autosplit(
@@ -152,7 +149,7 @@ def autosplit(
 
 def plan(
     model: nn.Module,
-    devices: Any = _MACHINE,
+    devices: Any = MACHINE,
     chunks: int | str = "auto",
     *,
     sample: Any,
@@ -215,7 +212,7 @@ def plan(
     if pinned is not None:
         if find != "best":
             raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
-        devices = (pinned.machine if devices == _MACHINE else None) or devices
+        devices = (pinned.machine if devices == MACHINE else None) or devices
         precision = pinned.precision if precision is None else precision
     own = resolve_machine(devices)
     asked = chosen(

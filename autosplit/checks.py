@@ -18,6 +18,8 @@ from autosplit.units import parse_bytes
 if TYPE_CHECKING:
     from cost_models.machines import MachineSpec
 
+MACHINE = "8xH100-SXM5-80GB"
+"""What is planned for on paper when nothing is said."""
 RESERVE = "3%"
 """What every device keeps free: no figure of memory was held against a GPU yet."""
 OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}

@@ -113,11 +113,16 @@ def torch_devices(text: str) -> int | list[str]:
     return int(text) if text.isdecimal() else _parts(text)
 
 
+def count_of(devices: int | list[str]) -> int:
+    """Return how many devices were named."""
+    return devices if isinstance(devices, int) else len(devices)
+
+
 def check_choices(devices: int | list[str], pinned: Plan | None, **choices: Any) -> None:
     """Raise an error, before torch is imported and the model made, for a choice that these devices cannot have."""
     from autosplit.planning.request.chosen import chosen
 
-    chosen(devices=devices if isinstance(devices, int) else len(devices), pinned=pinned, **choices)
+    chosen(devices=count_of(devices), pinned=pinned, **choices)
 
 
 def recompute_of(text: str) -> str | list[str]:

@@ -11,19 +11,20 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from autosplit.cli import hf
-from autosplit.cli.common import tell
+from autosplit.cli.common import count_of, tell
 from autosplit.cli.inputs import (
     CONFIG_PREFIX,
     INPUT_FORM,
     INPUT_FORMS,
     KWARGS_FORM,
     MODEL_FORM,
+    ROWS_PER_DEVICE,
     InputSpec,
     ModelSpec,
     TensorForm,
@@ -33,6 +34,9 @@ from autosplit.cli.inputs import (
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.progress import phase
+
+if TYPE_CHECKING:
+    from autosplit.pipelined import PipelinedModule
 
 
 def make_model(spec: ModelSpec, *, blank: bool = False) -> nn.Module:
@@ -66,6 +70,15 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
             "or give the model an example_input_array or dummy_inputs"
         )
     return sample
+
+
+def make_pipe(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> tuple[PipelinedModule, Any]:
+    """Return the model as a pipeline over devices of this machine, and the inputs on which it was planned."""
+    from autosplit.api import autosplit
+
+    model = make_model(spec)
+    sample = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * count_of(devices))
+    return autosplit(model, sample=sample, devices=devices, **choices), sample
 
 
 def _carried(model: nn.Module) -> Sample | None:

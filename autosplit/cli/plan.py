@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.checks import RESERVE
+from autosplit.checks import MACHINE, RESERVE, resolve_machine
 from autosplit.cli import common, outputs
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, parse_batch_dims, wants_labels
 from autosplit.errors import InputError, TraceError
@@ -39,7 +38,6 @@ devices", a machine file, or a list of names or device files with commas between
 
 Exit codes: 0 done; 1 done, and the plan does not fit; 2 bad usage or input.
 """
-_MACHINE = "8xH100-SXM5-80GB"
 _SMALL_BYTES = 4 * 2**30
 """A model of at most so many bytes is made with values where it cannot be planned without."""
 
@@ -62,7 +60,7 @@ PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto."
 @common.command
 def plan_command(
     model: common.Target,
-    devices: PaperDevices = _MACHINE,
+    devices: PaperDevices = MACHINE,
     chunks: PlanChunks = "auto",
     inputs: common.Inputs = None,
     kwargs: common.Kwargs = None,
@@ -105,7 +103,8 @@ def plan_command(
     dims = parse_batch_dims(batch_dims)
     choices = {"chunks": _chunks(chunks), "optimizer": common.optimizer_of(optimizer)} | order | room
     find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
-    machine = _checked(_devices(devices, pinned), pinned, choices)
+    machine = resolve_machine(_devices(devices, pinned))
+    common.check_choices(len(machine), pinned, **choices)
     with common.beside_stdout():
         found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, batch_dims=dims, **choices)
     return outputs.answered(found, files, as_json=as_json, as_markdown=as_markdown)
@@ -113,7 +112,7 @@ def plan_command(
 
 def _devices(text: str, pinned: Plan | None) -> str | list[str]:
     """Return the machine that is named; the default gives way to that of a plan."""
-    if pinned is not None and pinned.machine is not None and text == _MACHINE:
+    if pinned is not None and pinned.machine is not None and text == MACHINE:
         return pinned.machine
     parts = [part.strip() for part in text.split(",")]
     return parts if len(parts) > 1 else parts[0]
@@ -132,16 +131,6 @@ def _find(*, smallest: bool, largest_batch: bool, pinned: Plan | None) -> str:
         option = "--smallest" if smallest else "--largest-batch"
         raise InputError(f"{option} searches, --plan is followed as it is; give one of them")
     return "smallest" if smallest else "largest_batch" if largest_batch else "best"
-
-
-def _checked(devices: str | list[str], pinned: Plan | None, choices: Mapping[str, Any]) -> MachineSpec:
-    """Return the machine, where the choices can be made for it; torch, which takes seconds, is not imported yet."""
-    from autosplit.checks import resolve_machine
-    from autosplit.planning.request.chosen import chosen
-
-    machine = resolve_machine(devices)
-    chosen(devices=len(machine), pinned=pinned, **choices)
-    return machine
 
 
 def _planned(spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choices: Any) -> Plan:

@@ -8,7 +8,7 @@ import typer
 
 from autosplit.checks import RESERVE
 from autosplit.cli import common, outputs
-from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, is_plan_file, parse_batch_dims, wants_labels
+from autosplit.cli.inputs import ConfigInputs, ModelSpec, is_plan_file, parse_batch_dims, wants_labels
 from autosplit.errors import InputError
 from autosplit.progress import phase
 
@@ -137,13 +137,9 @@ def _plan(
 ) -> tuple[Plan, StepTimeline | None]:
     """Return the plan, and the step that was measured where that was asked for."""
     with phase("importing"):
-        from autosplit.api import autosplit
-        from autosplit.cli.models import make_model, make_sample
+        from autosplit.cli.models import make_pipe
 
-    model = make_model(spec)
-    rows = ROWS_PER_DEVICE * (devices if isinstance(devices, int) else len(devices))
-    sample = make_sample(spec, model=model, rows=rows)
-    pipe = autosplit(model, sample=sample, devices=devices, **choices)
+    pipe, sample = make_pipe(spec, devices=devices, **choices)
     assert pipe.plan is not None, "a sample was given"
     return pipe.plan, _measured_step(pipe, sample) if measure else None
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import typer
 
 from autosplit.cli import common
-from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, parse_batch_dims
+from autosplit.cli.inputs import ConfigInputs, ModelSpec, parse_batch_dims
 from autosplit.progress import phase
-
-if TYPE_CHECKING:
-    from autosplit.verification import Verification
 
 EXAMPLES = """Examples:
 
@@ -54,19 +49,10 @@ def verify_command(
     pinned = common.pinned_plan(plan, None)
     common.check_choices(own, pinned, optimizer="adamw", memory_limit=None, **choices)
     with common.beside_stdout():
-        found = _verified(spec, devices=own, plan=pinned, batch_dims=dims, **choices)
+        with phase("importing"):
+            from autosplit import verification
+            from autosplit.cli.models import make_pipe
+        pipe, sample = make_pipe(spec, devices=own, plan=pinned, batch_dims=dims, **choices)
+        found = verification.verify(pipe.unsplit(), pipe, sample)
     typer.echo(found.to_json() if as_json else str(found))
     return common.DONE if found else common.ANSWER_IS_NO
-
-
-def _verified(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> Verification:
-    with phase("importing"):
-        from autosplit.api import autosplit
-        from autosplit.cli.models import make_model, make_sample
-        from autosplit.verification import verify
-
-    model = make_model(spec)
-    sample = make_sample(
-        spec, model=model, rows=ROWS_PER_DEVICE * (devices if isinstance(devices, int) else len(devices))
-    )
-    return verify(model, autosplit(model, sample=sample, devices=devices, **choices), sample)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +75,20 @@ def test_what_cannot_be_planned_is_said_in_a_line(run: Run, arguments: tuple[str
     assert result.stdout == ""
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("command", "devices"), [("report", ("--devices", "cpu,cpu", "--chunks", "4")), ("plan", TWO)])
+def test_the_page_is_of_the_plan(run: Run, tmp_path: Path, command: str, devices: tuple[str, ...]) -> None:
+    path = tmp_path / "plan.html"
+    asked = [command, f"{NETS}:make_mlp", *X, *devices, "--html", str(path), "--json"]
+    result = CliRunner().invoke(cli.app, asked)
+    assert result.exit_code == 0, result.output
+    assert f"wrote {path}" in result.stderr
+    plan = Plan.model_validate_json(result.stdout)
+    [data] = re.findall(r'<script id="plan" type="application/json">(.*?)</script>', path.read_text(encoding="utf-8"))
+    shown = json.loads(data)
+    assert shown["step"] == plan.step_s
+    assert [stage["forward"] for stage in shown["stages"]] == [stage.forward_s for stage in plan.stages]
 
 
 def test_a_plan_is_printed_as_markdown(run: Run) -> None:

@@ -222,7 +222,6 @@ def test_a_figure_out_of_range(run: Run, tmp_path: Path) -> None:
         (("Mlp", *X, "--device", "T4-16GB", "--measure"), "--device T4-16GB asks a cost model"),
         (("Mlp", *X, "--device", "cuda:99"), "'cuda:99' does not exist"),
         (("Mlp",), "no inputs are known for Mlp"),
-        (("Mlp", "--input", "y=float32[8,16]"), "cannot be called with these inputs: missing a required argument: 'x'"),
         (("Mlp", *X, "--save", "x.json"), "--save and --quick are for --calibrate"),
         (("Mlp", *X, "--rows", "0"), "Invalid value for '--rows'"),
         (("Mlp", *X, "--calibrate"), "--calibrate measures this machine, no model"),

@@ -127,19 +127,41 @@ def test_a_file_may_import_its_neighbour(run: Run, tmp_path: Path) -> None:
     assert sys.modules.get("random") is before
 
 
+@pytest.fixture
+def look(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Call the command, and return the model and the choices that reach `autosplit`."""
+    seen: list[tuple[Any, dict[str, Any]]] = []
+
+    def ask(model: Any, **choices: Any) -> None:
+        seen.append((model, choices))
+        raise InfeasibleError("looked")
+
+    def call(*arguments: str) -> tuple[Any, dict[str, Any]]:
+        assert run(f"{NETS}:Mlp", "--chunks", "2", *X, *arguments).exit_code == 1
+        return seen.pop()
+
+    monkeypatch.setattr(api, "autosplit", ask)
+    return call
+
+
 @pytest.mark.parametrize(
     ("text", "devices"), [("3", 3), ("cpu", ["cpu"]), ("cpu, cuda:0,cpu", ["cpu", "cuda:0", "cpu"])]
 )
-def test_devices_are_a_number_or_a_list(run: Run, text: str, devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_devices_are_a_number_or_a_list(look: Run, text: str, devices: Any) -> None:
+    assert look("--devices", text)[1]["devices"] == devices
 
-    def look(model: Any, **choices: Any) -> None:
-        seen.append(choices["devices"])
-        raise InfeasibleError("looked")
 
-    monkeypatch.setattr(api, "autosplit", look)
-    assert run(f"{NETS}:Mlp", "--devices", text, "--chunks", "2", *X).exit_code == 1
-    assert seen == [devices]
+@pytest.mark.parametrize(("mode", "training"), [(["--train"], True), (["--eval"], False), ([], True)])
+def test_the_mode_of_the_model(look: Run, mode: list[str], training: bool) -> None:
+    assert look("--devices", "2", *mode)[0].training is training
+
+
+def test_the_seed_reaches_the_factory_and_the_inputs(look: Run) -> None:
+    found = [look("--devices", "2", "--seed", seed) for seed in ("1", "1", "2")]
+    seen = [(model.layers[0].weight.sum().item(), own["sample"].kwargs["x"].sum().item()) for model, own in found]
+    assert seen[0] == seen[1]
+    assert seen[0][0] != seen[2][0]
+    assert seen[0][1] != seen[2][1]
 
 
 def test_integers_below_a_limit_and_booleans_reach_the_model(run: Run) -> None:
@@ -153,34 +175,6 @@ def test_the_model_own_example_inputs_are_the_default(run: Run) -> None:
     result = run(f"{NETS}:WithExample", *TWO_BY_FOUR, "--json")
     assert result.exit_code == 0, result.output
     assert sum(Plan.model_validate_json(result.stdout).microbatch_rows) == 8
-
-
-@pytest.mark.parametrize(("mode", "training"), [("--train", True), ("--eval", False), (None, True)])
-def test_the_mode_of_the_model(run: Run, mode: str | None, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    def look(model: Any, **_: Any) -> None:
-        seen.append(model.training)
-        raise InfeasibleError("looked")
-
-    monkeypatch.setattr(api, "autosplit", look)
-    run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, *([mode] if mode else []))
-    assert seen == [training]
-
-
-def test_the_seed_reaches_the_factory_and_the_inputs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[float, float]] = []
-
-    def look(model: Any, *, sample: Any, **_: Any) -> None:
-        seen.append((model.layers[0].weight.sum().item(), sample.kwargs["x"].sum().item()))
-        raise InfeasibleError("looked")
-
-    monkeypatch.setattr(api, "autosplit", look)
-    for seed in ("1", "1", "2"):
-        run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--seed", seed)
-    assert seen[0] == seen[1]
-    assert seen[0][0] != seen[2][0]
-    assert seen[0][1] != seen[2][1]
 
 
 def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(

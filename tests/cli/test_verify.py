@@ -47,11 +47,6 @@ def test_an_equal_pipe_that_recomputes(run: Run) -> None:
     assert "recompute='some'" in run(f"{NETS}:make_mlp", *X, "--recompute", "some").stderr
 
 
-def test_the_models_own_sample(run: Run) -> None:
-    result = run(f"{NETS}:WithExample")
-    assert result.exit_code == 0, result.output
-
-
 def test_json_is_the_comparison_and_nothing_else(run: Run) -> None:
     result = run(f"{NETS}:make_mlp", *X, "--json")
     assert result.exit_code == 0, result.output
@@ -77,17 +72,8 @@ def test_a_pipe_that_is_not_equal_ends_with_one(run: Run, monkeypatch: pytest.Mo
         assert "- train: buffer n: missing" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "no inputs are known for Mlp"),
-        (("--input", "y=float32[8,16]"), "cannot be called with these inputs: missing a required argument: 'x'"),
-        ((*X, "--schedule", "best"), "schedule='best' is not available"),
-    ],
-)
-def test_bad_usage_ends_with_two(run: Run, arguments: tuple[str, ...], message: str) -> None:
-    result = run(f"{NETS}:make_mlp", *arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert message in result.stderr
+def test_bad_usage_ends_with_two(run: Run) -> None:
+    result = run(f"{NETS}:make_mlp", *X, "--schedule", "best")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "schedule='best' is not available" in result.stderr
     assert "Traceback" not in result.stderr
