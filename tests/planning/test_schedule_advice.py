@@ -1,4 +1,4 @@
-"""What plans say about zero bubble and about plain execution: only what their own numbers give."""
+"""What plans say about plain execution: only what their own numbers give."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from autosplit.options import Options
-from autosplit.partition.checker import check
-from autosplit.partition.problem import Device, Problem, Work
+from autosplit.partition.problem import Problem, Work
 from autosplit.partition.solve import solve
 from autosplit.planning.explain import advice as module
 from autosplit.planning.explain.advice import advice
@@ -30,25 +29,6 @@ def said(own: Problem, options: Options, *, stages: int = 2, measured: bool = Tr
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_cores", lambda: 2)
-
-
-def test_zero_bubble_is_named_with_what_it_would_gain_and_auto_stays_as_it_is() -> None:
-    own = problem()
-    partition = solve(own, stages=2, objective="step_time")
-    gain = partition.costs.step_s / check(replace(own, schedule="zb_h1"), partition.assignment).step_s
-    assert gain == pytest.approx(30 / 26)  # (M + P - 1)(F + B), and M (F + B) + (P - 1)(F + I - W)
-    assert f"is predicted to be {gain:.2f} times" in said(own, Options((CUDA,) * 2, 4, schedule="auto"))
-    assert "zb_h1" not in said(own, Options((CUDA,) * 2, 4, schedule="1f1b"))
-    assert "zb_h1" not in said(problem(weight_s=0.0), Options((CUDA,) * 2, 4, schedule="auto"))
-
-
-def test_zero_bubble_is_not_named_where_it_does_not_fit() -> None:
-    tight = problem(devices=(Device(capacity_bytes=8),) * 2)
-    options = Options((CUDA,) * 2, 4, schedule="auto")
-    assert "zb_h1" in said(tight, options)
-    partition = solve(tight, objective="step_time")
-    least = replace(tight, devices=(Device(capacity_bytes=7),) * 2)
-    assert not list(advice(least, partition, options, measured=True))
 
 
 def test_plain_execution_is_named_where_the_plan_stays_below_it() -> None:

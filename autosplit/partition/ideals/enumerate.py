@@ -7,37 +7,72 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.graph import Graph, merge
 
 _MOST_GROUPS = 2_000
 """Above this many groups first solutions are looked for among runs of the model's order."""
 
 
-def all_ideals(graph: Graph, *, limit: int) -> list[int] | None:
-    """Return every ideal of the graph, or None when there are more than ``limit``."""
-    before = _masks(graph.predecessors())
-    after = [sorted(heads) for heads in graph.successors()]
-    level = {0: sum(1 << group for group, mask in enumerate(before) if not mask)}
-    found = [0]
+@dataclass(frozen=True)
+class IdealList:
+    """Ideals with all of the groups below ``lows``, and of the others those whose bit, counted from there, is set.
+
+    ``quanta`` are their times.
+    """
+
+    lows: list[int]
+    bits: list[int]
+    quanta: list[int]
+
+
+def list_ideals(graph: Graph, *, limit: int, quantum: float, clock: Clock = FOREVER) -> IdealList | None:
+    """Return every ideal of the graph, or None when there are more than ``limit``.
+
+    Times are in whole numbers of ``quantum`` seconds. Raises OutOfTime when the ``clock`` is over.
+    """
+    quanta = [round(time_s / quantum) for time_s in graph.times_s]
+    before = [sorted(tails, reverse=True) for tails in graph.predecessors()]
+    # Of the groups that one more group may open, those that wait for a later one come last.
+    after = [sorted(heads, key=lambda head: (before[head][0], head)) for heads in graph.successors()]
+    level = {(0, 0): (sum(1 << group for group, tails in enumerate(before) if not tails), 0)}
+    found = IdealList([0], [0], [0])
     while level:
-        following: dict[int, int] = {}
-        for ideal, addable in level.items():
+        clock.check()
+        following: dict[tuple[int, int], tuple[int, int]] = {}
+        for (low, bits), (addable, weight) in level.items():
             rest = addable
             while rest:
                 bit = rest & -rest
                 rest ^= bit
-                larger = ideal | bit
-                if larger not in following:
-                    opened = (head for head in after[bit.bit_length() - 1] if not before[head] & ~larger)
-                    following[larger] = (addable ^ bit) | sum(1 << head for head in opened)
-        found += following
-        if len(found) > limit:
+                grown = bits | bit
+                full = ((grown + 1) & ~grown).bit_length() - 1
+                key = (low + full, grown >> full)
+                if key not in following:
+                    group = low + bit.bit_length() - 1
+                    opened = addable ^ bit | _opened(after[group], before, low=low, bits=grown)
+                    following[key] = (opened >> full, weight + quanta[group])
+        found.lows.extend(low for low, _ in following)
+        found.bits.extend(bits for _, bits in following)
+        found.quanta.extend(weight for _, weight in following.values())
+        if len(found.lows) > limit:
             return None
         level = following
     return found
+
+
+def all_ideals(graph: Graph, *, limit: int) -> list[int] | None:
+    """Return every ideal of the graph as a number, or None when there are more than ``limit``."""
+    found = list_ideals(graph, limit=limit, quantum=1.0)
+    return (
+        None
+        if found is None
+        else [bits << low | (1 << low) - 1 for low, bits in zip(found.lows, found.bits, strict=True)]
+    )
 
 
 def prefix_ideals(orders: Iterable[Sequence[int]]) -> list[int]:
@@ -139,3 +174,14 @@ def _walk(before: Sequence[set[int]], after: Sequence[set[int]], *, chance: rand
 
 def _masks(neighbours: Sequence[set[int]]) -> list[int]:
     return [sum(1 << other for other in others) for others in neighbours]
+
+
+def _opened(heads: Sequence[int], before: Sequence[Sequence[int]], *, low: int, bits: int) -> int:
+    """Return those of ``heads`` all of whose predecessors are in the ideal, as bits from ``low`` on."""
+    opened, end = 0, low + bits.bit_length()
+    for head in heads:
+        if before[head][0] >= end:
+            break
+        if all(tail < low or bits >> tail - low & 1 for tail in before[head]):
+            opened |= 1 << head - low
+    return opened

@@ -10,7 +10,7 @@ and for each tensor that lies across some of them how many of its pins each idea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from autosplit.partition.clock import FOREVER, Clock
 from autosplit.partition.graph import Graph
+from autosplit.partition.ideals.enumerate import IdealList, list_ideals
 from autosplit.partition.ideals.table import Floats, Ints
 
 Flags = NDArray[np.bool_]
@@ -48,7 +49,7 @@ class _Block:
 class Lattice:
     """The ideals by position, in an order in which subsets come first."""
 
-    def __init__(self, graph: Graph, ideals: _Ideals) -> None:
+    def __init__(self, graph: Graph, ideals: IdealList) -> None:
         order = np.argsort(np.array(ideals.quanta, dtype=np.int64), kind="stable")
         self.graph = graph
         self.time_s: Floats = np.array(ideals.quanta, dtype=np.float64)[order] * _quantum(graph)
@@ -156,66 +157,14 @@ class Lattice:
         return near[kept], inside[kept]
 
 
-@dataclass(frozen=True)
-class _Ideals:
-    """Ideals with all of the groups below ``lows``, and of the others those whose bit, counted from there, is set."""
-
-    lows: list[int]
-    bits: list[int]
-    quanta: list[int]
-
-
 def lattice(graph: Graph, *, limit: int, clock: Clock = FOREVER) -> Lattice | None:
     """Return the lattice of all ideals of the graph, or None when there are more than ``limit``.
 
     Raises OutOfTime when the ``clock`` is over.
     """
-    ideals = _ideals(graph, limit=limit, clock=clock)
+    ideals = list_ideals(graph, limit=limit, quantum=_quantum(graph), clock=clock)
     return None if ideals is None else Lattice(graph, ideals)
 
 
 def _quantum(graph: Graph) -> float:
     return sum(graph.times_s) / _QUANTA or 1.0
-
-
-def _ideals(graph: Graph, *, limit: int, clock: Clock) -> _Ideals | None:
-    quantum = _quantum(graph)
-    quanta = [round(time_s / quantum) for time_s in graph.times_s]
-    before = [sorted(tails, reverse=True) for tails in graph.predecessors()]
-    # Of the groups that one more group may open, those that wait for a later one come last.
-    after = [sorted(heads, key=lambda head: (before[head][0], head)) for heads in graph.successors()]
-    level = {(0, 0): (sum(1 << group for group, tails in enumerate(before) if not tails), 0)}
-    found = _Ideals([0], [0], [0])
-    while level:
-        clock.check()
-        following: dict[tuple[int, int], tuple[int, int]] = {}
-        for (low, bits), (addable, weight) in level.items():
-            rest = addable
-            while rest:
-                bit = rest & -rest
-                rest ^= bit
-                grown = bits | bit
-                full = ((grown + 1) & ~grown).bit_length() - 1
-                key = (low + full, grown >> full)
-                if key not in following:
-                    group = low + bit.bit_length() - 1
-                    opened = addable ^ bit | _opened(after[group], before, low=low, bits=grown)
-                    following[key] = (opened >> full, weight + quanta[group])
-        found.lows.extend(low for low, _ in following)
-        found.bits.extend(bits for _, bits in following)
-        found.quanta.extend(weight for _, weight in following.values())
-        if len(found.lows) > limit:
-            return None
-        level = following
-    return found
-
-
-def _opened(heads: Sequence[int], before: Sequence[Sequence[int]], *, low: int, bits: int) -> int:
-    """Return those of ``heads`` all of whose predecessors are in the ideal, as bits from ``low`` on."""
-    opened, end = 0, low + bits.bit_length()
-    for head in heads:
-        if before[head][0] >= end:
-            break
-        if all(tail < low or bits >> tail - low & 1 for tail in before[head]):
-            opened |= 1 << head - low
-    return opened

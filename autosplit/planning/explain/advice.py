@@ -1,27 +1,21 @@
-"""What a plan says about its own schedule: what another would do, and when plain execution is the better choice."""
+"""What a plan says about plain execution, where that is the better choice."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 from autosplit.options import Options
-from autosplit.partition.checker import check
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition
 from autosplit.profile.types import Profile
 
 PLAIN_ON_TWO = (1.74, 1.83)
 """How many times as fast as on one thread plain training steps were on two idle cores: conv net, transformer, MLP."""
-_WORTH = 1.05
-"""A schedule is named when it is predicted to be so many times as fast."""
 
 
 def advice(problem: Problem, partition: Partition, options: Options, *, measured: bool) -> Iterator[str]:
-    """Yield what is to be said about a cut under its schedule; times are those that were measured on one thread."""
-    if options.schedule == "auto" and len(set(partition.costs.lane)) > 1:
-        yield from _zero_bubble(problem, partition)
+    """Yield when plain execution is the better choice; times are those that were measured on one thread."""
     if measured and all(device.type == "cpu" for device in options.devices) and problem.schedule != "forward":
         yield from _on_cores(problem, partition)
 
@@ -38,23 +32,6 @@ def note_on_training(costs: Profile, schedule: str) -> str | None:
         f"nothing trains: {why}, and the plan has {has} and no gradients of parameters; "
         "requires_grad_() on what is to be trained changes that, schedule='forward' plans an evaluation"
     )
-
-
-def _zero_bubble(problem: Problem, partition: Partition) -> Iterator[str]:
-    """Compare with the same cut under ZB-H1; what splitting a backward costs is not in the profile."""
-    split = check(
-        replace(problem, schedule="zb_h1", own=None, virtual_stages=1),
-        partition.assignment,
-        recompute=partition.recompute,
-    )
-    limits = problem.capacity_bytes or ()
-    over = any(limit is not None and need > limit for need, limit in zip(split.device_bytes, limits, strict=False))
-    gain = partition.costs.step_s / split.step_s if split.step_s else 1.0
-    if gain >= _WORTH and not over:
-        yield (
-            f"schedule='zb_h1' is predicted to be {gain:.2f} times as fast if a backward in two parts takes no longer "
-            "than in one, which was not measured: 'auto' keeps 1f1b"
-        )
 
 
 def _on_cores(problem: Problem, partition: Partition) -> Iterator[str]:
