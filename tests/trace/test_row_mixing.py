@@ -157,8 +157,6 @@ MIXING: dict[str, Body] = PLACED | {
 }
 APART: dict[str, Body] = {
     "one value of each row": lambda h: h + h[torch.arange(len(h)), h.argmax(1)][:, None],
-    "numbered places": lambda h: h + h.reshape(-1)[torch.arange(len(h)) * WIDTH + h.argmax(1)][:, None],
-    "places of the largest": lambda h: h + h.reshape(-1)[torch.arange(len(h)) * WIDTH + h.max(1).indices][:, None],
     "two flips": lambda h: h.flip(0).relu().flip(0),
     "columns sorted": lambda h: h.gather(1, h.argsort(1)).cumsum(1),
     "two views": lambda h: torch.cat([h, h.cos()]).tanh().chunk(2)[1],

@@ -24,10 +24,6 @@ REARRANGING = frozenset(
 )
 """What moves values and computes none; the value probe follows rows through it."""
 _LIKE = frozenset("view_as reshape_as expand_as".split())
-_ADDING = frozenset("add sub iadd isub to long int type clone".split())
-_CASTS = frozenset("to long int type clone contiguous detach".split())
-_POSITIONS = frozenset("argmax argmin argsort".split())
-_WITH_POSITIONS = frozenset("topk sort max min".split())
 SHAPE_ONLY = frozenset(
     "new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like "
     "randint_like".split()
@@ -94,25 +90,6 @@ def moved_and_index(node: fx.Node, root: nn.Module) -> tuple[list[fx.Node], list
     moved = list(_nodes(first))
     others = [n for n in node.all_input_nodes if n not in moved and INFO in n.meta]
     return moved, [] if name in _LIKE else others
-
-
-def adds(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether an operation adds its operands, or changes their type only."""
-    return called(node, root)[0] in _ADDING
-
-
-def gives_positions(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether a node is positions along a dimension: a result, or the indices beside an operation's values."""
-    name, args = called(node, root)
-    if name in _POSITIONS:
-        return True
-    beside_values = name in ("getitem", "getattr") and isinstance(args[0], fx.Node) and args[1] in (1, "indices")
-    return beside_values and called(args[0], root)[0] in _WITH_POSITIONS
-
-
-def keeps_numbers(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether an operation moves its operand's numbers, or changes their type only."""
-    return rearranges(node, root) or called(node, root)[0] in _CASTS
 
 
 def rearranges(node: fx.Node, root: nn.Module) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from autosplit.trace.borrowed.state import random_state
-from autosplit.trace.graph import INFO, LENGTH
+from autosplit.trace.graph import INFO, LENGTH, TensorInfo
 from autosplit.trace.inputs.structure import flatten_output, tensors_in
 
 Values = dict[fx.Node, Any]
@@ -23,15 +24,52 @@ _DRAWN = 65_537
 """Random values that are drawn; larger tensors repeat them. A prime, so that rows do not repeat."""
 
 
-class Entries(Protocol):
-    """Where rows lie along a tensor's batch dimension."""
+@dataclass(frozen=True)
+class Layout:
+    """The row of each entry along a tensor's batch dimension."""
+
+    dim: int
+    rows: tuple[int, ...]
+
+    @classmethod
+    def stack(cls, dim: int, size: int, rows: int) -> Layout:
+        """Return the layout of a stack of ``rows`` rows."""
+        return cls(dim, tuple(entry * rows // size for entry in range(size)))
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, info: TensorInfo, rows: int) -> Layout | None:
+        """Return the layout of a tensor of row numbers; None where rows do not lie along the batch dimension alone."""
+        dim = info.batch_dim
+        if dim is None:
+            return None
+        if not numbers.numel():
+            return cls.stack(dim, numbers.shape[dim], rows)
+        others = [d for d in range(numbers.dim()) if d != dim]
+        least, most = (numbers.amin(others), numbers.amax(others)) if others else (numbers, numbers)
+        found = tuple(least.tolist())
+        evenly = all(found.count(row) * rows == len(found) for row in range(rows))
+        return cls(dim, found) if evenly and torch.equal(least, most) else None
 
     @property
-    def dim(self) -> int:
-        """The batch dimension."""
+    def is_stack(self) -> bool:
+        """Whether the rows follow each other."""
+        return all(a <= b for a, b in zip(self.rows, self.rows[1:], strict=False))
 
     def entries(self, row: int) -> torch.Tensor:
-        """Return the positions that belong to a row."""
+        """Return the positions along the batch dimension that belong to a row."""
+        return torch.tensor([entry for entry, owner in enumerate(self.rows) if owner == row])
+
+    def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return row numbers in the shape of a tensor."""
+        shape = [1] * tensor.dim()
+        shape[self.dim] = len(self.rows)
+        return torch.tensor(self.rows, dtype=torch.int16).reshape(shape).expand(tensor.shape)
+
+    def after(self, dim: int, size: int) -> Layout | None:
+        """Return the layout of a result with this batch dimension, computed entry by entry; None for another size."""
+        if size % len(self.rows):
+            return None
+        return Layout(dim, tuple(row for row in self.rows for _ in range(size // len(self.rows))))
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -73,13 +111,13 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def with_neighbours(
-    value: Any, layouts: Sequence[Entries | None], rows: int, *, kept: int, kind: str, generator: torch.Generator
+    value: Any, layouts: Sequence[Layout | None], rows: int, *, kept: int, kind: str, generator: torch.Generator
 ) -> Any:
     """Return a value in which all rows but one are made up; see `KINDS`."""
     sources = [kept] * rows if kind == "equal rows" else torch.randint(rows, (rows,), generator=generator).tolist()
     sources[kept] = kept
 
-    def made_up(tensor: torch.Tensor, layout: Entries) -> torch.Tensor:
+    def made_up(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         if kind in ("equal rows", "other rows") or tensor.is_complex():
             return _from_rows(tensor, layout, sources)
         made = tensor.clone().copy_(_random(tensor, generator, _FAR if kind == "far" else 1.0))
@@ -89,22 +127,22 @@ def with_neighbours(
     return _mapped(value, layouts, made_up)
 
 
-def with_random_rows(value: Any, layouts: Sequence[Entries | None], generator: torch.Generator) -> Any:
+def with_random_rows(value: Any, layouts: Sequence[Layout | None], generator: torch.Generator) -> Any:
     """Return a value in which all rows are random; complex ones stay."""
 
-    def made_up(tensor: torch.Tensor, layout: Entries) -> torch.Tensor:
+    def made_up(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         return tensor.clone() if tensor.is_complex() else tensor.clone().copy_(_random(tensor, generator))
 
     return _mapped(value, layouts, made_up)
 
 
-def shuffled(value: Any, layouts: Sequence[Entries | None], rows: int, generator: torch.Generator) -> Any:
+def shuffled(value: Any, layouts: Sequence[Layout | None], rows: int, generator: torch.Generator) -> Any:
     """Return a value in which every row is some row of the value."""
     sources = torch.randint(rows, (rows,), generator=generator).tolist()
     return _mapped(value, layouts, lambda tensor, layout: _from_rows(tensor, layout, sources))
 
 
-def _mapped(value: Any, layouts: Sequence[Entries | None], made_up: Any) -> Any:
+def _mapped(value: Any, layouts: Sequence[Layout | None], made_up: Any) -> Any:
     flat, rebuild = flatten_output(value)
     rest = iter(layouts)
 
@@ -115,7 +153,7 @@ def _mapped(value: Any, layouts: Sequence[Entries | None], made_up: Any) -> Any:
     return rebuild([one(leaf) for leaf in flat])
 
 
-def _from_rows(tensor: torch.Tensor, layout: Entries, sources: Sequence[int]) -> torch.Tensor:
+def _from_rows(tensor: torch.Tensor, layout: Layout, sources: Sequence[int]) -> torch.Tensor:
     made = tensor.clone()
     for row, source in enumerate(sources):
         made.index_copy_(layout.dim, layout.entries(row), tensor.index_select(layout.dim, layout.entries(source)))

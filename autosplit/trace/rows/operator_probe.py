@@ -33,6 +33,7 @@ from autosplit.trace.rows.kinds import (
 from autosplit.trace.rows.neighbours import (
     FEW_KINDS,
     KINDS,
+    Layout,
     Values,
     changed_by,
     result_of,
@@ -40,7 +41,7 @@ from autosplit.trace.rows.neighbours import (
     with_random_rows,
 )
 from autosplit.trace.rows.place_probe import PlaceProbe, counts_of_rows
-from autosplit.trace.rows.row_layout import Layout, Layouts
+from autosplit.trace.rows.row_layout import Layouts
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 

@@ -13,7 +13,6 @@ must pick from the row itself, whichever row's index stands there: ``x[arange(B)
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,60 +20,12 @@ import torch
 from torch import fx, nn
 
 from autosplit.errors import is_internal
-from autosplit.trace.graph import INFO, TensorInfo
+from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.structure import flatten_output
-from autosplit.trace.rows.kinds import adds, gives_positions, keeps_numbers, moved_and_index, rearranges
-from autosplit.trace.rows.neighbours import Values, result_of, shuffled, tensors_of
+from autosplit.trace.rows.kinds import moved_and_index
+from autosplit.trace.rows.neighbours import Layout, Values, result_of, shuffled, tensors_of
 
 _SHUFFLES = 4
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The row of each entry along a tensor's batch dimension."""
-
-    dim: int
-    rows: tuple[int, ...]
-
-    @classmethod
-    def stack(cls, dim: int, size: int, rows: int) -> Layout:
-        """Return the layout of a stack of ``rows`` rows."""
-        return cls(dim, tuple(entry * rows // size for entry in range(size)))
-
-    @classmethod
-    def of(cls, numbers: torch.Tensor, info: TensorInfo, rows: int) -> Layout | None:
-        """Return the layout of a tensor of row numbers; None where rows do not lie along the batch dimension alone."""
-        dim = info.batch_dim
-        if dim is None:
-            return None
-        if not numbers.numel():
-            return cls.stack(dim, numbers.shape[dim], rows)
-        others = [d for d in range(numbers.dim()) if d != dim]
-        least, most = (numbers.amin(others), numbers.amax(others)) if others else (numbers, numbers)
-        found = tuple(least.tolist())
-        evenly = all(found.count(row) * rows == len(found) for row in range(rows))
-        return cls(dim, found) if evenly and torch.equal(least, most) else None
-
-    @property
-    def is_stack(self) -> bool:
-        """Whether the rows follow each other."""
-        return all(a <= b for a, b in zip(self.rows, self.rows[1:], strict=False))
-
-    def entries(self, row: int) -> torch.Tensor:
-        """Return the positions along the batch dimension that belong to a row."""
-        return torch.tensor([entry for entry, owner in enumerate(self.rows) if owner == row])
-
-    def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return row numbers in the shape of a tensor."""
-        shape = [1] * tensor.dim()
-        shape[self.dim] = len(self.rows)
-        return torch.tensor(self.rows, dtype=torch.int16).reshape(shape).expand(tensor.shape)
-
-    def after(self, dim: int, size: int) -> Layout | None:
-        """Return the layout of a result with this batch dimension, computed entry by entry; None for another size."""
-        if size % len(self.rows):
-            return None
-        return Layout(dim, tuple(row for row in self.rows for _ in range(size // len(self.rows))))
 
 
 class Layouts:
@@ -147,15 +98,14 @@ class Layouts:
         return True
 
     def _picks_own(self, node: fx.Node, numbers: Values, index: Sequence[fx.Node], suspects: Collection[str]) -> bool:
-        """Tell whether all rows stay in place, whichever row's index stands in a row."""
-        if any(n in self.noted or not self._is_offset(n, suspects) for n in index):
+        """Tell whether all rows stay in place, whichever row's index stands in a row: it must be that row's own."""
+        if any(n in self.noted or n.meta[INFO].name in suspects for n in index):
             return False
         generator = torch.Generator().manual_seed(0)
         for draw in range(_SHUFFLES):
             values = dict(numbers)
             for n in index if draw else ():
-                if n.meta[INFO].name not in suspects:
-                    values[n] = shuffled(self.run.env[n], self.of(n), self.rows, generator)
+                values[n] = shuffled(self.run.env[n], self.of(n), self.rows, generator)
             if not self._stays(node, values):
                 return False
         return True
@@ -168,10 +118,7 @@ class Layouts:
 
     @cached_property
     def _stated(self) -> set[fx.Node]:
-        """The nodes whose numbers depend on parameters, buffers, or arguments without rows: others in the next call.
-
-        Positions are positions whatever they depend on.
-        """
+        """The nodes whose numbers depend on parameters, buffers, or arguments without rows: others in the next call."""
         found: set[fx.Node] = set()
         own = {name for name, _ in (*self.root.named_parameters(), *self.root.named_buffers())}
         for node in self.run.graph.nodes:
@@ -179,43 +126,10 @@ class Layouts:
                 stated = bool(node.meta.get(INFO) and node.meta[INFO].tensors) and not self._has_rows(node)
             else:
                 held = node.op == "get_attr" and str(node.target) in own
-                stated = held or (
-                    any(n in found for n in node.all_input_nodes) and not gives_positions(node, self.root)
-                )
+                stated = held or any(n in found for n in node.all_input_nodes)
             if stated:
                 found.add(node)
         return found
-
-    def _is_offset(self, node: fx.Node, suspects: Collection[str]) -> bool:
-        """Tell whether an index is a row's own, or a sum of places and of positions within a row."""
-        if not self._is_suspect(node, suspects):
-            return True
-        return self._is_sum(node) and all(self._is_summand(n, suspects) for n in node.all_input_nodes)
-
-    def _is_summand(self, node: fx.Node, suspects: Collection[str]) -> bool:
-        """Tell whether a part of such a sum is one of places, or a position that its operation keeps in bounds."""
-        if self._is_suspect(node, suspects):
-            return self._is_offset(node, suspects)
-        return node not in self.valued or INFO not in node.meta or self._is_position(node)
-
-    def _is_position(self, node: fx.Node) -> bool:
-        """Tell whether a node holds positions along a dimension, whatever the values are, or indices of the caller's.
-
-        Of any other number the sample shows some values only: ``(x > 2).long()`` may be 0 in all of it.
-        """
-        if node.op == "placeholder":
-            return not any(tensor.dtype.is_floating_point for tensor in node.meta[INFO].tensors)
-        if gives_positions(node, self.root):
-            return True
-        if not keeps_numbers(node, self.root):
-            return False
-        return all(self._is_position(n) for n in node.all_input_nodes if n in self.valued and INFO in n.meta)
-
-    def _is_sum(self, node: fx.Node) -> bool:
-        return adds(node, self.root) or rearranges(node, self.root)
-
-    def _is_suspect(self, node: fx.Node, suspects: Collection[str]) -> bool:
-        return node in self.valued and INFO in node.meta and node.meta[INFO].name in suspects
 
     def _after(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Layout | None]:
         pairs = zip(result_of(node, self.run, values), node.meta[INFO].tensors, strict=True)
