@@ -57,7 +57,7 @@ class TreeRun:
 
         Raises what the model raises, with a note that names the unit and the stage.
         """
-        moves = self._devices.call()
+        moves = Moves(self._devices)
         visit = _Visit(self._stages, moves)
         args, kwargs = moves.inputs((args, kwargs))
         with self._doors.up(), self._doors.visited(visit), moves.entered():
@@ -95,16 +95,16 @@ class Devices:
         state = (*model.named_parameters(), *model.named_buffers())
         move((tensor, self.of_stage[home[name]]) for name, tensor in state)
 
-    def call(self) -> Moves:
-        """Return what moves values during one call."""
-        return _Together(self) if len(self.order) > 1 else Moves(self)
 
-
-class Moves:
-    """Moves values during one call; where there is one device only the inputs may have to."""
+class Moves(TorchFunctionMode):
+    """Moves values during one call: the operands of every operation meet on one device."""
 
     def __init__(self, devices: Devices) -> None:
+        super().__init__()
         self.devices = devices
+        self.copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.unit: torch.device | None = None
+        """The device of the unit that is running."""
 
     def inputs(self, given: Any) -> Any:
         """Return a call's inputs, brought to the first stage's device if none of them is on a stage's.
@@ -118,33 +118,15 @@ class Moves:
         return pytree.tree_map_only(torch.Tensor, lambda tensor: moved(tensor, first), given)
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """Enter the model's own Python."""
-        return contextlib.nullcontext()
-
-    def run(self, stage: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit."""
-        return plain(*args, **kwargs)
-
-
-class _Together(Moves, TorchFunctionMode):
-    """Has the operands of every operation meet on one device."""
-
-    def __init__(self, devices: Devices) -> None:
-        Moves.__init__(self, devices)
-        TorchFunctionMode.__init__(self)
-        self.copies: dict[tuple[Any, ...], torch.Tensor] = {}
-        self.unit: torch.device | None = None
-        """The device of the unit that is running."""
-
-    def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """Enter the model's own Python."""
-        return self
+        """Enter the model's own Python; where there is one device only the inputs may have to move."""
+        return self if len(self.devices.order) > 1 else contextlib.nullcontext()
 
     def run(self, stage: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit on its device."""
         before, self.unit = self.unit, self.devices.of_stage[stage]
         try:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._at(t, self.unit), (args, kwargs))
+            if len(self.devices.order) > 1:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._at(t, self.unit), (args, kwargs))
             return plain(*args, **kwargs)
         finally:
             self.unit = before
