@@ -26,9 +26,9 @@ from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.python_state import Place
-from autosplit.trace.graph import TracedGraph
+from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
-from autosplit.trace.inputs.objects import leaves_of, take_apart
+from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart
 from autosplit.trace.inputs.signature import Key, Kind, OutsideValues, key_of, rows_of
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.run import PythonRun
@@ -211,6 +211,49 @@ class Constants:
         values.add(kinds)
         if len(values) > _KEPT:
             raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
+
+
+def refusal(traced: TracedGraph, tensors: Sequence[torch.Tensor], model: nn.Module) -> str:
+    """Return why a recording cannot write to the inputs of this call that the model changes; "" where it can.
+
+    Microbatches of such an input are views of the caller's tensor, so that what they write is written there.
+    """
+    nodes = [node.meta[INFO] for node in traced.graph.nodes if node.op == "placeholder" and INFO in node.meta]
+    changed = [place for place, info in enumerate(nodes) if info.mutated]
+    for place in changed:
+        tensor, dim = tensors[place], traced.inputs[place].batch_dim
+        others = [*tensors[:place], *tensors[place + 1 :], *model.buffers()]
+        if tensor.requires_grad:
+            why = "which requires a gradient"
+        elif any(_memory(other) == _memory(tensor) for other in others):
+            why = "which shares memory with another input or a buffer"
+        elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            why = "which is expanded"
+        elif dim and tensor.is_contiguous():
+            why = f"whose rows, along dimension {dim}, are not contiguous"
+        else:
+            continue
+        return f"the model changes its input {traced.inputs[place].name!r} in place, {why}"
+    return ""
+
+
+def as_called(sample: Sample) -> Sample:
+    """Return a sample as a recording, which has gradients on, takes it: without them leaves may be changed in place."""
+    if torch.is_grad_enabled():
+        return sample
+
+    def taken(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not (leaf.requires_grad and leaf.is_leaf) or leaf.is_inference():
+            return leaf
+        return leaf.view_as(leaf)
+
+    with torch.enable_grad(), torch.inference_mode(False):
+        args, kwargs = mapped(taken, (sample.args, sample.kwargs))
+    return Sample(*args, **kwargs)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
 
 
 class PythonRuns:

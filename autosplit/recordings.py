@@ -26,10 +26,18 @@ from autosplit.planning.request.sizes import sizes_of
 from autosplit.planning.search.make import make_plan
 from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
-from autosplit.recorded import Constants, PreparedStep, PythonRuns, Recent, Recorded, tree_of
+from autosplit.recorded import (
+    Constants,
+    PreparedStep,
+    PythonRuns,
+    Recent,
+    Recorded,
+    as_called,
+    refusal,
+    tree_of,
+)
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, lane
-from autosplit.runtime.step.changed_inputs import as_called, refusal
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed.state import attributes
