@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -11,12 +13,15 @@ from torch import fx, nn
 from autosplit.options import Options
 from autosplit.planning.request.sizes import sizes_of
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
-from autosplit.trace.rough_work import rough_work
+from autosplit.trace.rows.kinds import rearranges
 
 MOST_OUTSIDE = 0.3
 """The part of the work that may run once per step before that is a collapse."""
 OWN_PYTHON = "its own Python runs, module by module, since {}"
 _NAMED = 3
+_CONTRACTED = frozenset(
+    "linear matmul mm bmm baddbmm einsum scaled_dot_product_attention invoke grouped_mm _grouped_mm".split()
+)
 
 
 class Collapses:
@@ -63,7 +68,7 @@ def _one_microbatch(graph: TracedGraph, rows: int) -> str:
 
 def _outside(graph: TracedGraph, model: nn.Module, rows: int, *, told: bool) -> str | None:
     """Return how much of the work runs once per step, where, why, and what to do; None where that is little."""
-    work = [(info, amount) for info, amount in rough_work(graph, model, rows=rows) if amount]
+    work = [(info, amount) for info, amount in _rough_work(graph, model, rows=rows) if amount]
     total = sum(amount for _, amount in work)
     parts = dict.fromkeys(NodeClass, 0.0)
     modules: Counter[str] = Counter()
@@ -105,3 +110,23 @@ def _is_full(node: fx.Node) -> bool:
 def _place(node: fx.Node, info: TracedNode) -> str:
     target = getattr(node.target, "__name__", str(node.target))
     return f"{info.module or 'the root'} ({target}{', ' * bool(info.source)}{info.source})"
+
+
+def _rough_work(graph: TracedGraph, model: nn.Module, *, rows: int) -> Iterator[tuple[TracedNode, float]]:
+    """Yield the operations with a rough count of their multiplications at a number of rows."""
+    weights = {name: p.numel() / max(1, p.shape[0]) for name, p in model.named_parameters() if p.dim() > 1}
+    for node, info in graph.compute_nodes():
+        if info.tensors and not rearranges(node, graph.root):
+            made = max(math.prod(tensor.shape_at(rows)) for tensor in info.tensors)
+            yield info, made * _products(node, info, weights)
+
+
+def _products(node: fx.Node, info: TracedNode, weights: Mapping[str, float]) -> float:
+    """Return how many multiplications go into one value of a layer, or of a product of two tensors."""
+    name = getattr(node.target, "__name__", str(node.target)).strip("_")
+    if node.op == "call_module" or name.startswith("conv"):
+        return max(1.0, sum(weights.get(read, 0.0) for read in info.reads))
+    operands = [n.meta[INFO].tensors for n in node.all_input_nodes if INFO in n.meta]
+    if name in _CONTRACTED and operands and operands[0] and operands[0][0].shape:
+        return float(operands[0][0].shape[-1].at(8))
+    return 1.0

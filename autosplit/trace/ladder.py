@@ -1,6 +1,6 @@
 """From a model and its inputs to an accepted :class:`TracedGraph`.
 
-record at 3, 4 and 6 rows ─► merge ─► fx graph ─► value probe (eval mode, real rows) ─► node classes ─► colours, order
+record at three sizes ─► merge ─► fx graph ─► value probe (eval mode, real rows) ─► node classes ─► colours, order
 """
 
 from __future__ import annotations

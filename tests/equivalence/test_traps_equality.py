@@ -172,9 +172,9 @@ CASES = {
 
 
 OWN_PYTHON = {
-    "at most 8": "12 rows than at 3, 4, 6",
-    "more than 8": "12 rows than at 3, 4, 6",
-    "one row": "1 rows than at 3, 4, 6",
+    "at most 8": "at 3, 4, 12 rows it has the numbers",
+    "more than 8": "at 3, 4, 12 rows it has the numbers",
+    "one row": "1 rows than at 3 and 4",
     "forces": "calls grad",
     "a tensor hook": "calls register_hook",
     "independent of the batch": "nothing to pipeline",

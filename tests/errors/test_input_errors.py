@@ -167,7 +167,7 @@ AT_THE_ROOT = {
     Branch: r"the model's own forward \(.*test_input_errors.py:\d+\) reads a tensor's value.*torch\.where",
     Item: r"the model's own forward \(.*test_input_errors.py:\d+\) reads a tensor's value.*torch\.where",
     Square: r"new_ones.*not affine in the batch.*9, 16",
-    SizeBranch: r"another batch size.*gelu.*tanh",
+    SizeBranch: r"4 rows than at 3.*gelu.*tanh",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,16 +25,6 @@ QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 _PLAIN = frozenset((bool, int, float, str, type(None), types.FunctionType, types.MethodType, dict, OrderedDict, set))
 """Types of which it is known without a look that their objects are no tensors."""
 _SMALL = 1 << 22
-
-
-def for_this_thread(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is ``own`` in this thread and ``plain`` in any other."""
-    here = threading.get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (own if threading.get_ident() == here else plain)(*args, **kwargs)
-
-    return call
 
 
 @contextlib.contextmanager

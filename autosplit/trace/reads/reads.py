@@ -6,7 +6,7 @@ used for it. Any other read is refused: the module in whose forward it stands be
 
     recording at the sample's own rows   Scout     computes the answers from real values
     the same on the meta device          Valueless computes what sizes decide, and takes values to be ordinary
-    recordings at 3, 4, 6, 1 rows        Recall    gives the same answers in the same order
+    recordings at few rows               Recall    gives the same answers in the same order
     a call of the pipe                   Guard     computes them again, on the whole batch
 
 ``_disable_current_modes`` is private in torch; nothing public lets real values be computed while a recording's fake

@@ -2,7 +2,7 @@
 
 record ──► a value read ──► ask the sample's own values, record again with the answers (a guard)
        ──► a refusal    ──► the module in whose Python it stands becomes an opaque module, record again
-       ──► merged at 3, 4 and 6 rows, tried at 1
+       ──► merged at 3, 4 and the sample's own number of rows, tried at 1
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from autosplit.trace.shapes.formula import lengths_in
 _HIDES = 0.4
 """Share of the parameters above which an opaque module that has parts is not accepted, unless it runs by microbatch."""
 _ROUNDS = 64
+_THIRD = 6
+"""The third number of rows where the sample's own is one of the first two, or one row."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Gathered:
         self.recording.recording.changed |= again.changed
         if not holds:
             raise Refusal(
-                f"forward does other things at {rows} rows than at {', '.join(map(str, BATCH_SIZES))}: Python code "
+                f"forward does other things at {rows} rows than at {' and '.join(map(str, BATCH_SIZES))}: Python code "
                 "depends on the number of rows, or batch_dims= must say where the batch is; a graph holds for all "
                 "batch sizes only when sizes are a*rows + b",
                 "",
@@ -110,11 +112,14 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     first, scope = _first(model, flat, scope)
-    others = [record_at(model, flat, rows, scope) for rows in BATCH_SIZES[1:]]
+    rows = batch_rows(flat)
+    third = _THIRD if rows in (1, *BATCH_SIZES) else rows
+    others = [record_at(model, flat, size, scope) for size in (*BATCH_SIZES[1:], third)]
     for other in others:
         first.changed |= other.changed
-    gathered = Gathered(merge([first, *others]), 2, scope)
-    gathered.check_rows(model, flat, batch_rows(flat))
+    gathered = Gathered(merge([first, *others], third=third), 2, scope)
+    if rows == 1:
+        gathered.check_rows(model, flat, rows)
     return replace(gathered, min_rows=1 if _holds_for_one(model, flat, gathered) else 2)
 
 

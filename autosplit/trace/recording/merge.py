@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,8 @@ from autosplit.trace.recording.random_watch import Draw
 from autosplit.trace.recording.recording import Attribute, Call, Differs, Recording, Ref, mapped, mapped_together
 from autosplit.trace.shapes.formula import ROWS, Formula, Length, Symbol, evaluate
 
-BATCH_SIZES = (3, 4, 6)
+BATCH_SIZES = (3, 4)
+"""The numbers of rows of the first two recordings, of which every number is a line; the third one must lie on it."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +61,32 @@ class MergedRecording:
     lengths: tuple[Length, ...] = ()
 
 
-def merge(recordings: Sequence[Recording]) -> MergedRecording:
-    """Merge recordings at ``BATCH_SIZES``; raises TraceError where they differ by more than affine numbers."""
-    first = recordings[0]
-    for other in recordings[1:]:
-        _same_calls(first, other)
+def merge(recordings: Sequence[Recording], *, third: int) -> MergedRecording:
+    """Merge recordings at ``BATCH_SIZES`` and a ``third`` number of rows.
+
+    Raises TraceError where they differ by more than affine numbers.
+    """
+    first, sizes = recordings[0], (*BATCH_SIZES, third)
+    for other, rows in zip(recordings[1:], sizes[1:], strict=True):
+        _same_calls(first, other, rows)
     merged: list[MergedCall] = []
     for calls in zip(*(r.calls for r in recordings), strict=True):
         try:
-            args, kwargs = _values([(c.args, c.kwargs) for c in calls])
+            args, kwargs = _values(sizes, [(c.args, c.kwargs) for c in calls])
             tensors = tuple(
-                TensorInfo(tuple(_size(sizes) for sizes in zip(*shapes, strict=True)), dtype, layout)
+                TensorInfo(tuple(_size(sizes, numbers) for numbers in zip(*shapes, strict=True)), dtype, layout)
                 for shapes, dtype, layout in zip(
                     zip(*(c.shapes for c in calls), strict=True), calls[0].dtypes, calls[0].layouts, strict=True
                 )
             )
         except (Differs, ValueError) as error:
             raise TraceError(
-                f"{calls[0].name} is not affine in the batch: at {', '.join(map(str, BATCH_SIZES))} rows it has "
+                f"{calls[0].name} is not affine in the batch: at {', '.join(map(str, sizes))} rows it has "
                 f"{error}; a graph holds for all batch sizes only when sizes are a*rows + b"
             ) from None
-        merged.append(MergedCall(calls[0], args, kwargs, tensors, _draws(calls)))
+        merged.append(MergedCall(calls[0], args, kwargs, tensors, _draws(sizes, calls)))
     try:
-        output = _values([r.output for r in recordings])
+        output = _values(sizes, [r.output for r in recordings])
     except Differs as error:
         raise TraceError(f"the model's output cannot be recorded: it holds {error}") from None
     _same_constants(recordings)
@@ -113,20 +118,16 @@ def same_constants(one: Recording, other: Recording) -> bool:
     return all(other.constants.get(name) is tensor for name, tensor in tensors.items())
 
 
-def _same_calls(first: Recording, other: Recording) -> None:
+def _same_calls(first: Recording, other: Recording, rows: int) -> None:
+    what = f"forward does other things at {rows} rows than at {BATCH_SIZES[0]}"
+    why = "Python code there depends on the number of rows, or batch_dims= must say where the batch is"
     for a, b in zip(first.calls, other.calls, strict=False):
         if (a.name, a.kind) != (b.name, b.kind) or not (a.target is b.target or a.target == b.target):
-            raise TraceError(
-                f"forward does other things at another batch size: {a.name} became {b.name}"
-                f" (module {a.module or 'root'!r}); Python code there depends on the number of rows, or "
-                "batch_dims= must say where the batch is"
-            )
+            raise TraceError(f"{what}: {a.name} became {b.name} (module {a.module or 'root'!r}); {why}")
     if len(first.calls) != len(other.calls):
-        raise TraceError(
-            f"forward does other things at another batch size: {len(first.calls)} operations became "
-            f"{len(other.calls)}; Python code depends on the number of rows, or batch_dims= must say where "
-            f"the batch is (last common one: {first.calls[min(len(first.calls), len(other.calls)) - 1].name})"
-        )
+        last = first.calls[min(len(first.calls), len(other.calls)) - 1].name
+        counts = f"{len(first.calls)} operations became {len(other.calls)}"
+        raise TraceError(f"{what}: {counts} (last common one: {last}); {why}")
 
 
 def _same_constants(recordings: Sequence[Recording]) -> None:
@@ -139,19 +140,19 @@ def _same_constants(recordings: Sequence[Recording]) -> None:
                 )
 
 
-def _draws(calls: Sequence[Call]) -> tuple[Draw, ...] | None:
+def _draws(sizes: Sequence[int], calls: Sequence[Call]) -> tuple[Draw, ...] | None:
     try:
-        found: tuple[Draw, ...] | None = _values([call.draws for call in calls])
+        found: tuple[Draw, ...] | None = _values(sizes, [call.draws for call in calls])
         return found
     except (Differs, ValueError):
         return None
 
 
-def _values(values: Sequence[Any]) -> Any:
-    return mapped_together(_value, *values)
+def _values(sizes: Sequence[int], values: Sequence[Any]) -> Any:
+    return mapped_together(partial(_value, sizes), *values)
 
 
-def _value(*values: Any) -> Any:
+def _value(sizes: Sequence[int], *values: Any) -> Any:
     first = values[0]
     if any(type(v) is not type(first) for v in values):
         raise Differs(", ".join(map(repr, values)))
@@ -160,7 +161,7 @@ def _value(*values: Any) -> Any:
             raise Differs("different operands")
         return first
     if isinstance(first, (int, float)) and not isinstance(first, bool):
-        return _number(values)
+        return _number(sizes, values)
     if any(not (v is first or v == first) for v in values):
         if isinstance(first, (bool, str)):
             raise Differs(", ".join(map(repr, values)))
@@ -168,21 +169,21 @@ def _value(*values: Any) -> Any:
     return first
 
 
-def _number(values: Sequence[float]) -> Any:
+def _number(sizes: Sequence[int], values: Sequence[float]) -> Any:
     first = values[0]
     if all(v == first or (v != v and first != first) for v in values):
         return first
-    per_row = (values[1] - values[0]) / (BATCH_SIZES[1] - BATCH_SIZES[0])
-    constant = values[0] - per_row * BATCH_SIZES[0]
-    if abs(per_row * BATCH_SIZES[2] + constant - values[2]) > 1e-9 * max(1.0, abs(values[2])):
+    per_row = (values[1] - values[0]) / (sizes[1] - sizes[0])
+    constant = values[0] - per_row * sizes[0]
+    if abs(per_row * sizes[2] + constant - values[2]) > 1e-9 * max(1.0, abs(values[2])):
         raise Differs(f"the numbers {', '.join(map(str, values))}")
     if isinstance(first, int):
         return Affine(int(per_row), int(constant))
     return Affine(per_row, constant)
 
 
-def _size(values: Sequence[int]) -> Size:
-    number = _number(values)
+def _size(sizes: Sequence[int], values: Sequence[int]) -> Size:
+    number = _number(sizes, values)
     return Size(int(number.per_row), int(number.constant)) if isinstance(number, Affine) else Size(0, number)
 
 

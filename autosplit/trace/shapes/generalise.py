@@ -2,7 +2,7 @@
 
     kept recording   x [rows, 37]     numbers are a*rows + b
     new call         x [8, 52]        recorded once with ``rows`` and ``dim0`` as symbols, 8 and 52 at hand
-    both agree       every number of the first is a formula of the second at rows 3, 4, 6 and dim0 = 37
+    both agree       every number of the first is a formula of the second at rows 3, 4 and dim0 = 37
     accepted         holds wherever the second's conditions do; the first says how rows behave and what things cost
 
 The conditions are all that the model's Python asked about the symbols, so they say for which other lengths it would do
