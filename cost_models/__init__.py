@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from cost_models.calibration import Calibrated, Curve, Stamp
     from cost_models.machines import HostSpec, MachineSpec, PairLink
     from cost_models.measured import Measured
-    from cost_models.protocol import CostModel
     from cost_models.registry import device, find, identify, link, machine, machine_names, names
     from cost_models.roofline import Efficiency, Roofline
     from cost_models.specs import DeviceSpec, LinkSpec, Source
-    from cost_models.work import KINDS, DType, OpWork
+    from cost_models.work import KINDS, CostModel, DType, OpWork
 
 __all__ = [
     "KINDS",
@@ -60,11 +59,10 @@ _HOMES = {
     "calibration": ("Calibrated", "Curve", "Stamp"),
     "machines": ("HostSpec", "MachineSpec", "PairLink"),
     "measured": ("Measured",),
-    "protocol": ("CostModel",),
     "registry": ("device", "find", "identify", "link", "machine", "machine_names", "names"),
     "roofline": ("Efficiency", "Roofline"),
     "specs": ("DeviceSpec", "LinkSpec", "Source"),
-    "work": ("KINDS", "DType", "OpWork"),
+    "work": ("KINDS", "CostModel", "DType", "OpWork"),
 }
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
 
-from cost_models.faults import describe
 from cost_models.roofline import Roofline
-from cost_models.specs import DeviceSpec, Record
+from cost_models.specs import DeviceSpec, Record, describe
 from cost_models.work import MATRIX_KINDS, DType, OpWork
 
 _KNOTS_BYTES = (1 << 20, 1 << 23, 1 << 25, 1 << 26)
@@ -160,8 +159,7 @@ class Calibrated:
             ) from error
         except ValidationError as error:
             raise ValueError(
-                f"{str(path)!r} is no calibration: {describe(error, schema=_File.model_json_schema())}; "
-                "make one with autosplit profile --calibrate"
+                f"{str(path)!r} is no calibration: {describe(error)}; make one with autosplit profile --calibrate"
             ) from error
         curves = {(curve.kind, curve.dtype): curve for curve in content.curves}
         return cls(curves=curves, fallback=Roofline(content.device), stamp=content.stamp, issue_s=content.issue_s)

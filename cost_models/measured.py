@@ -9,9 +9,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, TypeAdapter, ValidationError
 
-from cost_models.faults import describe
-from cost_models.protocol import CostModel
-from cost_models.work import OpWork
+from cost_models.specs import describe
+from cost_models.work import CostModel, OpWork
 
 
 class _Entry(BaseModel):
@@ -52,6 +51,5 @@ class Measured:
         except OSError as error:
             raise ValueError(f"cannot read the file {str(path)!r}: {error.strerror}") from error
         except ValidationError as error:
-            found = describe(error, schema=adapter.json_schema())
-            raise ValueError(f"{str(path)!r} is no table of measured times: {found}") from error
+            raise ValueError(f"{str(path)!r} is no table of measured times: {describe(error)}") from error
         return cls(table={entry.work: entry.seconds for entry in entries}, fallback=fallback)

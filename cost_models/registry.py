@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from cost_models.faults import describe
 from cost_models.machines import HostSpec, MachineSpec, direct_link
-from cost_models.specs import DeviceSpec, LinkSpec, Source
+from cost_models.specs import DeviceSpec, LinkSpec, Source, describe
 
 _SUFFIX = ".json"
 _MOST_DEVICES = 4096
 _COUNT = re.compile(r"\s*(\d+)\s*[x×]\s*(?=\S)")
+_PART = re.compile(r"[a-z]{2,}(?=\d{3,})|[a-z]*\d+[a-z]*|[a-z]{2,}")
+_SAID_OF_MANY = frozenset(("nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "dgx", "hgx"))
+_MOST_NEAR, _LEAST_LIKENESS = 5, 0.5
 _FORMS = 'a text such as "8xH100-SXM5-80GB", "2x8xH100-SXM5-80GB" (two hosts) or "2xA100-SXM4-80GB+2xL4-24GB"'
 
 
@@ -203,9 +206,7 @@ def _machine(fields: Any, *, where: str, folder: Path | None) -> MachineSpec:
     try:
         return MachineSpec.model_validate(_with_devices(fields, folder=folder))
     except ValidationError as error:
-        raise ValueError(
-            f"{where!r} does not describe a machine: {describe(error, schema=MachineSpec.model_json_schema())}"
-        ) from error
+        raise ValueError(f"{where!r} does not describe a machine: {describe(error)}") from error
     except ValueError as error:
         raise ValueError(f"{where!r} does not describe a machine: {error}") from error
 
@@ -230,9 +231,7 @@ def _device(fields: Any, *, where: str) -> DeviceSpec:
     try:
         return DeviceSpec.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(
-            f"{where!r} does not describe a device: {describe(error, schema=DeviceSpec.model_json_schema())}"
-        ) from error
+        raise ValueError(f"{where!r} does not describe a device: {describe(error)}") from error
 
 
 def _read_file(path: Path) -> Any:
@@ -246,9 +245,28 @@ def _read_file(path: Path) -> Any:
         raise ValueError(f"{str(path)!r} is no JSON: {error}") from error
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
-    from cost_models.nearest import nearest  # what only an error needs is not imported before
+def nearest(name: str, *, among: Iterable[str]) -> list[str]:
+    """Return the known names nearest to ``name``, the best first: those with most of its parts, else alike ones."""
+    known = list(among)
+    parts = [part for part in _PART.findall(name.lower()) if len(part) > 1 and part not in _SAID_OF_MANY]
+    shared = {entry: sum(part in _squashed(entry) for part in parts) for entry in known}
+    alike = {entry: _likeness("".join(parts), entry) for entry in known}
+    most = max(shared.values(), default=0)
+    found = [entry for entry in known if shared[entry] == most and (most or alike[entry] >= _LEAST_LIKENESS)]
+    return sorted(found, key=lambda entry: (-alike[entry], entry))[:_MOST_NEAR]
 
+
+def _likeness(wanted: str, entry: str) -> float:
+    """Return how much of a known name, or of its part before the first hyphen, someone wrote: 1 for all of it."""
+    texts = (_squashed(entry), _squashed(entry.partition("-")[0]))
+    return max(SequenceMatcher(None, wanted, text).ratio() for text in texts)
+
+
+def _squashed(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
     found = nearest(name, among=known)
     return f", the nearest: {', '.join(found)}" if found else ""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from reprlib import repr as short_repr
 from typing import Annotated, Literal, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from cost_models.work import DType
 
@@ -29,6 +31,9 @@ Overhead = Annotated[float, Field(ge=0, le=1)]
 MemoryBytes = Annotated[int, Field(ge=2**20, le=2**60)]
 """Bytes; the range refuses a figure in GiB."""
 
+_SHOWN = 3
+"""How many problems of a file are told in full."""
+
 _FP64_SHARE = 1 / 64
 """The fp64 rate over the fp32 rate of GPUs without fp64 units, GA10x and AD10x: the lowest that is sold."""
 
@@ -37,6 +42,20 @@ class Record(BaseModel):
     """Frozen data that refuses fields it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+
+def describe(error: ValidationError) -> str:
+    """Return what a validation found: field, value and what is wrong of the first problems, and how many there are."""
+    problems = error.errors(include_url=False)
+    count = len(problems)
+    return f"{'; '.join(map(_problem, problems[:_SHOWN]))} ({count} problem{'s' * (count > 1)} in all)"
+
+
+def _problem(problem: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in problem["loc"] if part != "[key]") or "the whole"
+    if problem["type"] in ("missing", "json_invalid", "value_error"):  # the value would be all that stands around
+        return f"{where}: {problem['msg']}"
+    return f"{where} is {short_repr(problem['input'])}: {problem['msg']}"
 
 
 class Source(Record):

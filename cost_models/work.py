@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,3 +51,11 @@ class OpWork(BaseModel):
         """The class without its refinement; ``other`` where it is none of ``KINDS``."""
         base = self.kind.partition(".")[0]
         return base if base in KINDS else "other"
+
+
+class CostModel(Protocol):
+    """Anything that says how long an operation takes on its device."""
+
+    def seconds(self, work: OpWork) -> float:
+        """Return the time of ``work`` in seconds: finite, never negative, and no shorter for more of the same work."""
+        ...

@@ -16,8 +16,7 @@ from pathlib import Path
 from pydantic import NonNegativeInt, ValidationError
 
 from cost_models.calibration import Stamp
-from cost_models.faults import describe
-from cost_models.specs import Record
+from cost_models.specs import Record, describe
 
 _NAME = re.compile(r"[\w.-]+")
 
@@ -85,7 +84,5 @@ def _read(content: bytes, *, where: str) -> Workspaces:
     try:
         found = _File.model_validate_json(content)
     except ValidationError as error:
-        raise ValueError(
-            f"{where!r} holds no observed workspaces: {describe(error, schema=_File.model_json_schema())}"
-        ) from error
+        raise ValueError(f"{where!r} holds no observed workspaces: {describe(error)}") from error
     return Workspaces(found.stamp, found.operations, found.kept_bytes)

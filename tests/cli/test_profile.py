@@ -211,7 +211,7 @@ def test_a_figure_out_of_range(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(wrong), encoding="utf-8")
     error = error_of(run(f"{NETS}:Mlp", *X, "--device", str(path)))
-    assert "memory_bandwidth_bytes_per_s is -3; allowed: a number from " in error
+    assert "memory_bandwidth_bytes_per_s is -3: Input should be greater than or equal to " in error
 
 
 @pytest.mark.parametrize(

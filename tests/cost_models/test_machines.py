@@ -238,11 +238,11 @@ def test_a_file_with_hosts_and_links_of_its_own(tmp_path):
     [
         ({"devices": ["T4-16GB", "T5"]}, r"no device 'T5', the nearest: T4-16GB"),
         ({"devices": "2xT5"}, r"there is no device 'T5' in '2xT5', the nearest: T4-16GB"),
-        ({}, r"devices is missing; allowed: a list that is not empty"),
-        ({"devices": []}, r"devices is \(\); allowed: a list that is not empty|devices is \[\]; allowed: a list"),
+        ({}, r"devices: Field required"),
+        ({"devices": []}, r"devices is \[\]: Tuple should have at least 1 item"),
         (
             {"devices": "2xT4-16GB", "host": {"issue_threads": 0, "sources": {}}},
-            r"host.issue_threads is 0; allowed: an integer above 0",
+            r"host.issue_threads is 0: Input should be greater than 0",
         ),
         ({"devices": "2xT4-16GB", "host_devices": [3]}, r"host_devices is \[3\], in all 3, of 2"),
         (
@@ -251,9 +251,9 @@ def test_a_file_with_hosts_and_links_of_its_own(tmp_path):
         ),
         (
             {"devices": "2xT4-16GB", "links": [{"devices": [0, 1, 2], "link": 3}]},
-            r"links.0.devices is \[0, 1, 2\]; allowed: a list of 2",
+            r"links.0.devices is \[0, 1, 2\]: Tuple should have at most 2 items",
         ),
-        ({"devices": "2xT4-16GB", "color": 3}, r"color is no field; fields: name, devices, host_devices, host, "),
+        ({"devices": "2xT4-16GB", "color": 3}, r"color is 3: Extra inputs are not permitted"),
     ],
 )
 def test_a_malformed_file(tmp_path, fields, said):

@@ -17,8 +17,8 @@ from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, NodeProfile, NodeTimes, Profile, StateProfile
 from autosplit.progress import phase
 from autosplit.trace.graph import TracedGraph
-from cost_models.protocol import CostModel
 from cost_models.specs import DeviceSpec
+from cost_models.work import CostModel
 
 
 def profile(

@@ -13,10 +13,9 @@ import cost_models
 from autosplit.errors import DeviceError
 from autosplit.profile.node_costs.ledger import Operation
 from cost_models.calibration import Calibrated
-from cost_models.protocol import CostModel
 from cost_models.roofline import Roofline
 from cost_models.specs import DeviceSpec
-from cost_models.work import DType, OpWork
+from cost_models.work import CostModel, DType, OpWork
 
 _KINDS_OF = {
     "matmul": "mm addmm _addmm_activation linear mkldnn_linear",
