@@ -12,13 +12,11 @@ RANGES = 4
 """How many ranges of numbers are listed at most."""
 
 
-def summarise_modules(names: Iterable[str]) -> str:
-    """Return module names as one short line: numbered neighbours become ranges, ``h.0, h.1, h.2`` is ``h.0-h.2``."""
-    return ", ".join(_module_ranges(names))
-
-
 def fit_modules(names: Iterable[str], *, width: int | None) -> str:
-    """Return as many modules as ``width`` columns hold (None: all), and how many are left out."""
+    """Return as many modules as ``width`` columns hold (None: all), and how many are left out.
+
+    Numbered neighbours become ranges: ``h.0, h.1, h.2`` is ``h.0-h.2``.
+    """
     parts = _module_ranges(names)
     if width is None:
         return ", ".join(parts) or "-"

@@ -195,7 +195,7 @@ def test_a_device_file_of_the_users_own(run: Run, tmp_path: Path) -> None:
     [
         (None, "cannot read"),
         ("{", "mine.json"),
-        ('{"name": "x"}', "is missing"),
+        ('{"name": "x"}', "Field required"),
         ('{"curves": 3}', "curves"),
     ],
 )

@@ -201,9 +201,7 @@ def test_a_field_that_does_not_exist_is_told_the_fields(tmp_path):
 def test_a_file_without_fields(tmp_path, text):
     path = tmp_path / "wrong.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"does not describe a device: the whole is .*: Input should be a valid dict"
-    ):
+    with pytest.raises(ValueError, match=r"does not describe a device: the whole is .*: Input should be a valid dict"):
         device(path)
 
 

@@ -9,7 +9,7 @@ import pytest
 from autosplit.planning.plan.parts import Boundary
 from autosplit.planning.plan.plan import Plan
 from autosplit.report.sections import BOUNDARY_ROWS, render
-from autosplit.report.words import some_numbers, summarise_modules
+from autosplit.report.words import fit_modules, some_numbers
 from tests.report.plans import GIB, MIB, gpt2_plan, make_plan, make_stage
 
 
@@ -83,11 +83,11 @@ def test_the_default_page_is_120_columns() -> None:
         (("conv1", "conv2"), "conv1, conv2"),
         (("h.0", "h.0"), "h.0"),
         (("",), "(root)"),
-        ((), ""),
+        ((), "-"),
     ],
 )
 def test_modules_become_ranges(names: tuple[str, ...], text: str) -> None:
-    assert summarise_modules(names) == text
+    assert fit_modules(names, width=None) == text
 
 
 def test_a_stage_lists_whole_subtrees_and_says_what_it_shares() -> None:
