@@ -85,7 +85,7 @@ def test_what_comes_out_no_move_makes_shorter(seed: int, schedule: str, virtual:
     search = searched(seed, schedule, virtual)
     options, room = (list(RECOMPUTE) if limited else ["never"]), None
     if limited:
-        least = max(search.leanest(options, [1e9] * 3).device_bytes)
+        least = max(search.min_memory_cut(options, [1e9] * 3).device_bytes)
         free = search.fastest(["never"])
         assert free is not None
         room = [(least + max(free.device_bytes)) / 2] * 3
@@ -105,7 +105,7 @@ def test_what_comes_out_no_move_makes_shorter(seed: int, schedule: str, virtual:
 def test_options_beside_a_cut_are_those_from_nothing(seed: int) -> None:
     search = searched(seed, "interleaved", 2)
     ranked = sorted(RECOMPUTE, key=search.share)
-    least = max(search.leanest(ranked, [1e9] * 3).device_bytes)
+    least = max(search.min_memory_cut(ranked, [1e9] * 3).device_bytes)
     room = [1.15 * least] * 3
     found = search.fastest(ranked, room)
     assert found is not None

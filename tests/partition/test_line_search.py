@@ -92,7 +92,7 @@ def test_the_fastest_cut_is_within_two_percent_of_the_best_of_all(seed: int, sch
 def test_a_cut_keeps_its_room_and_recomputes_only_what_it_must(seed: int) -> None:
     problem = random_problem(seed)
     search = LineSearch(Line(problem), problem, stages=3)
-    least = max(search.leanest(list(RECOMPUTE), [1e9] * 3).device_bytes)
+    least = max(search.min_memory_cut(list(RECOMPUTE), [1e9] * 3).device_bytes)
     free = search.fastest(["never"])
     assert free is not None
     room = (least + max(free.device_bytes)) / 2

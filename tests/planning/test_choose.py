@@ -102,7 +102,7 @@ def test_where_nothing_fits_what_is_fuller_by_an_exact_formula_is_not_replayed(
     few = chosen(model, found, WIDE, limit=limit)
     count = len(replayed)
     monkeypatch.setattr(choose, "_EXACT", 0.0)  # nothing bears the formula out, so that all are replayed
-    monkeypatch.setattr(choose, "_LEANEST", 1000)
+    monkeypatch.setattr(choose, "_MIN_MEMORY_CUTS", 1000)
     replayed.clear()
     every = chosen(model, found, WIDE, limit=limit)
     assert count < len(replayed)

@@ -143,10 +143,10 @@ class LineSearch:
         widest = self.line.size if least_bytes else _widest(self)
         return IntervalDP(self.line, places, widest=widest, least_bytes=least_bytes)
 
-    def leanest(self, options: Sequence[str], room: Sequence[float]) -> LineCut:
+    def min_memory_cut(self, options: Sequence[str], room: Sequence[float]) -> LineCut:
         """Return the cut whose fullest device is fullest by least, relative to its room.
 
-        Every stage takes the leanest of a list of options, or what a tuple lists for it.
+        Every stage takes the one with the least bytes of a list of options, or what a tuple lists for it.
         """
         chain = self._bands(options, list(room), least_bytes=True).highest()
         assert chain is not None, "without a limit every line of enough units can be cut"

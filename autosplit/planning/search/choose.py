@@ -39,9 +39,9 @@ from autosplit.trace.ladder import Trace
 __all__ = ["Space", "choose_plan"]
 
 _REPLAYS = 10
-"""How many cuts are replayed at most before the leanest is taken."""
-_LEANEST = 4
-"""How many of the leanest cuts are replayed where nothing fits."""
+"""How many cuts are replayed at most before the one that needs the least memory is taken."""
+_MIN_MEMORY_CUTS = 4
+"""How many of the cuts that need the least memory are replayed where nothing fits."""
 _EXACT = 1.01
 """A replay that is up to so much above the formula bears it out."""
 _NEAR = 1.05
@@ -116,7 +116,7 @@ class Choice:
 
 def min_memory_cut(sweep: Sweep) -> Finished | None:
     """Return the best of the few cuts of a sweep's configurations that need the least; None without any."""
-    return _Search(sweep, None).leanest()
+    return _Search(sweep, None).min_memory_cut()
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,13 @@ class _Search:
             for place, following in enumerate(self._less_room(best, over)):
                 heapq.heappush(heap, (following.cut.step_s, len(self.candidates) + 10 * turns + place, following))
         if not any(each.sure for each in self.finished):
-            self._leanest()
+            self._replay_min_memory_cuts()
         return min(self.finished, key=lambda each: each.rank)
 
-    def leanest(self) -> Finished | None:
-        """Return the best of a few of the leanest cuts when they are replayed; None without any."""
+    def min_memory_cut(self) -> Finished | None:
+        """Return the best of a few of the cuts that need the least memory when they are replayed; None without any."""
         self.candidates, self.entries = [], [entry for entry in self.sweep.entries() if entry.has_schedule]
-        self._leanest()
+        self._replay_min_memory_cuts()
         return min(self.finished, key=lambda each: each.rank, default=None)
 
     def _finish(self, entry: Entry, cut: LineCut) -> Finished:
@@ -247,8 +247,8 @@ class _Search:
             if cut is not None:
                 yield Candidate(candidate.entry, way, cut, tuple(room))
 
-    def _leanest(self) -> None:
-        """Replay a few of the leanest cuts of all configurations, to find what comes closest to fitting.
+    def _replay_min_memory_cuts(self) -> None:
+        """Replay a few of the cuts of all configurations that need the least memory: one comes closest to fitting.
 
         What is fuller than a cut whose replay bore the formula out is left out: by anything at all where it is not
         faster, else by more than the formula is worth.
@@ -258,7 +258,7 @@ class _Search:
             limits = self.sweep.memory_limits(entry.problem)
             assert limits is not None, "without limits everything fits"
             for way in self.sweep.recompute_policies(entry.settled.stages):
-                cut = entry.search.leanest(way, limits)
+                cut = entry.search.min_memory_cut(way, limits)
                 self.candidates.append(Candidate(entry, way, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
                 found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
@@ -270,7 +270,7 @@ class _Search:
             )
             if (place, cut) not in tried and not any(beaten):
                 tried[place, cut] = over, self._finish(self.entries[place], cut)
-            if len(tried) == _LEANEST:
+            if len(tried) == _MIN_MEMORY_CUTS:
                 break
 
     def alternatives(self) -> list[Alternative]:
