@@ -213,6 +213,11 @@ def test_without_values_the_dimension_says_whether_rows_mix(name: str) -> None:
         assert bool(full_nodes(model, x)) is (dim == 0)
 
 
+def test_without_values_a_number_has_no_batch_dimension() -> None:
+    model = Model(lambda h: h + h.mean().softmax(0)).to("meta")
+    assert full_nodes(model, torch.empty(ROWS, WIDTH, device="meta"))
+
+
 class OverRows(nn.Module):
     """A softmax over the rows, by an operator that no table names."""
 

@@ -126,7 +126,7 @@ def runs_along_batch(node: fx.Node, root: nn.Module) -> bool:
     On the meta device there are no values to ask the value probe about. What it says counts wherever there are.
     """
     tensors = [t for n in node.all_input_nodes if INFO in n.meta for t in n.meta[INFO].tensors]
-    if not tensors:
+    if not tensors or tensors[0].batch_dim is None:
         return False
     function = function_of(node, root)
     if isinstance(function, (nn.Softmax, nn.LogSoftmax, nn.Softmin)):
