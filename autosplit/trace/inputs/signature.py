@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.trace.borrowed.holders import Holder, Holders, difference
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder, Holders, difference
 from autosplit.trace.borrowed.python_state import Place, TransientAttribute, signature
 from autosplit.trace.inputs.structure import layout_of, one_tensor
 from autosplit.trace.recording.calls import GradAutocastState
-from autosplit.trace.scope import CONTAINERS
 from autosplit.trace.shapes.formula import LEAST, Length
 
 _SHORT = 32
@@ -66,9 +65,9 @@ def key_of(
 ) -> Key:
     """Return a call's signature from the flattened inputs and their structure.
 
-    It covers grad mode and autocast; each module's type, mode and plain attributes; the parameters' dtypes and ties;
-    the values ``outside`` of the modules that their functions name; the inputs' structure, shapes, dtypes, devices,
-    layouts and constants, and which of them are one tensor. Places ``without`` are left out.
+    It covers grad mode and autocast; each module's type, mode, hooks and plain attributes; the parameters' dtypes and
+    ties; the values ``outside`` of the modules that their functions name; the inputs' structure, shapes, dtypes,
+    devices, layouts and constants, and which of them are one tensor. Places ``without`` are left out.
     """
     modes: list[Any] = [GradAutocastState.current()]
     structure: list[Any] = []
@@ -79,8 +78,7 @@ def key_of(
         kind = type(module)
         kinds_of_modules.add(kind)
         modes.append(module.training)
-        if isinstance(module, CONTAINERS) or not kind.__module__.startswith("torch.nn"):
-            structure.append(len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks))
+        structure += [_hook(hook) for table in HOOK_TABLES for hook in getattr(module, table).values()]
         structure.append(kind)
         for parameter in module._parameters.values():
             tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
@@ -110,6 +108,11 @@ def _declared(kind: type) -> frozenset[str]:
         return frozenset()
     tables = (vars(one).get(table, ()) for one in kind.__mro__ for table in ("__annotations__", "__constants__"))
     return frozenset(("training", *(name for table in tables for name in table)))
+
+
+def _hook(hook: Any) -> Any:
+    """Return what tells a module's hook from another: its code, for a loop may register the same function anew."""
+    return getattr(hook, "__code__", type(hook))
 
 
 def _attribute(value: Any, seen: set[int]) -> Sequence[Any]:

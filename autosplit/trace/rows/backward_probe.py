@@ -29,9 +29,10 @@ Gradients = dict[Operand, torch.Tensor | None]
 
 
 def has_own_backward(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether a node's backward may be the model's own: a custom autograd function, an opaque module."""
+    """Tell whether a node's backward may be the model's own: a custom autograd function, an opaque module, a hook."""
     if node.op == "call_module":
-        return not is_layer(root.get_submodule(str(node.target)))
+        module = root.get_submodule(str(node.target))
+        return not is_layer(module) or bool(module._backward_hooks or module._backward_pre_hooks)
     return node.op == "call_function" and function_of(node, root) is apply_function
 
 
