@@ -20,6 +20,7 @@ from tests.equivalence.equality import (
     train_step,
 )
 from tests.models.random_modules import OPERATIONS, Recipe, Step, build, make_batch, recipes
+from tests.properties import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
 
@@ -63,7 +64,7 @@ def test_every_kind_of_step_early_and_late(kind: str) -> None:
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@settings(max_examples=240)
+@settings(max_examples=examples(240))
 @given(recipe=recipes(), rows=ROWS, later=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANE, gradients=st.booleans())
 def test_call_and_backward_equal_the_plain_model(
     recipe: Recipe, rows: int, later: int, chunks: int, devices: int, lanes: str, gradients: bool
@@ -83,7 +84,7 @@ def test_float32_is_within_its_tolerance(recipe: Recipe, rows: int, chunks: int,
     assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch), dtype=torch.float32)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     recipe=recipes(forms=("tensor",)),
     rows=ROWS,
@@ -104,7 +105,7 @@ def test_train_step_equals_the_plain_model(
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(recipe=recipes(forms=("tensor",)), rows=ROWS, chunks=CHUNKS, devices=st.integers(2, 5), lanes=LANE)
 def test_bits_do_not_depend_on_the_cut_or_the_run(
     recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str

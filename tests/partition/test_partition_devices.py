@@ -19,6 +19,7 @@ from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages
 from tests.partition.oracle_problems import Mix, random_problem, with_extras
 from tests.partition.oracle_verdict import solved
+from tests.properties import examples
 
 CHAIN = Problem(
     tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=100, weight_s=1.0, sync_s=4.0) for index in range(4)),
@@ -85,7 +86,7 @@ def test_the_simulated_step_by_hand() -> None:
     assert costs.step_s == forward_s + backward_s + 8 / 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 10**6), free=st.booleans())
 def test_solve_on_any_devices_equals_brute_force(seed: int, free: bool) -> None:
     chance = random.Random(seed)

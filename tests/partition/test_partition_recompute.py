@@ -18,6 +18,7 @@ from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages
 from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices, with_extras
 from tests.partition.oracle_verdict import smallest_capacity, solved
+from tests.properties import examples
 
 # Four works in two blocks of two; each output is saved by its consumer, and each work saves 5 bytes of its own.
 CHAIN = Problem(
@@ -99,7 +100,7 @@ def test_what_must_be_recomputed_costs_time_without_any_limit() -> None:
     assert solve(CHAIN, stages=2).loads_s == (6.0, 6.0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(seed=st.integers(0, 10**6), uneven=st.booleans())
 def test_solve_with_recompute_equals_brute_force(seed: int, uneven: bool) -> None:
     chance = random.Random(seed)

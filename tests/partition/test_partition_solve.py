@@ -18,6 +18,7 @@ from autosplit.partition.checker import check
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_verdict import smallest_capacity
+from tests.properties import examples
 
 
 @st.composite
@@ -83,7 +84,7 @@ def brute_force(problem: Problem, *, stages: int) -> list[tuple[float, tuple[int
     raise AssertionError("one stage is always legal")
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(problem=problems(), stages=st.integers(1, 4))
 def test_solve_equals_brute_force(problem: Problem, stages: int) -> None:
     every = brute_force(problem, stages=stages)
@@ -96,7 +97,7 @@ def test_solve_equals_brute_force(problem: Problem, stages: int) -> None:
     assert (partition.loads_s, partition.stage_bytes) == (costs.loads_s, costs.stage_bytes)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(problem=problems(), stages=st.integers(1, 4), data=st.data())
 def test_solve_under_capacities_equals_brute_force(problem: Problem, stages: int, data: st.DataObject) -> None:
     every = brute_force(problem, stages=stages)
@@ -117,7 +118,7 @@ def test_solve_under_capacities_equals_brute_force(problem: Problem, stages: int
             solve(problem, stages=stages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problem=problems(), stages=st.integers(1, 4))
 def test_smallest_capacity_equals_brute_force(problem: Problem, stages: int) -> None:
     least = min(max(bytes_) for _, bytes_ in brute_force(problem, stages=stages))
@@ -130,7 +131,7 @@ def test_solve_equals_brute_force_on_ten_works(problem: Problem, stages: int) ->
     assert solve(problem, stages=stages).bottleneck_s == pytest.approx(min(brute_force(problem, stages=stages))[0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problem=problems(), stages=st.integers(1, 4))
 def test_without_room_for_ideals_the_bounds_hold(problem: Problem, stages: int) -> None:
     least = min(bottleneck for bottleneck, _ in brute_force(problem, stages=stages))

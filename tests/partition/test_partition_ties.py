@@ -15,6 +15,7 @@ from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages
 from tests.partition.oracle_problems import Mix, random_problem, with_extras
 from tests.partition.oracle_verdict import smallest_capacity, solved
+from tests.properties import examples
 
 CHAIN = Problem(
     tuple(Work(f"w{index}", 1.0, 2.0) for index in range(4)),
@@ -60,7 +61,7 @@ def test_where_no_copy_fits_the_smallest_capacity_is_the_homes() -> None:
     assert smallest_capacity(replace(greedy, order=((0, 1), (1, 2), (2, 3))), stages=2) == 130
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 10**6), capacity=st.sampled_from((None, 60, 120)))
 def test_solve_with_ties_equals_brute_force(seed: int, capacity: int | None) -> None:
     chance = random.Random(seed)

@@ -18,6 +18,7 @@ from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem, TensorEdge
 from autosplit.partition.solve import solve
 from autosplit.partition.workload import FORMAT, MOST_BYTES, Workload, load_workload, parse_workload, shortest_cycle
+from tests.properties import examples
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "workloads"
 PATHS = sorted(FOLDER.glob("*.json"))
@@ -292,7 +293,7 @@ def read_or_refusal(text: str) -> Workload | str:
         return str(error)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 4))
 def test_a_changed_file_is_read_or_refused(seed: int, count: int) -> None:
     chance = random.Random(seed)
@@ -309,7 +310,7 @@ def test_a_changed_file_is_read_or_refused(seed: int, count: int) -> None:
     assert check(problem, found.assignment).bottleneck_s == pytest.approx(found.bottleneck_s)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_cut_and_broken_text_is_refused(data: st.DataObject) -> None:
     text = json.dumps(file())

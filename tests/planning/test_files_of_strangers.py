@@ -26,6 +26,7 @@ from autosplit.report.sections import render, render_markdown
 from autosplit.report.trace_file import trace_text
 from autosplit.schedule.files import parse_actions, read_actions
 from tests.planning.test_plan_file import a_plan
+from tests.properties import examples
 
 DEEP = "[" * 100_000
 RUNS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "socket.connect")
@@ -34,7 +35,7 @@ ODD = (
     "__import__('os').system('x')", "!!python/object/apply:os.system ['x']", ["cpu"] * 3, {"a": 1},
 )  # fmt: skip
 WATCHED: list[str] | None = None
-fuzzed = settings(max_examples=50, suppress_health_check=list(HealthCheck), deadline=None)
+fuzzed = settings(max_examples=examples(50), suppress_health_check=list(HealthCheck), deadline=None)
 
 
 def _watch(event: str, _: Any) -> None:

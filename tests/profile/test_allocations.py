@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autosplit.devices.allocations import Allocations, _Event, _in_order
+from tests.properties import examples
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_an_error_inside_passes_and_the_next_recording_works():
     assert found.peak_bytes == 40
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=40, unique=True), st.randoms(use_true_random=False))
 def test_ties_in_time_are_resolved_by_the_running_total(totals, random):
     events = [
