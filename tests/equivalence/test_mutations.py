@@ -212,7 +212,7 @@ def test_verify_finds_a_recording_of_the_other_mode(pipe: Any) -> None:
     pipe(VALUE)
     evaluating = pipe._autosplit.recordings.kept
     newest = next(reversed(evaluating.values()))
-    for key in evaluating:
+    for key in list(evaluating):
         evaluating[key] = newest
     assert "output" in wrong(pipe)
     assert wrong(pipe, "eval") == set()
