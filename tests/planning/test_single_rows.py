@@ -35,7 +35,7 @@ def test_planning_imports_nothing_that_only_pipelines_need() -> None:
         "import sys, torch, autosplit\n"
         "model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, device='meta') for _ in range(3)])\n"
         "autosplit.plan(model, '2xL4-24GB', sample=torch.empty(4, 4, device='meta'), chunks=2)\n"
-        "print(*(n for n in 'pipelined measured recordings lower report runtime.lanes runtime.engine'.split() "
+        "print(*(n for n in 'pipelined measured recordings lower report runtime.lanes.lanes runtime.step'.split() "
         "if f'autosplit.{n}' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
