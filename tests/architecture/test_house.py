@@ -97,7 +97,11 @@ def commands(*arguments: str) -> str:
 def test_make_test_checks_first():
     lines = commands("test").splitlines()
     assert lines[-1].strip() == f'.venv/bin/python {PYTEST} -m "not slow"'
-    assert commands("test-all").splitlines()[-1].split() == [".venv/bin/python", *PYTEST.split()]
+    assert commands("test-all").splitlines()[-1].split() == [
+        ".venv/bin/python",
+        *PYTEST.split(),
+        "--hypothesis-profile=full",
+    ]
     assert [line.split()[0] for line in lines[-5:-1]] == [
         ".venv/bin/ruff",
         ".venv/bin/ruff",
