@@ -24,8 +24,7 @@ import torch.utils._pytree as pytree
 from tabulate import tabulate
 from torch import nn
 
-from autosplit.compare.items import Item, Parts, compare
-from autosplit.compare.tensors import ROUNDING, tolerance
+from autosplit.compare import ROUNDING, Item, Parts, compare, tolerance
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.runtime.batch_norm import norm_and_collect_stats

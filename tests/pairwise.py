@@ -1,4 +1,4 @@
-"""Parametrisation by pairs: any two values of two axes meet in a default run, the full product is marked slow."""
+"""Parametrisation by a part of a full product; the other combinations are marked slow."""
 
 from __future__ import annotations
 
@@ -16,10 +16,22 @@ def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
 
     Rows are taken greedily until every pair of values of two arguments is in one; the others are marked slow.
     """
-    rows = list(product(*(range(len(values)) for values in axes.values())))
-    chosen = set(_covering(rows))
+    return _parametrized(axes, set(_covering(_product(axes))))
+
+
+def in_turn(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Return the same, with every value in a default run, in a combination with the others' values in turn."""
+    longest = max(map(len, axes.values()))
+    return _parametrized(axes, {tuple(place % len(own) for own in axes.values()) for place in range(longest)})
+
+
+def _product(axes: dict[str, Sequence[Any]]) -> list[Row]:
+    return list(product(*(range(len(values)) for values in axes.values())))
+
+
+def _parametrized(axes: dict[str, Sequence[Any]], chosen: set[Row]) -> pytest.MarkDecorator:
     params = []
-    for row in rows:
+    for row in _product(axes):
         values = [own[place] for own, place in zip(axes.values(), row, strict=True)]
         params.append(pytest.param(*values, marks=() if row in chosen else pytest.mark.slow))
     ids: Callable[[Any], str] = lambda value: value.__name__ if isinstance(value, type) else str(value)  # noqa: E731

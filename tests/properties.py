@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-_FEW = 25
 
-
-def examples(full: int) -> int:
-    """Return ``full`` under ``--hypothesis-profile=full``, which ``make test-all`` asks for, and at most 25 without."""
-    return full if settings.get_current_profile_name() == "full" else min(full, _FEW)
+def examples(full: int, *, few: int = 25) -> int:
+    """Return ``full`` under ``--hypothesis-profile=full``, as ``make test-all`` asks, and at most ``few`` without."""
+    return full if settings.get_current_profile_name() == "full" else min(full, few)

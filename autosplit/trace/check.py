@@ -24,9 +24,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from autosplit.compare.digest import Digest, digest
-from autosplit.compare.items import Item, Parts, compare
-from autosplit.compare.tensors import REORDERED, ROUNDING, tolerance
+from autosplit.compare import REORDERED, ROUNDING, Digest, Item, Parts, compare, digest, tolerance
 from autosplit.progress import phase
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.borrow import stand_ins

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, difference, forward_backward, train_step
 from tests.models.lengths import CASES, Case, made
+from tests.pairwise import in_turn
 
 
 def _pipe(model: nn.Module, lanes: str = "inline", chunks: int = 3) -> Any:
@@ -29,13 +30,12 @@ def _calls(case: Case, count: int, *, low: int = 4, high: int = 30) -> list[Batc
     ]
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("name", CASES)
+@in_turn(name=list(CASES), lanes=LANES)
 def test_every_length_is_equal(name: str, lanes: str) -> None:
     torch.manual_seed(0)
     model = CASES[name].make().double()
     pipe = _pipe(model, lanes)
-    for batch in _calls(CASES[name], 7):
+    for batch in _calls(CASES[name], 5):
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
     assert made(pipe) == 2
     pipe.unsplit()
@@ -65,7 +65,7 @@ def test_the_longest_length_is_checked_not_recorded() -> None:
 def test_single_rows_and_single_words(name: str) -> None:
     model = CASES[name].make().double()
     pipe = _pipe(model)
-    for rows, length in ((1, 9), (1, 12), (4, 7), (1, 30), (5, 1), (1, 1), (6, 1), (2, 20)):
+    for rows, length in ((1, 9), (1, 12), (4, 7), (5, 1), (1, 1), (2, 20)):
         batch = CASES[name].batch(rows, length)
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
     assert made(pipe) <= 4
@@ -78,7 +78,7 @@ def test_training_steps_on_many_lengths() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    for batch in _calls(CASES["causal"], 6):
+    for batch in _calls(CASES["causal"], 4):
         target = batch.args[0].roll(-1, 1)
         actual = train_step(pipe, batch, target=target, loss_fn=loss)
         plain = forward_backward(model, batch, loss=lambda output, target=target: loss(output, target))
@@ -137,7 +137,7 @@ def test_symbols_that_part() -> None:
     """Two inputs of one length, then of two: one symbol becomes two."""
     model = CASES["translator"].make().double()
     pipe = _pipe(model)
-    for lengths in ((9, 9), (12, 12), (15, 15), (8, 11), (20, 5), (7, 7), (13, 21)):
+    for lengths in ((9, 9), (12, 12), (8, 11), (20, 5), (7, 7)):
         batch = CASES["translator"].batch(4, *lengths)
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
     assert made(pipe) == 3

@@ -16,25 +16,12 @@ from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
 from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
 from tests.models.named import WIDTH, Chain, numbers
+from tests.pairwise import in_turn
 
 pytestmark = pytest.mark.parametrize("lanes", LANES)
 
 
 # -- what is differentiated ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["chain", "shared weight", "nested skips", "repeated block"])
-def test_backward_on_full_ragged_and_single_microbatches(name: str, lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        found: list[Any] = []
-        for rows in (9, 8, 5, 2, 1):
-            module.zero_grad()
-            value = value_of(rows)
-            probe_loss(module(value)).backward()
-            found += [value.grad, *grads(module)]
-        return found
-
-    check(run, name, lanes)
-
-
 def test_a_subset_of_the_parameters(lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         parameters = list(module.parameters())
@@ -166,17 +153,6 @@ def test_a_graph_that_is_kept_gives_the_same_bits_again(lanes: str) -> None:
     check(run, "shared weight", lanes)
 
 
-def test_the_pipe_itself_says_that_its_graph_is_freed(lanes: str) -> None:
-    pipe = pair("nested skips", lanes)[1]
-    output = pipe(value_of())
-    seed = torch.ones_like(output)
-    torch.autograd.grad(output, list(pipe.parameters()), seed, retain_graph=True)
-    torch.autograd.grad(output, list(pipe.parameters()), seed)
-    for create in (False, True):
-        with pytest.raises(RuntimeError, match=r"backward through the .* a second time.*retain_graph=True"):
-            torch.autograd.grad(output, list(pipe.parameters()), seed, create_graph=create)
-
-
 def test_a_loss_that_is_kept_after_its_backward_does_not_keep_the_batch(lanes: str) -> None:
     pipe = pair("nested skips", lanes)[1]
     value = value_of(gradient=False)
@@ -269,11 +245,10 @@ def test_a_change_in_place_between_forward_and_backward_is_an_error(what: str, l
 
 
 # -- frozen parts and modes ------------------------------------------------------------------------------------------
-FROZEN = {"first": "01", "middle": "12", "last": "3", "all": "0123"}
+FROZEN = {"all": "0123", "first": "01", "middle": "12", "last": "3"}
 
 
-@pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("frozen", list(FROZEN))
+@in_turn(frozen=list(FROZEN), gradient=(True, False))
 def test_frozen_stages_and_unfreezing_later(frozen: str, gradient: bool, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         for name, parameter in module.named_parameters():
@@ -345,35 +320,6 @@ def test_a_batch_that_was_made_in_inference_mode(lanes: str) -> None:
         return [output, module.requires_grad_(False)(value)]
 
     check(run, "chain", lanes)
-
-
-class Switching(nn.Module):
-    """Switches gradients off and on inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.gate, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = torch.tanh(self.first(value))
-        with torch.set_grad_enabled(False):
-            gate = torch.sigmoid(self.gate(value))
-        with torch.enable_grad():
-            return self.last(value * gate)
-
-
-def test_grad_mode_changes_inside(lanes: str) -> None:
-    torch.manual_seed(2)
-    plain, model = Switching().double(), Switching().double()
-    model.load_state_dict(plain.state_dict())
-    pipe = autosplit(model, devices=["cpu"] * 3, chunks=4, lanes=lanes)
-    found = []
-    for module in (plain, pipe):
-        value = value_of()
-        probe_loss(module(value)).backward()
-        found.append([value.grad, *grads(module)])
-    assert_equal(found[1], found[0])
-    assert plain.gate.weight.grad is None
 
 
 @pytest.mark.parametrize("what", ["data", "object"])

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from tests.equivalence.equality import LANES, probe_loss
 from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
 from tests.models.named import WIDTH, numbers
+from tests.pairwise import in_turn, pairwise
 
-pytestmark = pytest.mark.parametrize("lanes", LANES)
+both = pytest.mark.parametrize("lanes", LANES)
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("step", [False, True], ids=["call", "train_step"])
-@pytest.mark.parametrize("name", ["shared weight", "repeated block", "hub"])
+@pairwise(name=("shared weight", "repeated block", "hub"), step=(False, True), lanes=LANES)
 def test_hooks_of_parameters_and_inputs_fire_once_with_the_whole_gradient(name: str, step: bool, lanes: str) -> None:
     target = numbers(9, WIDTH, seed=1)
 
@@ -54,6 +54,7 @@ def _hook(parameter: Tensor, key: str, seen: list[Any]) -> None:
     parameter.register_post_accumulate_grad_hook(behind)
 
 
+@both
 def test_train_step_with_hooks_runs_by_the_schedule(lanes: str) -> None:
     pipe = pair("shared weight", lanes)[1]
     for parameter in pipe.parameters():
@@ -68,6 +69,7 @@ def test_train_step_with_hooks_runs_by_the_schedule(lanes: str) -> None:
     assert rows == [3, 2, 2, 2]
 
 
+@both
 def test_a_loss_with_parameters_of_its_own_and_a_penalty_on_all_of_the_models(lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         seen: list[tuple[str, str, Tensor]] = []
@@ -91,6 +93,7 @@ def test_a_loss_with_parameters_of_its_own_and_a_penalty_on_all_of_the_models(la
         check(run, name, lanes)
 
 
+@both
 def test_hooks_hold_for_autograd_grad_and_stay_in_place(lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         seen: list[Any] = []
@@ -103,6 +106,7 @@ def test_hooks_hold_for_autograd_grad_and_stay_in_place(lanes: str) -> None:
     check(run, "shared weight", lanes)
 
 
+@both
 def test_hooks_are_back_after_an_error_in_the_backward(lanes: str) -> None:
     plain, pipe = pair("shared weight", lanes)
     parameters = list(pipe.parameters())
@@ -121,6 +125,7 @@ def test_hooks_are_back_after_an_error_in_the_backward(lanes: str) -> None:
     assert_equal(grads(pipe), grads(plain))
 
 
+@both
 def test_hooks_of_several_gradients_and_of_the_nodes_that_accumulate(lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         seen: list[Any] = []
@@ -136,6 +141,7 @@ def test_hooks_of_several_gradients_and_of_the_nodes_that_accumulate(lanes: str)
     check(run, "shared weight", lanes)
 
 
+@both
 def test_full_backward_hooks_of_layers_fire_per_microbatch_and_may_change_gradients(lanes: str) -> None:
     rows: dict[str, list[int]] = {}
 
@@ -159,6 +165,7 @@ def test_full_backward_hooks_of_layers_fire_per_microbatch_and_may_change_gradie
     assert [sorted(own) for own in rows.values()] == [[2, 2, 2, 2, 2, 2, 3, 3, 9, 9]] * 4
 
 
+@both
 def test_full_backward_hooks_of_the_model_fire_once_in_a_training_step(lanes: str) -> None:
     target = numbers(9, WIDTH, seed=1)
 
@@ -178,8 +185,7 @@ def test_full_backward_hooks_of_the_model_fire_once_in_a_training_step(lanes: st
 
 
 # -- checkpoint and transforms ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pairwise(reentrant=(False, True), first=(False, True), lanes=LANES)
 def test_checkpoint(reentrant: bool, first: bool, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         value = value_of()
@@ -218,8 +224,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Sequence[Tensor]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("model", ["shared weight", "hub"])
-@pytest.mark.parametrize("name", list(TRANSFORMS))
+@pairwise(name=list(TRANSFORMS), model=("shared weight", "hub"), lanes=LANES)
 def test_function_transforms(name: str, model: str, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         value = value_of(gradient=False)
@@ -230,7 +235,7 @@ def test_function_transforms(name: str, model: str, lanes: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("model", ["shared weight", "hub"])
+@in_turn(model=("shared weight", "hub"), lanes=LANES)
 def test_forward_mode(model: str, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         value = value_of(gradient=False)
@@ -242,6 +247,7 @@ def test_forward_mode(model: str, lanes: str) -> None:
     check(run, model, lanes)
 
 
+@both
 def test_functional_call_with_parameters_of_the_callers_graph(lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         module(value_of())

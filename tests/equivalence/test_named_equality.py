@@ -16,15 +16,11 @@ from tests.equivalence.equality import (
     forward_backward,
     train_step,
 )
-from tests.models.named import CASES, Case, numbers
+from tests.models.named import CASES, numbers
+from tests.pairwise import in_turn
 
 # Some of these models have fewer separable nodes than the most devices that the tests ask for.
 pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
-
-
-@pytest.fixture(params=list(CASES))
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
 
 
 def row_loss(output: object, target: Tensor) -> Tensor:
@@ -37,16 +33,18 @@ def row_loss(output: object, target: Tensor) -> Tensor:
     return (rows * torch.linspace(0.5, 1.5, rows.shape[1]) - target[:, None]).pow(2).mean()
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_forward_and_backward_equal_the_plain_model(case: Case, lanes: str) -> None:
+@in_turn(name=list(CASES), lanes=LANES)
+def test_forward_and_backward_equal_the_plain_model(name: str, lanes: str) -> None:
+    case = CASES[name]
     plain, pipe = case.build(), autosplit(case.build(), devices=["cpu"] * 3, chunks=4, lanes=lanes)
     for rows in (8, 10, 3):
         batch = case.batch(rows)
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_train_step_equals_the_plain_model(case: Case, schedule: str) -> None:
+@in_turn(name=list(CASES), schedule=("1f1b", "gpipe"))
+def test_train_step_equals_the_plain_model(name: str, schedule: str) -> None:
+    case = CASES[name]
     plain, pipe = case.build(), autosplit(case.build(), devices=["cpu"] * 3, chunks=4, schedule=schedule)
     for rows in (8, 7):
         batch, target = case.batch(rows), numbers(rows, seed=5)
@@ -56,7 +54,9 @@ def test_train_step_equals_the_plain_model(case: Case, schedule: str) -> None:
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
-def test_eval_equals_the_plain_model(case: Case) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_eval_equals_the_plain_model(name: str) -> None:
+    case = CASES[name]
     plain, pipe = case.build().eval(), autosplit(case.build().eval(), devices=["cpu"] * 2, chunks=3)
     batch = case.batch(7)
     with torch.no_grad():
@@ -64,15 +64,15 @@ def test_eval_equals_the_plain_model(case: Case) -> None:
     assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_bits_do_not_depend_on_the_cut_or_the_run(case: Case, lanes: str) -> None:
+@in_turn(name=list(CASES), lanes=LANES[::-1], devices=(5, 3, 2))
+def test_bits_do_not_depend_on_the_cut_or_the_run(name: str, lanes: str, devices: int) -> None:
+    case = CASES[name]
     batch, target = case.batch(10), numbers(10, seed=5)
     whole = autosplit(case.build(), devices=["cpu"], chunks=4, lanes=lanes)
     called = forward_backward(whole, batch)
     stepped = train_step(whole, batch, target=target, loss_fn=row_loss)
     assert_same_bits(forward_backward(whole, batch), called)
-    for devices in (2, 5):
-        pipe = autosplit(case.build(), devices=["cpu"] * devices, chunks=4, lanes=lanes)
-        assert_same_bits(forward_backward(pipe, batch), called)
-        assert_same_bits(train_step(pipe, batch, target=target, loss_fn=row_loss), stepped)
-        assert_same_bits(train_step(pipe, batch, target=target, loss_fn=row_loss), stepped)
+    pipe = autosplit(case.build(), devices=["cpu"] * devices, chunks=4, lanes=lanes)
+    assert_same_bits(forward_backward(pipe, batch), called)
+    assert_same_bits(train_step(pipe, batch, target=target, loss_fn=row_loss), stepped)
+    assert_same_bits(train_step(pipe, batch, target=target, loss_fn=row_loss), stepped)

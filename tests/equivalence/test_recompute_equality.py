@@ -15,7 +15,7 @@ from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from tests.equivalence.equality import LANES, Batch, Run, assert_same_bits, forward_backward, train_step
 from tests.models.named import numbers
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -59,24 +59,8 @@ class Net(nn.Module):
         return (found, found - found.mean(0)) if self.mixes else found
 
 
-class Written(nn.Module):
-    """Changes its input in place before anything else takes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)) for _ in range(3))
-
-    def forward(self, value: Tensor) -> Tensor:
-        value.mul_(0.5)
-        return self.layers[2](self.layers[1](self.layers[0](value))) + value
-
-
 def words() -> Batch:
     return Batch((torch.randint(WORDS, (ROWS, 3), generator=torch.Generator().manual_seed(1)),))
-
-
-def values(*, needs_grad: bool) -> Batch:
-    return Batch((numbers(ROWS, WIDTH, seed=1).detach().requires_grad_(needs_grad),))
 
 
 def split(
@@ -135,23 +119,7 @@ def test_the_same_bits_where_an_output_mixes_rows(option: str) -> None:
         assert_same_bits(one, other)
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("option", ["always", "block"])
-def test_an_input_that_the_model_changes_is_changed_once(option: str, lanes: str, needs_grad: bool) -> None:
-    found = []
-    for recompute in (("never",), OPTIONS[option]):
-        pipe = split(Written, lanes=lanes, recompute=recompute)
-        own = values(needs_grad=needs_grad).fresh().args[0]
-        given = own * 1 if needs_grad else own
-        pipe(given).pow(2).sum().backward()
-        found.append([given.detach(), *(p.grad for p in pipe.parameters()), *([own.grad] if needs_grad else [])])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("option", ["always", "block"])
+@in_turn(option=("always", "block"), lanes=LANES)
 def test_under_autocast_the_casts_are_the_same_again(option: str, lanes: str) -> None:
     def run(recompute: tuple[str, ...]) -> list[Tensor]:
         pipe = split(Net, lanes=lanes, recompute=recompute)
@@ -168,13 +136,12 @@ def test_under_autocast_the_casts_are_the_same_again(option: str, lanes: str) ->
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("option", ["always", "block"])
+@in_turn(option=("always", "block"), lanes=LANES)
 def test_backwards_of_backwards_and_several_of_one_graph(option: str, lanes: str) -> None:
     found = []
     for recompute in (("never",), OPTIONS[option]):
         pipe = split(functools.partial(nn.Sequential, *smooth()), lanes=lanes, recompute=recompute)
-        value = values(needs_grad=True).fresh().args[0]
+        value = numbers(ROWS, WIDTH, seed=1, gradient=True)
         loss = pipe(value).pow(2).sum()
         first = torch.autograd.grad(loss, value, retain_graph=True)[0]
         again = torch.autograd.grad(loss, value, create_graph=True)[0]

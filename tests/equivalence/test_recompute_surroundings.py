@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.devices.allocations import Allocations
+from tests.pairwise import in_turn
 
 WIDTH, ROWS, CHUNKS = 4, 10, 3
 
@@ -144,8 +145,7 @@ def mean_of(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("kind", list(KINDS))
+@in_turn(kind=list(KINDS), way=WAYS)
 def test_buffers_that_the_forward_writes(kind: str, way: tuple[str, str, str]) -> None:
     model, pipe = pair(KINDS[kind], way)
     for seed in range(3):
@@ -189,8 +189,7 @@ def other_call(module: nn.Module) -> None:
         module(value(7))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("change", [to_eval, other_numbers, other_call])
+@in_turn(change=(to_eval, other_numbers, other_call), way=WAYS)
 def test_attributes_changed_between_forward_and_backward(
     change: Callable[[nn.Module], None], way: tuple[str, str, str]
 ) -> None:
@@ -218,18 +217,16 @@ def write_buffer(pipe: Any) -> None:
     pipe.blocks[0].mean.add_(1)
 
 
-@pytest.mark.parametrize("way", WAYS[:2], ids=str)
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (freeze, "a parameter of .*got requires_grad=False between the forward and the backward"),
-        (write_parameter, "a parameter of .*was changed in place"),
-        (write_buffer, "a buffer of .*was changed in place"),
-    ],
-)
-def test_what_cannot_be_had_back_is_an_error(
-    change: Callable[[Any], None], words: str, way: tuple[str, str, str]
-) -> None:
+LOST: dict[str, tuple[Callable[[Any], None], str]] = {
+    "frozen": (freeze, "a parameter of .*got requires_grad=False between the forward and the backward"),
+    "a parameter": (write_parameter, "a parameter of .*was changed in place"),
+    "a buffer": (write_buffer, "a buffer of .*was changed in place"),
+}
+
+
+@in_turn(name=list(LOST), way=WAYS[:2])
+def test_what_cannot_be_had_back_is_an_error(name: str, way: tuple[str, str, str]) -> None:
+    change, words = LOST[name]
     _, pipe = pair(Block, way)
     loss = pipe(value()).sum()
     change(pipe)

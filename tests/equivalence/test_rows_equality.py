@@ -1,9 +1,10 @@
-"""Operations that mix rows: noticed in whatever direction and mode they do it, and then run on the whole batch."""
+"""What mixes rows, forward or backward, what looks as if it did, and how much that leaves to the pipeline."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,81 +12,240 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
+from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+from tests.models.three_layers import WIDTH, Model, numbers
 
-Mix = Callable[[bool, Tensor], Tensor]
-MIXES: dict[str, Mix] = {
-    "mean": lambda training, x: x - x.mean(0),
-    "faint mean": lambda training, x: x - 1e-6 * x.mean(0),
-    "mean in training": lambda training, x: x - x.mean(0) if training else x,
-    "mean in eval": lambda training, x: x if training else x - x.mean(0),
-    "softmax in training": lambda training, x: x.softmax(0) if training else x,
-    "dropout and mean": lambda training, x: F.dropout(x, 0.0, training) - x.mean(0),
-    "largest": lambda training, x: x / x.abs().amax(0, keepdim=True),
-    "count": lambda training, x: x / x.shape[0],
-    "position": lambda training, x: x + torch.arange(x.shape[0]).to(x).unsqueeze(1),
-    "later rows": lambda training, x: torch.cat([x[1:], x[-1:]]),
-    "earlier rows": lambda training, x: torch.cat([x[:1], x[:-1]]),
-    "sum from the start": lambda training, x: x.cumsum(0),
-    "sum from the end": lambda training, x: x.flip(0).cumsum(0).flip(0),
-    "roll": lambda training, x: x.roll(1, 0),
-    "flip": lambda training, x: x.flip(0),
-    "sort": lambda training, x: x.sort(0).values,
-    "pairs": lambda training, x: (x @ x.T).softmax(1) @ x,
-}
-HEALS: dict[str, Mix] = {
-    "flip twice": lambda training, x: x.flip(0).flip(0),
-    "row numbers": lambda training, x: x[torch.arange(x.shape[0])],
-    "transposed": lambda training, x: (x.T.contiguous() * 2).T,
-}
+Body = Callable[..., Any]
 
 
-class Mixing(nn.Module):
-    """Linear, an operation between rows, linear."""
-
-    def __init__(self, mix: Mix) -> None:
-        super().__init__()
-        self.first, self.mix, self.last = nn.Linear(4, 4, bias=False), mix, nn.Linear(4, 4)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.last(self.mix(self.training, self.first(value)))
-
-
-def full_share(mix: Mix, *, training: bool, batch: Tensor) -> float:
-    """Compare both modes and gradients with the plain model; return the FLOPs' share of full nodes in the plan."""
-    plain = Mixing(mix).double().train(training)
-    pipe = autosplit(copy.deepcopy(plain), devices=2, chunks=4)
-    for mode in (training, not training):
-        plain.train(mode), pipe.train(mode)
-        weights = torch.randn(batch.shape[0], 4, dtype=torch.float64)
-        for module in (plain, pipe):
-            module.zero_grad()
-            (module(batch) * weights).sum().backward()
-        with torch.no_grad():
-            expected, found = plain(batch), pipe(batch)
-        assert float((found - expected).abs().max()) <= 1e-12 * float(expected.abs().max() + 1e-6)
-        for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-            bound = 1e-12 * float(theirs.grad.abs().max() + 1e-6)
-            assert float((ours.grad - theirs.grad).abs().max()) <= bound
+def full_share(body: Body, *shape: int, **parts: Any) -> float:
+    """Compare outputs, gradients and buffers with the plain model over two batches; return the FLOPs' full share."""
+    plain = Model(body, **parts)
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
+    for rows in (8, 7):
+        batch = Batch((numbers(rows, *(shape or (4, WIDTH)), seed=rows),))
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
     assert pipe.plan is not None
     return pipe.plan.class_flops["full"]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MIXES)
-def test_mixed_rows_equal_the_plain_model(name: str, training: bool):
-    full_share(MIXES[name], training=training, batch=torch.randn(10, 4, dtype=torch.float64))
+def encoded(model: Any, value: Tensor) -> Tensor:
+    return torch.tanh(model.b(torch.tanh(model.a(value)))).mean(1)
 
 
-@pytest.mark.parametrize("name", ["mean", "faint mean", "later rows", "sum from the end", "pairs"])
-def test_a_sample_of_equal_rows_hides_nothing(name: str):
-    plain = Mixing(MIXES[name]).double()
-    pipe = autosplit(copy.deepcopy(plain), devices=2, chunks=4, sample=torch.zeros(8, 4, dtype=torch.float64))
-    batch = torch.randn(8, 4, dtype=torch.float64)
-    with torch.no_grad():
-        expected, found = plain(batch), pipe(batch)
-    assert float((found - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+def clip_loss(model: Any, value: Tensor) -> Tensor:
+    left, right = F.normalize(encoded(model, value), dim=-1), F.normalize(encoded(model, value * 0.5 + 1), dim=-1)
+    logits, labels = left @ right.T * 5, torch.arange(len(value))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-@pytest.mark.parametrize("name", HEALS)
-def test_influence_that_heals_does_not_end_the_pipeline(name: str):
-    assert full_share(HEALS[name], training=True, batch=torch.randn(10, 4, dtype=torch.float64)) == 0.0
+def sim_clr_loss(model: Any, value: Tensor) -> Tensor:
+    both = F.normalize(torch.cat([encoded(model, value), encoded(model, value.flip(1))]), dim=-1)
+    logits = (both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -9.0)
+    return F.cross_entropy(logits, torch.arange(len(both)).roll(len(value)))
+
+
+def hardest_triplet_loss(model: Any, value: Tensor) -> Tensor:
+    rows = encoded(model, value)
+    distance = torch.cdist(rows, rows)
+    labels = torch.arange(len(rows)) % 3
+    same = labels[:, None] == labels
+    return (distance.where(same, -1).amax(1) - distance.where(~same, 99.0).amin(1) + 1).relu().mean()
+
+
+def routed_with_capacity(model: Any, value: Tensor) -> Tensor:
+    flat = torch.tanh(model.a(value)).flatten(0, 1)
+    weight, expert = flat[:, :3].softmax(-1).max(-1)
+    place = (F.one_hot(expert, 3).cumsum(0) - 1).gather(1, expert[:, None])[:, 0]
+    slot = torch.where(place < 5, expert * 5 + place, 15)
+    held = torch.zeros(16, WIDTH, dtype=flat.dtype).index_add(0, slot, flat * weight[:, None])
+    return model.b(model.c(held)[slot].unflatten(0, value.shape[:2]) + value)
+
+
+def centred(model: Any, value: Tensor) -> Tensor:
+    rows = encoded(model, value)
+    output = rows - model.buffer_centre
+    model.buffer_centre = model.buffer_centre * 0.9 + rows.detach().mean(0) * 0.1
+    return model.c(output)
+
+
+def filled(mask: Tensor) -> Tensor:
+    mask[1:3] = 2.0
+    return mask
+
+
+LATE: dict[str, Body] = {
+    "clip": clip_loss,
+    "sim_clr": sim_clr_loss,
+    "hardest triplets": hardest_triplet_loss,
+    "a softmax over rows at the end": lambda m, x: encoded(m, x).softmax(0),
+    "a norm over the batch": lambda m, x: (lambda v: v / v.norm())(encoded(m, x)),
+    "standardised rows": lambda m, x: (lambda v: (v - v.mean(0)) / (v.std(0) + 1e-3))(encoded(m, x)),
+    "ranks of rows": lambda m, x: encoded(m, x).argsort(0).argsort(0) + encoded(m, x),
+    "a covariance": lambda m, x: (lambda v: v.T @ v / len(v))(encoded(m, x)),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_rows_that_meet_at_the_end_leave_the_layers_to_the_pipeline(name: str) -> None:
+    assert full_share(LATE[name]) < 0.3
+
+
+MIXED: dict[str, Body] = {
+    "experts with a capacity": routed_with_capacity,
+    "a share of the rows": lambda m, x: m.b(torch.tanh(m.a(x)) * torch.linspace(0, 1, len(x))[:, None, None]),
+    "zeros that are filled by rows": lambda m, x: (
+        lambda z: m.b(torch.tanh(m.a(x)) + z.index_fill(0, torch.tensor([0]), 1.0)[:, None, None])
+    )(torch.zeros(len(x), dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_meet_in_the_middle_are_right(name: str) -> None:
+    full_share(MIXED[name])
+
+
+APART: dict[str, Body] = {
+    "zeros per row": lambda m, x: m.b(torch.tanh(m.a(x)) + torch.zeros(len(x), 1, 1, dtype=x.dtype)),
+    "a state of zeros": lambda m, x: m.gru(torch.tanh(m.a(x)), torch.zeros(1, len(x), WIDTH, dtype=x.dtype))[0],
+    "ones like rows": lambda m, x: m.b(torch.tanh(m.a(x)) * torch.ones_like(x[:, :1])),
+    "a token taken by row number": lambda m, x: m.b(torch.tanh(m.a(x)))[
+        torch.arange(len(x)), x.detach()[..., 0].argmax(1)
+    ],
+    "a mask per row": lambda m, x: m.b(torch.tanh(m.a(x)) * (torch.arange(4) < torch.full((len(x), 1), 3))[..., None]),
+    "row numbers used for both": lambda m, x: (lambda v: (v[torch.arange(len(v)), 0], v))(m.b(torch.tanh(m.a(x)))),
+    "there and back": lambda m, x: m.b(torch.tanh(m.a(x)).flip(0).flip(0)),
+    "a mask of a fixed size": lambda m, x: m.b(torch.tanh(m.a(x)) + filled(x.new_zeros((4, 1)))),
+    "a table in the type of rows": lambda m, x: m.b(torch.tanh(m.a(x)) + torch.arange(4)[:, None].type_as(x)),
+    "ones of a fixed size": lambda m, x: m.b(torch.tanh(m.a(x)) * F.pad(x.new_ones(3, 1), (0, 0, 1, 0))),
+    "a full tensor of a fixed size": lambda m, x: m.b(torch.tanh(m.a(x)) * x.new_full(size=[4, 1], fill_value=3)),
+    "an empty sum": lambda m, x: m.b(torch.tanh(m.a(x))) + x[:, :0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_only_looks_as_if_it_mixed_rows_stays_by_rows(name: str) -> None:
+    parts = {"gru": lambda: torch.nn.GRU(WIDTH, WIDTH, batch_first=True)} if "state" in name else {}
+    assert full_share(APART[name], **parts) < 0.05
+
+
+def test_noise_for_every_row_is_drawn_for_every_row() -> None:
+    pipe = autosplit(Model(lambda m, x: (m.b(m.a(x)), torch.randn(len(x)))), devices=["cpu"] * 2, chunks=3)
+    for rows in (8, 7):
+        noise = pipe(numbers(rows, WIDTH))[1]
+        assert noise.shape == (rows,)
+        assert len(noise.unique()) == rows
+
+
+def test_a_buffer_that_follows_the_mean_of_the_batch() -> None:
+    full_share(centred, buffer_centre=lambda: torch.zeros(WIDTH))
+
+
+# -- rows that meet in the backward --------------------------------------------------------------------------------
+class Scaled(torch.autograd.Function):
+    """Twice the value, with its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class Centred(Scaled):
+    """Takes the mean over the rows off the gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(0)
+
+
+class Clipped(Scaled):
+    """Clips the gradient by its norm over all rows, which small gradients do not show."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+class Turned(Scaled):
+    """Sends each row's gradient to the next row."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.roll(1, 0)
+
+
+class Weighted(torch.autograd.Function):
+    """A product with a weight; the weight's gradient is a sum over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        return value @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        value, weight = ctx.saved_tensors
+        return gradient @ weight.T, value.T @ gradient
+
+
+class Averaged(Weighted):
+    """The same with a mean over the rows in the place of the sum."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        value, weight = ctx.saved_tensors
+        return gradient @ weight.T, value.T @ gradient / len(value)
+
+
+def applied(function: Any, *, weight: bool = False) -> Body:
+    def body(model: Any, value: Tensor) -> Tensor:
+        hidden = torch.tanh(model.c(value))
+        return model.b(torch.tanh(model.a(function.apply(hidden, *([model.b.weight] if weight else [])))))
+
+    return body
+
+
+@pytest.mark.parametrize("function", [Centred, Clipped, Turned, Averaged])
+def test_rows_mixed_in_the_backward_only(function: Any) -> None:
+    assert full_share(applied(function, weight=function is Averaged), WIDTH) > 0.0
+
+
+@pytest.mark.parametrize("function", [Scaled, Weighted])
+def test_an_ordinary_function_stays_row_by_row(function: Any) -> None:
+    assert full_share(applied(function, weight=function is Weighted), WIDTH) == 0.0
+
+
+def _centred(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output - output.mean(0)
+
+
+def _gradient_of_length_one(
+    module: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    return (inputs[0] / inputs[0].norm(),)
+
+
+@pytest.mark.filterwarnings("ignore:2 devices were given")
+@pytest.mark.parametrize("late", [False, True], ids=["before the split", "after a call"])
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda model: model[0].register_forward_hook(_centred),
+        lambda model: model[2].register_full_backward_hook(_gradient_of_length_one),
+    ],
+    ids=["forward", "backward"],
+)
+def test_a_hook_that_mixes_rows_sees_the_whole_batch(register: Callable[[nn.Module], object], late: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(7, 6, dtype=torch.float64)
+    pipe = autosplit(model, devices=2, chunks=3)
+    if late:
+        pipe(inputs)
+    register(model)
+    register(plain)
+    assert_equal_runs(forward_backward(pipe, Batch((inputs,))), forward_backward(plain, Batch((inputs,))))

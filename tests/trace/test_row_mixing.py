@@ -112,6 +112,16 @@ PLACED: dict[str, Body] = {
 }
 """What treats the first rows alike, or returns them to their places, and others not."""
 MIXING: dict[str, Body] = PLACED | {
+    "mean": lambda h: h - h.mean(0),
+    "faint mean": lambda h: h - 1e-6 * h.mean(0),
+    "largest": lambda h: h / h.abs().amax(0, keepdim=True),
+    "number of rows": lambda h: h / len(h),
+    "position": lambda h: h + places(h)[:, None],
+    "later rows": lambda h: torch.cat([h[1:], h[-1:]]),
+    "earlier rows": lambda h: torch.cat([h[:1], h[:-1]]),
+    "sum from the end": lambda h: h.flip(0).cumsum(0).flip(0),
+    "flip": lambda h: h.flip(0),
+    "pairs": lambda h: (h @ h.T).softmax(1) @ h,
     "a view changed by a mean": changed(lambda h: h[:, 1:3].sub_(h[:, 1:3].mean(0))),
     "a view of before a mean": viewed_before,
     "argsort of one value per row": lambda h: h + h[h[:, 0].argsort()],
@@ -157,6 +167,8 @@ MIXING: dict[str, Body] = PLACED | {
 }
 APART: dict[str, Body] = {
     "one value of each row": lambda h: h + h[torch.arange(len(h)), h.argmax(1)][:, None],
+    "row numbers": lambda h: h[places(h)],
+    "transposed": lambda h: (h.T.contiguous() * 2).T,
     "two flips": lambda h: h.flip(0).relu().flip(0),
     "columns sorted": lambda h: h.gather(1, h.argsort(1)).cumsum(1),
     "two views": lambda h: torch.cat([h, h.cos()]).tanh().chunk(2)[1],
@@ -191,6 +203,34 @@ def assert_equal(model: nn.Module, batches: list[Tensor]) -> None:
 def test_what_mixes_rows_is_equal(name: str) -> None:
     torch.manual_seed(1)
     assert_equal(Model(MIXING[name]).double(), [torch.randn(ROWS, WIDTH).double() for _ in range(2)])
+
+
+@pytest.mark.parametrize("name", ["mean", "faint mean", "later rows", "sum from the end", "pairs"])
+def test_a_sample_of_equal_rows_hides_nothing(name: str) -> None:
+    model, x = Model(MIXING[name]).double(), torch.randn(ROWS, WIDTH).double()
+    pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=4, sample=torch.zeros_like(x))
+    torch.testing.assert_close(pipe(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+class InOneMode(Model):
+    """An operation in training or in eval mode only."""
+
+    def __init__(self, body: Body, *, training: bool) -> None:
+        super().__init__(body)
+        self.mode = training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training is self.mode else self.last(self.first(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["mean", "flip"])
+def test_rows_that_meet_in_one_mode_only(name: str, training: bool) -> None:
+    model, x = InOneMode(MIXING[name], training=training).double(), torch.randn(ROWS, WIDTH).double()
+    pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=4)
+    for mode in (not training, training, not training):
+        model.train(mode), pipe.train(mode)
+        torch.testing.assert_close(pipe(x), model(x), rtol=1e-10, atol=1e-10)
 
 
 ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {

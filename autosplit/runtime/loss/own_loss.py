@@ -12,7 +12,7 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import transfer
 from autosplit.runtime.step.step import Step
 from autosplit.trace.graph import INFO, LENGTH
-from autosplit.trace.reductions import reductions
+from autosplit.trace.reductions.decompose import average, total
 from autosplit.trace.reductions.losses import class_weights
 from autosplit.trace.reductions.own_loss import Form, Half, arguments, form_of
 
@@ -43,9 +43,9 @@ class OwnLoss:
             case "ratio":
                 return (rows[:, 0].sum() / self._ahead[node]).to(arguments(node)[1])
             case "total":
-                return reductions.total(rows, *arguments(node)[1:])
+                return total(rows, *arguments(node)[1:])
             case "average":
-                return reductions.average(rows, *arguments(node)[1:]) * share
+                return average(rows, *arguments(node)[1:]) * share
             case "sum":
                 return rows.sum()
         return rows.mean() * share

@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autosplit.backward.differentiate import gradients
-from autosplit.compare.tensors import ROUNDING, difference
+from autosplit.compare import ROUNDING, difference
 from autosplit.errors import InputError
 from autosplit.runtime.loss.calls import Count, Counted
 from autosplit.runtime.loss.parts import WAY_OUT, Parts, adds_up, call_loss

@@ -23,8 +23,7 @@ from torch import fx
 from autosplit.trace.graph import INFO, Size, TensorInfo, TracedNode
 from autosplit.trace.recording.build import RawGraph
 from autosplit.trace.recording.calls import under
-from autosplit.trace.reductions import reductions
-from autosplit.trace.reductions.losses import LossCall
+from autosplit.trace.reductions.losses import LossCall, class_weights
 from autosplit.trace.rows.kinds import function_of
 
 _ROW, _ONE = Size(1, 0), Size(0, 1)
@@ -32,13 +31,82 @@ _ROWS, _EACH = ".rows", ".each"
 _SIGNATURE = ("input", "dim", "keepdim", "dtype")
 _SPELLINGS = {"axis": "dim", "keepdims": "keepdim", "self": "input", "x": "input"}
 _KINDS = {torch.sum: "sum", torch.Tensor.sum: "sum", torch.mean: "mean", torch.Tensor.mean: "mean"}
+
+
+# -- the two halves: what every row gives, and what makes the whole value of that; importable by name ----------------
+# value [rows * k, ...] ─► sum_rows(value) [rows, 1, ...] ─► total(...)          rows: per microbatch; total: once
+#
+# In ``dims`` the batch dimension is one of the reduced ones. A row's part keeps them all with size 1, the batch
+# dimension with one entry per row, so that the same ``dims`` reduce it further.
+def sum_rows(value: torch.Tensor, rows: int, batch_dim: int, dims: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Sum over all of ``dims`` but the rows."""
+    parts, inner = _by_row(value, rows, batch_dim, dims)
+    return parts.sum(inner, keepdim=True, dtype=dtype).squeeze(batch_dim + 1)
+
+
+def mean_rows(
+    value: torch.Tensor, rows: int, batch_dim: int, dims: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Average over all of ``dims`` but the rows; all rows have equally many values."""
+    parts, inner = _by_row(value, rows, batch_dim, dims)
+    return parts.mean(inner, keepdim=True, dtype=dtype).squeeze(batch_dim + 1)
+
+
+def batch_mean_rows(
+    value: torch.Tensor, rows: int, batch_dim: int, dims: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Sum over all of ``dims`` but the first; average over the entries of that one that belong to one row."""
+    return sum_rows(value, rows, batch_dim, dims, dtype) / (value.shape[0] // rows)
+
+
+def weigh_rows(
+    each: torch.Tensor,
+    target: torch.Tensor,
+    rows: int,
+    batch_dim: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return ``[rows, 2]``: the sum of each row's losses, and what torch's mean divides by.
+
+    That is the number of targets that are not ignored, or the sum of their class weights.
+    """
+    counts = class_weights(target, ignore_index, weight)
+    dims = tuple(range(each.dim()))
+    sums = [sum_rows(value, rows, batch_dim, dims, dtype).reshape(rows) for value in (each, counts)]
+    return torch.stack(sums, -1)
+
+
+def total(parts: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Add up what the rows gave."""
+    return parts.sum(dims, keepdim=keepdim).to(dtype)
+
+
+def average(parts: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Average the rows' averages: all rows have equally many values."""
+    return parts.mean(dims, keepdim=keepdim).to(dtype)
+
+
+def ratio(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Divide the sum of the first column by the sum of the second."""
+    return (parts[:, 0].sum() / parts[:, 1].sum(dtype=torch.float64)).to(dtype)
+
+
+def _by_row(value: torch.Tensor, rows: int, batch_dim: int, dims: tuple[int, ...]) -> tuple[torch.Tensor, list[int]]:
+    """Split the batch dimension into rows and what belongs to one row; return also what to reduce then."""
+    parts = value.unflatten(batch_dim, (rows, value.shape[batch_dim] // rows))
+    return parts, [dim + (dim > batch_dim) for dim in dims if dim != batch_dim] + [batch_dim + 1]
+
+
 _HALVES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-    "sum": (reductions.sum_rows, reductions.total),
-    "mean": (reductions.mean_rows, reductions.average),
-    "batchmean": (reductions.batch_mean_rows, reductions.average),
+    "sum": (sum_rows, total),
+    "mean": (mean_rows, average),
+    "batchmean": (batch_mean_rows, average),
 }
 
 
+# -- the rewriting -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Reduction:
     """What a call reduces: its operand, the dimensions (None: all), and whether they stay."""
@@ -112,8 +180,8 @@ class _Rewriter:
             each = self._before(_EACH, loss.function, (), loss.unreduced(), value)
             args = (each, loss.given["target"], self.rows, batch_dim, loss.given["ignore_index"], wide)
             made = TensorInfo((_ROW, Size(0, 2)), wide)
-            rows = self._before(_ROWS, reductions.weigh_rows, (*args, self._again(loss.weight)), {}, made)
-            self._become(reductions.ratio, (rows, value.dtype))
+            rows = self._before(_ROWS, weigh_rows, (*args, self._again(loss.weight)), {}, made)
+            self._become(ratio, (rows, value.dtype))
         elif value.shape == (_ROW,):
             rows = self._before(_ROWS, loss.function, (), loss.unreduced(), value)
             self._become(_HALVES[loss.reduction][1], (rows, dims, False, value.dtype))

@@ -21,8 +21,7 @@ from torch import fx
 from autosplit.errors import InputError
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.recording.calls import under
-from autosplit.trace.reductions import reductions
-from autosplit.trace.reductions.decompose import reduced
+from autosplit.trace.reductions import decompose
 from autosplit.trace.rows.kinds import function_of
 
 _MOST = 200
@@ -127,8 +126,8 @@ class Form:
     def _half(self, node: fx.Node) -> Half | None:
         """Return a sum or mean over rows; None for another node."""
         function, args = function_of(node, self.root), arguments(node)
-        kind = next((n for n in ("ratio", "total", "average") if function is getattr(reductions, n)), None)
-        found = (kind, args[0]) if kind else reduced(node, self.root)
+        kind = next((n for n in ("ratio", "total", "average") if function is getattr(decompose, n)), None)
+        found = (kind, args[0]) if kind else decompose.reduced(node, self.root)
         if found is None or found[0] not in ("ratio", "total", "average", "sum", "mean"):
             return None
         kind, rows = found

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.compare.tensors import same_reordered
+from autosplit.compare import same_reordered
 from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.structure import flatten_output, tensors_in
 from autosplit.trace.recording.calls import apply_function
 from autosplit.trace.rows.kinds import function_of
-from autosplit.trace.rows.neighbours import size_at
+from autosplit.trace.rows.row_values import size_at
 from autosplit.trace.scope import is_layer
 
 _SCALES = (1.0, 1e4)

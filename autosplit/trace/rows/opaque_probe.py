@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autosplit.compare.tensors import same_rounded
+from autosplit.compare import same_rounded
 from autosplit.errors import is_internal
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TensorInfo

@@ -8,18 +8,27 @@ and values far outside of it; the kept row changes from draw to draw, and some d
 matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
 that is masked hides influence in a run of the model, and a sort of four keys leaves a row in its place now and then.
 Each kind of operation is asked once; a kind is a function, its other arguments and its operands' shapes. Operations
-that only move values are followed on row numbers instead. Whether a row's place matters is asked of more rows.
+that only move values are followed on row numbers instead. Whether a row's place or the number of rows matters is asked
+with more rows:
+
+    rows of a run     0 1 2 3                      ─► result  0 1 2 3
+    many rows         0 1 2 3 2 0 3 1 1 ...        ─► result  0 1 2 3 2 0 3 1 1 ...   equal rows have equal results
+
+``h.roll(4, 0)`` returns four rows to their places, ``h.T.tril(3)`` and ``arange(B) < 5`` treat the first four alike:
+none of that shows in a run on four rows. What depends on the number of rows alone (positions, masks, slices of tables)
+is computed at the larger number; all other operands are rows of the run, repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autosplit.compare.tensors import same_bits, same_rounded
+from autosplit.compare import same_bits, same_reordered, same_rounded
 from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO, TracedNode
 from autosplit.trace.rows.kinds import (
@@ -30,20 +39,28 @@ from autosplit.trace.rows.kinds import (
     rearranges,
     takes_shape_only,
 )
-from autosplit.trace.rows.neighbours import (
+from autosplit.trace.rows.row_values import (
     FEW_KINDS,
     KINDS,
     Layout,
+    Layouts,
     Values,
+    call_with,
     changed_by,
+    copied,
+    from_sources,
+    has_rows,
     result_of,
+    size_at,
+    tensors_of,
     with_neighbours,
-    with_random_rows,
 )
-from autosplit.trace.rows.place_probe import PlaceProbe, counts_of_rows
-from autosplit.trace.rows.row_layout import Layouts
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
+_LARGEST = 1 << 20
+"""Elements of a tensor above which only the smallest of the larger numbers of rows is tried."""
+_FAR = 512
+"""Constants up to this may be places; larger ones are sizes, as a rule."""
 
 
 class OperatorProbe:
@@ -72,14 +89,13 @@ class OperatorProbe:
         self.lengths = lengths
         self.valued = _valued(graph, root)
         self.layouts = Layouts(root, run, rows=rows, valued=self.valued)
-        self.asked: dict[Any, bool] = {}
+        self.answers: dict[Any, bool] = {}
         self.numbered: set[fx.Node] = set()
         """Nodes that depend on the number of rows alone, and are not equal for all places."""
         self.places = [
-            PlaceProbe(run, self.layouts, self.valued, rows=rows, count=count, lengths=lengths)
-            for count in counts_of_rows(graph, rows, sample_rows)
+            _MoreRows(run, self.valued, rows=rows, count=count, lengths=lengths)
+            for count in _counts_of_rows(graph, rows, sample_rows)
         ]
-        self.placed: dict[Any, bool] = {}
 
     def is_moved(self, node: fx.Node) -> bool:
         """Tell whether rows do not lie one after the other in a node or in what it changes, or are numbered there."""
@@ -104,18 +120,22 @@ class OperatorProbe:
 
     def _mixes_values(self, node: fx.Node, operands: Sequence[fx.Node], suspects: Collection[str]) -> bool:
         info: TracedNode = node.meta[INFO]
-        kind = self._kind(node)
         if rearranges(node, self.root):
-            followed = self.layouts.moved(node, kind, suspects)
+            followed = self.layouts.moved(node, suspects)
             if followed is not None:
                 return not followed
         if not self.layouts.computed(node, operands, [t.shape_at(self.rows, self.lengths) for t in info.tensors]):
             return True
+        return self._once("influence", node, lambda: self._is_influenced(node, operands))
+
+    def _once(self, question: str, node: fx.Node, ask: Callable[[], bool]) -> bool:
+        """Return the answer to a question, asked once for all operations of a kind."""
+        kind = self._kind(node)
         if kind is None:
-            return self._is_influenced(node, operands)
-        if kind not in self.asked:
-            self.asked[kind] = self._is_influenced(node, operands)
-        return self.asked[kind]
+            return ask()
+        if (question, kind) not in self.answers:
+            self.answers[question, kind] = ask()
+        return self.answers[question, kind]
 
     def _depends_on_place(self, node: fx.Node, suspects: Collection[str]) -> bool:
         """Tell whether a row's result depends on its place, unless that is known, or rows are no stack."""
@@ -124,12 +144,12 @@ class OperatorProbe:
             return False
         if any(n.meta[INFO].name in suspects for n in operands) and not rearranges(node, self.root):
             return False
-        kind = self._kind(node)
-        if kind is None or any(n not in self.valued and _has_rows(n) for n in operands):
+
+        def ask() -> bool:
             return any(places.differs(node) for places in self.places)
-        if kind not in self.placed:
-            self.placed[kind] = any(places.differs(node) for places in self.places)
-        return self.placed[kind]
+
+        by_number = any(n not in self.valued and has_rows(n) for n in operands)
+        return ask() if by_number else self._once("place", node, ask)
 
     def _is_influenced(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
         try:
@@ -143,11 +163,8 @@ class OperatorProbe:
             kept = (draw + 1) % self.rows
             base: Values = {}
             if kind == "all random":
-                base = {n: with_random_rows(self.run.env[n], self.layouts.of(n), generator) for n in operands}
-            values = {}
-            for n in operands:
-                value, layouts = base.get(n, self.run.env[n]), self.layouts.of(n)
-                values[n] = with_neighbours(value, layouts, self.rows, kept=kept, kind=kind, generator=generator)
+                base = self._with_neighbours(operands, {}, None, kind, generator)
+            values = self._with_neighbours(operands, base, kept, kind, generator)
             try:
                 made = result_of(node, self.run, values)
                 before = result_of(node, self.run, base) if base else plain
@@ -160,14 +177,23 @@ class OperatorProbe:
                 return True
         return False
 
+    def _with_neighbours(
+        self, operands: Sequence[fx.Node], base: Values, kept: int | None, kind: str, generator: torch.Generator
+    ) -> Values:
+        return {
+            n: with_neighbours(
+                base.get(n, self.run.env[n]), self.layouts.of(n), self.rows, kept=kept, kind=kind, generator=generator
+            )
+            for n in operands
+        }
+
     def _result_layouts(self, node: fx.Node, made: Sequence[torch.Tensor]) -> list[Layout | None]:
         if node in self.layouts.noted:
             return self.layouts.noted[node]
         infos = node.meta[INFO].tensors
         if not infos:
             return [layout for n in changed_by(node) for layout in self.layouts.of(n)]
-        pairs = zip(made, infos, strict=True)
-        return [None if (d := i.batch_dim) is None else Layout.stack(d, t.shape[d], self.rows) for t, i in pairs]
+        return self.layouts.stacks(made, infos)
 
     def _is_light(self, node: fx.Node) -> bool:
         """Tell whether an operation is torch's own and has no weights."""
@@ -203,10 +229,6 @@ class OperatorProbe:
         return tuple(value.shape), value.stride(), value.dtype, node in self.valued, tuple(batch), own
 
 
-def _has_rows(node: fx.Node) -> bool:
-    return any(tensor.batch_dim is not None for tensor in node.meta[INFO].tensors)
-
-
 def _is_kept(
     row: int,
     before: Sequence[torch.Tensor],
@@ -238,3 +260,85 @@ def _valued(graph: fx.Graph, root: nn.Module) -> set[fx.Node]:
         if given:
             found.add(node)
     return found
+
+
+# -- more rows ----------------------------------------------------------------------------------------------------
+def _counts_of_rows(graph: fx.Graph, rows: int, sample_rows: int) -> list[int]:
+    """Return the numbers of rows to try: a few, the sample's own, and one beyond all constants of the graph."""
+    constants = [0]
+
+    def note(value: Any) -> Any:
+        if type(value) is int and abs(value) <= _FAR:
+            constants.append(abs(value))
+        return value
+
+    for node in graph.nodes:
+        fx.node.map_aggregate((node.args, node.kwargs), note)
+    few = 2 * rows + 1
+    return sorted({few, max(few, sample_rows), 2 * max(constants) + 4 * rows + 1})
+
+
+class _MoreRows:
+    """The operations of one graph, asked one after the other at one number of rows.
+
+    Args:
+        run: a run on few rows; it holds the operands' values.
+        valued: the nodes whose values depend on rows' values, not on their number alone.
+        rows: the number of rows in the run.
+        count: the number of rows to ask about.
+        lengths: the lengths of the inputs in the run.
+    """
+
+    def __init__(
+        self,
+        run: fx.Interpreter,
+        valued: Collection[fx.Node],
+        *,
+        rows: int,
+        count: int,
+        lengths: Mapping[str, int],
+    ) -> None:
+        self.run, self.valued = run, valued
+        self.rows, self.count, self.lengths = rows, count, lengths
+        drawn = torch.randint(rows, (count - rows,), generator=torch.Generator().manual_seed(0))
+        self.sources = [*range(rows), *drawn.tolist()]  # the first in place: an index of theirs names them here too
+        self.numbered: dict[fx.Node, Any] = {}
+        """Values, at this number of rows, of nodes that depend on the number of rows alone."""
+
+    def differs(self, node: fx.Node) -> bool:
+        """Tell whether equal rows have unequal results; False also where the operation does not run on so many."""
+        if self.count > 2 * self.rows + 1 and max(self._elements(node), default=0) > _LARGEST:
+            return False
+        try:
+            given = {n: self._operand(n) for n in node.all_input_nodes}
+            made = call_with(node, self.run, given)
+            plain = result_of(node, self.run, {})
+        except Exception as error:  # a table may be too short for so many rows
+            if is_internal(error):
+                raise
+            return False
+        infos = node.meta[INFO].tensors
+        changed = [n for n in given if not infos and INFO in n.meta and n.meta[INFO].mutated]
+        many = tensors_of(made) if infos else [t for n in changed for t in tensors_of(given[n])]
+        infos = infos or [info for n in changed for info in n.meta[INFO].tensors]
+        if any(t.shape != i.shape_at(self.count, self.lengths) for t, i in zip(many, infos, strict=True)):
+            return False
+        if node not in self.valued:
+            self.numbered[node] = made
+        dims = [info.batch_dim for info in infos]
+        expected = (from_sources(t, d, self.rows, self.sources) for t, d in zip(plain, dims, strict=True))
+        return any(not same_reordered(a, b) for a, b in zip(many, expected, strict=True))
+
+    def _operand(self, node: fx.Node) -> Any:
+        if node in self.numbered:
+            return copied(self.numbered[node])
+        value = self.run.env[node]
+        if INFO not in node.meta:
+            return size_at(node, self.run, self.count) if isinstance(value, (int, float)) else value
+        infos = iter(node.meta[INFO].tensors)
+        return copied(value, lambda t: from_sources(t, next(infos).batch_dim, self.rows, self.sources))
+
+    def _elements(self, node: fx.Node) -> Iterator[int]:
+        for n in (node, *node.all_input_nodes):
+            for info in n.meta[INFO].tensors if INFO in n.meta else ():
+                yield math.prod(info.shape_at(self.count, self.lengths))

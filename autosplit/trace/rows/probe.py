@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosplit.compare.tensors import same_bits, same_reordered, same_rounded
+from autosplit.compare import same_bits, same_reordered, same_rounded
 from autosplit.errors import is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state

@@ -1,0 +1,324 @@
+"""Which row each entry of a tensor belongs to, and values in which other rows stand in the place of some.
+
+A tensor is a *stack* when its batch dimension holds the rows one after the other, each with the same number of
+entries. Views and permutations leave that order and come back to it:
+
+    [S, B, D] ──reshape──► [S * B, D]   entry i belongs to row i % B
+              ◄─reshape──               a stack again
+
+An operation that only moves values runs on a tensor of row numbers, so no table says what it does. An index that
+depends on values must pick from the row itself, whichever row's index stands there: ``x[arange(B), i]`` does,
+``x[keys.argsort()]`` not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autosplit.errors import is_internal
+from autosplit.trace.borrowed.state import random_state
+from autosplit.trace.graph import INFO, LENGTH, TensorInfo
+from autosplit.trace.inputs.structure import flatten_output, tensors_in
+from autosplit.trace.rows.kinds import moved_and_index
+
+Values = dict[fx.Node, Any]
+KINDS = ("other rows", "equal rows", "random", "far", "all random", "other rows", "all random", "far")
+"""What the neighbours are, draw by draw; in ``all random`` the kept row is drawn too."""
+FEW_KINDS = ("other rows", "equal rows", "all random")
+_FAR = 100.0
+_DRAWN = 65_537
+"""Random values that are drawn; larger tensors repeat them. A prime, so that rows do not repeat."""
+_SHUFFLES = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The row of each entry along a tensor's batch dimension."""
+
+    dim: int
+    rows: tuple[int, ...]
+
+    @classmethod
+    def stack(cls, dim: int, size: int, rows: int) -> Layout:
+        """Return the layout of a stack of ``rows`` rows."""
+        return cls(dim, tuple(entry * rows // size for entry in range(size)))
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, info: TensorInfo, rows: int) -> Layout | None:
+        """Return the layout of a tensor of row numbers; None where rows do not lie along the batch dimension alone."""
+        dim = info.batch_dim
+        if dim is None:
+            return None
+        if not numbers.numel():
+            return cls.stack(dim, numbers.shape[dim], rows)
+        others = [d for d in range(numbers.dim()) if d != dim]
+        least, most = (numbers.amin(others), numbers.amax(others)) if others else (numbers, numbers)
+        found = tuple(least.tolist())
+        evenly = all(found.count(row) * rows == len(found) for row in range(rows))
+        return cls(dim, found) if evenly and torch.equal(least, most) else None
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether the rows follow each other."""
+        return all(a <= b for a, b in zip(self.rows, self.rows[1:], strict=False))
+
+    def entries(self, row: int) -> torch.Tensor:
+        """Return the positions along the batch dimension that belong to a row."""
+        return torch.tensor([entry for entry, owner in enumerate(self.rows) if owner == row])
+
+    def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return row numbers in the shape of a tensor."""
+        shape = [1] * tensor.dim()
+        shape[self.dim] = len(self.rows)
+        return torch.tensor(self.rows, dtype=torch.int16).reshape(shape).expand(tensor.shape)
+
+    def after(self, dim: int, size: int) -> Layout | None:
+        """Return the layout of a result with this batch dimension, computed entry by entry; None for another size."""
+        if size % len(self.rows):
+            return None
+        return Layout(dim, tuple(row for row in self.rows for _ in range(size // len(self.rows))))
+
+
+class Layouts:
+    """How rows lie in the values of a run.
+
+    Args:
+        root: the root on which the graph runs.
+        run: the run.
+        rows: its number of rows.
+        valued: the nodes whose values depend on rows' values, not on their number alone.
+    """
+
+    def __init__(self, root: nn.Module, run: fx.Interpreter, *, rows: int, valued: Collection[fx.Node]) -> None:
+        self.root, self.run, self.rows, self.valued = root, run, rows, valued
+        self.noted: dict[fx.Node, list[Layout | None]] = {}
+        """How rows lie in nodes that are no stacks; None: in no order along the batch dimension."""
+
+    def of(self, node: fx.Node) -> list[Layout | None]:
+        """Return how rows lie in each tensor of a node that has been run; None for tensors without rows."""
+        if node in self.noted or INFO not in node.meta:
+            return self.noted.get(node, [])
+        return self.stacks(tensors_of(self.run.env[node]), node.meta[INFO].tensors)
+
+    def stacks(self, tensors: Sequence[torch.Tensor], infos: Sequence[TensorInfo]) -> list[Layout | None]:
+        """Return the layouts of stacks of rows; None for tensors without rows."""
+        pairs = zip(tensors, infos, strict=True)
+        return [None if (d := i.batch_dim) is None else Layout.stack(d, t.shape[d], self.rows) for t, i in pairs]
+
+    def computed(self, node: fx.Node, operands: Sequence[fx.Node], shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Note how rows lie in what is computed from operands; False where they lie in several orders."""
+        noted = [layout for n in operands for layout in self.noted.get(n, ())]
+        if not noted:
+            return True
+        tensors = node.meta[INFO].tensors
+        if len(noted) < len(operands) or None in noted or any(t.batch_dim is None for t in tensors):
+            return False
+        pairs = [(t.batch_dim, shape[t.batch_dim]) for t, shape in zip(tensors, shapes, strict=True)]
+        found = [{layout.after(dim, size) for layout in noted if layout is not None} for dim, size in pairs]
+        if any(len(orders) != 1 or None in orders for orders in found):
+            return False
+        self.noted[node] = [next(iter(orders)) for orders in found]
+        return True
+
+    def moved(self, node: fx.Node, suspects: Collection[str]) -> bool | None:
+        """Follow rows through an operation that moves values: False where its index may pick from other rows.
+
+        None where the operation cannot be followed: it moves nothing that depends on rows, or knows no integers.
+        """
+        operands, picking = moved_and_index(node, self.root)
+        index = [n for n in picking if n in self.valued]
+        stated = [n for n in picking if n not in self.valued and has_rows(n) and n in self._stated]
+        if not any(n in self.valued for n in operands) or any(INFO not in n.meta for n in index):
+            return None
+        if any(None in self.noted.get(n, ()) for n in operands):
+            self.noted[node] = [None]
+            return True
+        try:
+            numbers = {n: self._numbers(n) for n in operands}
+            found = self._after(node, numbers)
+            if stated and not self._stays(node, {**numbers, **{n: torch.zeros_like(self.run.env[n]) for n in stated}}):
+                return False
+            if index:
+                return self._picks_own(node, numbers, index, suspects)
+        except Exception as error:  # it takes no row numbers
+            if is_internal(error):
+                raise
+            return None
+        if not all(layout is not None and layout.is_stack for layout in found):
+            self.noted[node] = found
+        return True
+
+    def _picks_own(self, node: fx.Node, numbers: Values, index: Sequence[fx.Node], suspects: Collection[str]) -> bool:
+        """Tell whether all rows stay in place, whichever row's index stands in a row: it must be that row's own."""
+        if any(n in self.noted or n.meta[INFO].name in suspects for n in index):
+            return False
+        generator = torch.Generator().manual_seed(0)
+        for draw in range(_SHUFFLES):
+            values = dict(numbers)
+            for n in index if draw else ():
+                values[n] = with_neighbours(
+                    self.run.env[n], self.of(n), self.rows, kept=None, kind="other rows", generator=generator
+                )
+            if not self._stays(node, values):
+                return False
+        return True
+
+    def _stays(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+        return all(layout is not None and layout.is_stack for layout in self._after(node, values))
+
+    @cached_property
+    def _stated(self) -> set[fx.Node]:
+        """The nodes whose numbers depend on parameters, buffers, or arguments without rows: others in the next call."""
+        found: set[fx.Node] = set()
+        own = {name for name, _ in (*self.root.named_parameters(), *self.root.named_buffers())}
+        for node in self.run.graph.nodes:
+            if node.op == "placeholder":
+                stated = bool(node.meta.get(INFO) and node.meta[INFO].tensors) and not has_rows(node)
+            else:
+                held = node.op == "get_attr" and str(node.target) in own
+                stated = held or any(n in found for n in node.all_input_nodes)
+            if stated:
+                found.add(node)
+        return found
+
+    def _after(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Layout | None]:
+        pairs = zip(result_of(node, self.run, values), node.meta[INFO].tensors, strict=True)
+        return [Layout.of(tensor, info, self.rows) for tensor, info in pairs]
+
+    def _numbers(self, node: fx.Node) -> Any:
+        """Return a node's value with row numbers in the place of its values; -1 where there are no rows."""
+        flat, rebuild = flatten_output(self.run.env[node])
+        layouts = iter(self.of(node))
+
+        def numbered(tensor: torch.Tensor) -> torch.Tensor:
+            layout = next(layouts, None)
+            return torch.full(tensor.shape, -1, dtype=torch.int16) if layout is None else layout.numbers(tensor)
+
+        return rebuild([numbered(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
+
+
+# -- an operation on other values ------------------------------------------------------------------------------
+def has_rows(node: fx.Node) -> bool:
+    """Tell whether a node has a tensor with a batch dimension."""
+    return INFO in node.meta and any(tensor.batch_dim is not None for tensor in node.meta[INFO].tensors)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a node's value, in the order of its `TensorInfo`."""
+    return tensors_in(flatten_output(value)[0])
+
+
+def result_of(node: fx.Node, run: fx.Interpreter, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
+    """Run a node on copies of its operands, or of ``values`` in their place; return what it makes or changes."""
+    given = {n: copied(values.get(n, run.env[n])) if INFO in n.meta else run.env[n] for n in node.all_input_nodes}
+    made = call_with(node, run, given)
+    return tensors_of(made) if node.meta[INFO].tensors else [t for n in changed_by(node) for t in tensors_of(given[n])]
+
+
+def call_with(node: fx.Node, run: fx.Interpreter, given: Mapping[fx.Node, Any]) -> Any:
+    """Run a node on the given operands; what it draws is drawn from one seed."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+    with contextlib.ExitStack() as stack:
+        if node.meta[INFO].random:
+            stack.enter_context(random_state())
+            torch.manual_seed(0)
+        return getattr(run, node.op)(node.target, args, kwargs)
+
+
+def size_at(node: fx.Node, run: fx.Interpreter, rows: int) -> Any:
+    """Evaluate a size at a number of rows."""
+    if node.op == "placeholder":
+        return run.env[node] if LENGTH in node.meta else rows
+    if node.op != "call_function":
+        return run.env[node]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: size_at(n, run, rows))
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def changed_by(node: fx.Node) -> list[fx.Node]:
+    """Return the operands whose storage some operation changes."""
+    return [n for n in node.all_input_nodes if INFO in n.meta and n.meta[INFO].mutated]
+
+
+def with_neighbours(
+    value: Any, layouts: Sequence[Layout | None], rows: int, *, kept: int | None, kind: str, generator: torch.Generator
+) -> Any:
+    """Return a value in which all rows but the kept one are made up; see `KINDS`."""
+    sources = torch.randint(rows, (rows,), generator=generator).tolist()
+    if kept is not None:
+        sources = [kept if kind == "equal rows" or row == kept else source for row, source in enumerate(sources)]
+
+    def made_up(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if kind in ("equal rows", "other rows") or tensor.is_complex():
+            return _from_rows(tensor, layout, sources)
+        made = tensor.clone().copy_(_random(tensor, generator, _FAR if kind == "far" else 1.0))
+        if kept is None:
+            return made
+        at = layout.entries(kept)
+        return made.index_copy_(layout.dim, at, tensor.index_select(layout.dim, at))
+
+    flat, rebuild = flatten_output(value)
+    rest = iter(layouts)
+
+    def one(leaf: Any) -> Any:
+        layout = next(rest, None) if isinstance(leaf, torch.Tensor) else None
+        return leaf if layout is None else made_up(leaf.detach(), layout)
+
+    return rebuild([one(leaf) for leaf in flat])
+
+
+def _from_rows(tensor: torch.Tensor, layout: Layout, sources: Sequence[int]) -> torch.Tensor:
+    made = tensor.clone()
+    for row, source in enumerate(sources):
+        made.index_copy_(layout.dim, layout.entries(row), tensor.index_select(layout.dim, layout.entries(source)))
+    return made
+
+
+def _random(tensor: torch.Tensor, generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
+    """Return random values: integers are some of the tensor's own, as most are indices."""
+    if not tensor.is_floating_point():
+        flat = tensor.reshape(-1)
+        if tensor.dtype == torch.bool:
+            return torch.randint(2, tensor.shape, generator=generator).bool()
+        return flat[torch.randint(max(1, flat.numel()), tensor.shape, generator=generator)]
+    low, high = _range(tensor)
+    if scale != 1.0 or low == high:
+        reach = scale * max(abs(low), abs(high), 1.0)
+        low, high = -reach, reach
+    drawn = torch.rand(min(_DRAWN, tensor.numel()), generator=generator, dtype=torch.float64).mul_(high - low).add_(low)
+    repeated = drawn.to(tensor.dtype).repeat(tensor.numel() // max(1, len(drawn)) + 1)
+    return repeated[: tensor.numel()].reshape(tensor.shape)
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
+    if not tensor.numel():
+        return 0.0, 1.0
+    low, high = map(float, tensor.aminmax())
+    if math.isfinite(low) and math.isfinite(high):
+        return low, high
+    finite = tensor[tensor.isfinite()]
+    return (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+
+
+def copied(value: Any, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
+    """Return a value with copies of its tensors."""
+    flat, rebuild = flatten_output(value)
+    return rebuild([copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
+
+
+def from_sources(tensor: torch.Tensor, dim: int | None, rows: int, sources: Sequence[int]) -> torch.Tensor:
+    """Return a stack of the given rows of a stack of rows; without a batch dimension, a copy."""
+    if dim is None:
+        return tensor.clone()
+    size = tensor.shape[dim] // rows
+    entries = [row * size + entry for row in sources for entry in range(size)]
+    return tensor.index_select(dim, torch.tensor(entries, dtype=torch.long, device=tensor.device))
