@@ -16,9 +16,9 @@ from autosplit.report.page import page
 from autosplit.report.sections import render, render_markdown
 from autosplit.report.trace_file import write_trace
 from autosplit.runtime.lanes.ambient import one_intra_op_thread
-from autosplit.runtime.step.modes import left_alone, random_state_on_refusal
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.timing import lane_memory, least_issue_s, stages_alone, timeline
+from autosplit.trace.borrowed.state import left_alone, random_state_on_refusal
 
 if TYPE_CHECKING:
     from autosplit.planning.plan.plan import Plan

@@ -13,8 +13,8 @@ from torch import fx, nn
 
 from autosplit.delegation import Delegating, Placed, forward_like, forward_overrides
 from autosplit.errors import InputError
-from autosplit.lower.locate import Locate
 from autosplit.lower.program import STATE, emit
+from autosplit.lower.text import Locate
 from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan
@@ -27,10 +27,9 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads
 from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine, middle
-from autosplit.runtime.step.modes import eval_mode, random_state_on_refusal
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.tree import TreeRun
-from autosplit.trace.borrowed.state import random_state
+from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
 from autosplit.trace.inputs.objects import leaves_of, take_apart
 from autosplit.trace.inputs.signature import rows_of
 from autosplit.trace.recording.recording import FirstCall

@@ -21,7 +21,6 @@ from autosplit.planning.plan.plan import Plan
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, on_lane
-from autosplit.runtime.running_statistics import Collected
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
@@ -108,7 +107,7 @@ class Recorded:
     def parts(self) -> dict[str, nn.Module]:
         """The modules that the program calls, each on its lane."""
         lowered, lanes = self.lowered, self.lanes
-        parts = {f"stage{i}": on_lane(lowered.run(i), lanes[i]) for i in range(len(lowered.stages))}
+        parts = {f"stage{i}": on_lane(lowered.runs[i], lanes[i]) for i in range(len(lowered.stages))}
         parts |= {f"shared{i}": on_lane(p, lanes[i]) for i, p in enumerate(lowered.prologues) if p is not None}
         if lowered.epilogue is not None:
             parts["epilogue"] = on_lane(lowered.epilogue, lanes[-1])
@@ -124,7 +123,7 @@ class Recorded:
         seeded = bool(lowered.off_tape) if taped else lowered.random
         seed = int(torch.randint(2**_SEED_BITS, ())) if seeded else 0
         tape = Tape(lowered.tape, sizes, lengths) if taped else None
-        return CallState(seed, tape, Collected(each=options.norm_counts == "microbatch"))
+        return CallState(seed, tape, update_each=options.norm_counts == "microbatch")
 
     @cached_property
     def setup(self) -> fx.GraphModule:

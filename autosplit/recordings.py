@@ -15,8 +15,7 @@ from torch import nn
 
 from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import InputError, ScheduleError, TraceError
-from autosplit.lower.place import place
-from autosplit.lower.split import lower
+from autosplit.lower.split import lower, place
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.edit import recosted
 from autosplit.planning.plan.fingerprint import check_plan

@@ -27,8 +27,8 @@ from torch import nn
 from autosplit.compare import ROUNDING, Item, Parts, compare, tolerance
 from autosplit.errors import InputError
 from autosplit.options import Sample
-from autosplit.runtime.batch_norm import norm_and_collect_stats
 from autosplit.runtime.loss.parts import call_loss
+from autosplit.runtime.norms import norm_and_collect_stats
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.borrow import free_leaves, stand_ins
 from autosplit.trace.fixed_draws import FixedDraws

@@ -33,7 +33,7 @@ from torch.autograd.profiler import record_function
 
 from autosplit import PipelinedModule, autosplit, recordings
 from autosplit.devices.allocations import Allocations
-from autosplit.runtime.lanes.lanes import Bundle, CpuLane, Lane
+from autosplit.runtime.lanes.lanes import Bundle, Lane
 from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.cells import Cells
 from benchmarks import pairs
@@ -45,7 +45,7 @@ _TIED_LANE = 0
 """Where tied parameters lie: these models have embeddings on the first lane."""
 
 
-class OwnMemory(CpuLane):
+class OwnMemory(Lane):
     """A lane on the CPU that holds a copy of its own of what other lanes send."""
 
     asynchronous = True
@@ -70,9 +70,9 @@ class OwnMemory(CpuLane):
         """Return the one context that does nothing."""
         return nullcontext()
 
-    def here(self) -> CpuLane:
+    def here(self) -> Lane:
         """Return the caller's lane."""
-        return CpuLane()
+        return Lane()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from autosplit.compat.chain import BalanceError, PipeSequential
 from autosplit.compat.gpipe import GPipe
 from autosplit.compat.pipe import NoChunk, Pipe, WithDevice
 from autosplit.compat.skip import Namespace, pop, skippable, stash, verify_skippables
-from autosplit.runtime.recompute import is_checkpointing, is_recomputing
+from autosplit.runtime.regions import is_checkpointing, is_recomputing
 
 __all__ = [
     "BalanceError",

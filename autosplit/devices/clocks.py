@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -51,33 +51,16 @@ class Timed:
     issue_s: float = 0.0
 
 
-class Clock(Protocol):
-    """The clock of one device, and its count of bytes."""
+class Clock:
+    """The clock of one device, and its count of bytes; as it is here, the CPU's.
 
-    warms: bool
-    """Whether a kernel's first run takes longer than others: it is loaded, and libraries choose among theirs."""
-
-    def timed(self, run: Callable[[], Any]) -> Timed:
-        """Run something and time it."""
-        ...
-
-    def held_bytes(self) -> int | None:
-        """Return the bytes that tensors hold on the device now; None where the device does not count."""
-        ...
-
-    def release(self) -> None:
-        """Give back memory that is cached for tensors to come."""
-        ...
-
-
-class CpuClock:
-    """Time passes in the calling thread: its own CPU seconds where it computes alone, else the seconds of the wall.
-
-    CPU seconds leave out what other programs take of the core; a system that counts them in coarse steps has the wall's
+    Time passes in the calling thread: its own CPU seconds where it computes alone, else the seconds of the wall. CPU
+    seconds leave out what other programs take of the core; a system that counts them in coarse steps has the wall's
     only. torch keeps no count of a CPU's bytes.
     """
 
     warms = False
+    """Whether a kernel's first run takes longer than others: it is loaded, and libraries choose among theirs."""
 
     def __init__(self, *, threads: int) -> None:
         fine = time.get_clock_info("thread_time").resolution <= _FINE_S
@@ -89,14 +72,15 @@ class CpuClock:
         result = run()
         return Timed(result, self._now_s() - start_s)
 
-    def held_bytes(self) -> None:
-        """Return None."""
+    def held_bytes(self) -> int | None:
+        """Return the bytes that tensors hold on the device now; None where the device does not count."""
+        return None
 
     def release(self) -> None:
-        """Do nothing: the allocator keeps nothing back."""
+        """Give back memory that is cached for tensors to come."""
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Events in the device's current stream; bytes as torch's caching allocator counts them.
 
     ```
@@ -150,7 +134,7 @@ def occupy(seconds: float) -> None:
 
 def clock_of(device: torch.device, *, threads: int) -> Clock:
     """Return the clock of a device; ``threads`` is the number of intra-op threads of a CPU."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock(threads=threads)
+    return CudaClock(device) if device.type == "cuda" else Clock(threads=threads)
 
 
 def device_text(device: torch.device) -> str:

@@ -78,6 +78,10 @@ class Layout:
     forked: set[str] = field(default_factory=set)
     merged: dict[str, int] = field(default_factory=dict)
 
+    def alias(self, value: str, consumer: str) -> Slot:
+        """Return the alias of a given or shared value that a consumer takes."""
+        return Slot(value, self.alias_of[value, consumer])
+
 
 def lay_out(traced: TracedGraph, stage_of: Mapping[str, int], stages: int) -> Layout:
     """Compute the layout for an assignment of stable node names to stages."""

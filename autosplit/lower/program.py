@@ -17,9 +17,11 @@ from torch import fx, nn
 
 from autosplit.lower.layout import EPILOGUE, Slot
 from autosplit.lower.region import named
-from autosplit.lower.split import Lowered, program_alias
+from autosplit.lower.split import Lowered
 from autosplit.lower.text import readable
-from autosplit.runtime.ops import OUT, CellContext, fork, merge, record, split, transfer, update_statistics, wait
+from autosplit.runtime.norms import update_statistics
+from autosplit.runtime.ops import OUT, CellContext, fork, merge, record, split, transfer, wait
+from autosplit.runtime.regions import Recomputed
 from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, LENGTH, NodeClass
 
@@ -198,7 +200,7 @@ class _Program:
             name = f"y{source}_{microbatch}_on{stage}"
             given[f"from{source}"] = self._transfer(bundle, source, stage, name)
         flag: dict[str, Any] = {}
-        if self.lowered.again[stage] is not None:
+        if isinstance(self.lowered.runs[stage], Recomputed):
             flag["recompute"] = self.lowered.runs_again(stage, last=microbatch == self.last)
         args = tuple(given[name] for name in module.takes)
         cell = self.graph.call_module(self.attributes[f"stage{stage}"], args, flag)
@@ -249,15 +251,15 @@ class _Program:
                 return self.values[slot]
             moved = self._transfer((self.values[slot],), home, last, f"{slot.value}_on{last}")
             return self._item(moved, 0)
-        return self._placed(program_alias(self.layout, slot.value, EPILOGUE), last)
+        return self._placed(self.layout.alias(slot.value, EPILOGUE), last)
 
     def ending_slots(self) -> list[Slot]:
         """Return the values from before the first cell that the epilogue and the caller take."""
         wanted = [s.value for s in self.lowered.epilogue_inputs if s.value not in self.layout.merged]
-        slots = [program_alias(self.layout, value, EPILOGUE) for value in wanted]
+        slots = [self.layout.alias(value, EPILOGUE) for value in wanted]
         for value in self.lowered.outputs:
             if isinstance(value, fx.Node) and self._from_beginning(value):
-                slots.append(program_alias(self.layout, value.name, OUT))
+                slots.append(self.layout.alias(value.name, OUT))
         return list(dict.fromkeys(slots))
 
     def _from_beginning(self, value: fx.Node) -> bool:
@@ -274,7 +276,7 @@ class _Program:
         if value.op == "placeholder":
             return self.inputs[value]
         if self._from_beginning(value):
-            return self.values[program_alias(self.layout, value.name, OUT)]
+            return self.values[self.layout.alias(value.name, OUT)]
         full = value.meta[INFO].node_class is NodeClass.FULL
         return self.epilogue[value.name] if full else self.values[Slot(value.name)]
 

@@ -11,10 +11,9 @@ import torch
 from torch import fx, nn
 
 from autosplit.lower.layout import Layout, Slot
-from autosplit.runtime.batch_norm import normalise
-from autosplit.runtime.compiled import Compiled
+from autosplit.runtime.norms import normalise
 from autosplit.runtime.ops import alias, draw, fork
-from autosplit.runtime.recompute import Recomputed
+from autosplit.runtime.regions import Compiled, Recomputed
 from autosplit.trace.graph import INFO, LENGTH
 from autosplit.trace.recording.calls import under
 from autosplit.trace.rows.kinds import counts_by_microbatch
@@ -259,14 +258,11 @@ class RegionModule(fx.GraphModule):
                 yield name, tensor
 
     def _state(self, kind: str) -> Any:
-        for node in self.graph.nodes:
-            if node.op == "call_module" and node.target in self.units:
-                yield from self.__dict__[str(node.target)].region._state(kind)
-            if node.op not in ("call_module", "get_attr") or not str(node.target).startswith(f"{ROOT}."):
+        for _, path in self.named():
+            if not path:
                 continue
-            path = str(node.target).removeprefix(f"{ROOT}.")
             parent, _, name = path.rpartition(".")
-            holder = self.__dict__[ROOT].get_submodule(parent)
+            holder = self.root.get_submodule(parent)
             tensor = getattr(holder, "_" + kind).get(name)
             if tensor is not None:
                 yield path, tensor

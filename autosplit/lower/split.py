@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch import fx, nn
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out
 from autosplit.lower.region import Region, RegionModule, recomputed
 from autosplit.profile.stage_trace.stage_pieces import block_paths, in_units
-from autosplit.runtime.compiled import Compiled
-from autosplit.runtime.ops import OUT
-from autosplit.runtime.recompute import Recomputed
+from autosplit.runtime.optimizers import move
+from autosplit.runtime.regions import Compiled, Recomputed
 from autosplit.runtime.tape import TapeNode, tape_nodes
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.rows.kinds import counts_by_microbatch
@@ -43,8 +42,8 @@ class Lowered:
     """The flat outputs: fx nodes of the recording, or constants."""
     recompute: tuple[str, ...]
     """What each stage does again in its backward."""
-    compiled: tuple[Compiled | None, ...] = ()
-    """What compiles each stage; empty where stages run by their own graphs; None where only its units are compiled."""
+    runs: tuple[nn.Module, ...]
+    """What runs each stage: its own graph, compiled code, or either of them again in its backward."""
 
     @property
     def traced(self) -> TracedGraph:
@@ -56,42 +55,23 @@ class Lowered:
         """The names of what each stage takes, in order."""
         return tuple(stage.takes for stage in self.stages)
 
-    @cached_property
-    def again(self) -> tuple[Recomputed | None, ...]:
-        """Per stage what runs it so that all of it runs again in the backward; None where that is not asked for."""
-        return tuple(
-            _recomputed(self.layout, index, stage, self._compiled(index)) if self._whole(index) else None
-            for index, stage in enumerate(self.stages)
-        )
-
-    def _whole(self, stage: int) -> bool:
-        blocks = self.recompute[stage] == "block" and not self.stages[stage].units
-        return blocks or self.recompute[stage] in ("always", "except_last")
-
     def runs_again(self, stage: int, *, last: bool) -> bool:
         """Tell whether all of a stage runs again in its backward; ``last``: for the last microbatch of a step."""
-        return self.again[stage] is not None and not (last and self.recompute[stage] == "except_last")
+        again = isinstance(self.runs[stage], Recomputed)
+        return again and not (last and self.recompute[stage] == "except_last")
 
-    def _compiled(self, stage: int) -> Compiled | None:
-        return self.compiled[stage] if self.compiled else None
+    def cell(self, stage: int, *, last: bool) -> Callable[..., Any]:
+        """Return what runs a stage on a microbatch."""
+        run = self.runs[stage]
+        once = isinstance(run, Recomputed) and not self.runs_again(stage, last=last)
+        return partial(run, recompute=False) if once else run
 
     @property
     def uncompiled(self) -> dict[str, str]:
         """The stages and blocks that run by their own graphs where they were to be compiled, and why."""
-        units = (stage.__dict__[name] for stage in self.stages if self.compiled for name in stage.units)
-        runs = (*(run for run in self.compiled if run is not None), *(unit.run for unit in units))
-        return {run.place: run.reason for run in runs if run.reason}
-
-    def run(self, stage: int) -> nn.Module:
-        """Return what runs a stage on any microbatch of a call."""
-        return self.again[stage] or self._compiled(stage) or self.stages[stage]
-
-    def cell(self, stage: int, *, last: bool) -> Callable[..., Any]:
-        """Return what runs a stage on a microbatch."""
-        again = self.again[stage]
-        if again is not None and self.runs_again(stage, last=last):
-            return again
-        return self._compiled(stage) or self.stages[stage]
+        runs = (*self.runs, *(stage.__dict__[name] for stage in self.stages for name in stage.units))
+        inner = [run.run if isinstance(run, Recomputed) else run for run in runs]
+        return {run.place: run.reason for run in inner if isinstance(run, Compiled) and run.reason}
 
     @cached_property
     def changes_inputs(self) -> bool:
@@ -150,7 +130,7 @@ def lower(
     """
     recompute = tuple(recompute or ["never"] * len(devices))
     layout = lay_out(traced, stage_of, len(devices))
-    names = {n.name: n.name for n in traced.graph.nodes} | {name: _identifier(name) for name in layout.given}
+    names = {n.name: n.name for n in traced.graph.nodes} | {name: name.replace(".", "_") for name in layout.given}
     output = next(iter(reversed(traced.graph.nodes)))
     stages = tuple(_stage(layout, i, device, names, recompute[i], compiled) for i, device in enumerate(devices))
     prologues = tuple(_prologue(layout, i, device, names) for i, device in enumerate(devices))
@@ -159,18 +139,21 @@ def lower(
     )
     inputs = _epilogue_inputs(layout)
     epilogue = _epilogue(layout, devices[-1], inputs, wanted, names) if layout.epilogue else None
-    runs: tuple[Compiled | None, ...] = ()
-    if compiled is not None:
-        runs = tuple(None if s.units else Compiled(s, f"stage {i}", compiled) for i, s in enumerate(stages))
+    runs = tuple(_run(layout, i, stage, recompute[i], compiled) for i, stage in enumerate(stages))
     return Lowered(layout, stages, prologues, epilogue, inputs, wanted, tuple(output.args[0]), recompute, runs)
 
 
-def _recomputed(layout: Layout, index: int, stage: RegionModule, run: Compiled | None) -> Recomputed:
-    """Return a whole stage that runs again."""
+def _run(
+    layout: Layout, index: int, stage: RegionModule, recompute: str, compiled: Mapping[str, Any] | None
+) -> nn.Module:
+    place = f"stage {index}"
+    run = None if compiled is None or stage.units else Compiled(stage, place, compiled)
+    if recompute == "never" or stage.units:
+        return run or stage
     inputs = {n.name: n.meta[INFO] for n in layout.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta}
     own = layout.stages[index]
     copied = [position for position, slot in enumerate(own.inputs) if inputs[slot.value].mutated]
-    return recomputed(stage, layout, own.nodes, copied=copied, place=f"stage {index}", run=run)
+    return recomputed(stage, layout, own.nodes, copied=copied, place=place, run=run)
 
 
 def _stage(
@@ -245,11 +228,19 @@ def _epilogue(
     return region.finish(tuple(region.value(Slot(name)) for name in wanted), "Epilogue")
 
 
-def program_alias(layout: Layout, value: str, consumer: str) -> Slot:
-    """Return the alias of a given or shared value that the epilogue or the caller takes."""
-    assert consumer in (EPILOGUE, OUT)
-    return Slot(value, layout.alias_of[value, consumer])
+def place(model: nn.Module, lowered: Lowered, devices: Sequence[torch.device]) -> None:
+    """Move the model's state to the devices of the stages that use it; Parameter objects stay the same.
 
-
-def _identifier(name: str) -> str:
-    return name.replace(".", "_")
+    State that no stage uses moves to the first device. Does nothing where everything lies on the right device already.
+    """
+    target: dict[int, torch.device] = {}
+    with_state = dict(model.named_parameters(remove_duplicate=False))
+    for name, stage in lowered.layout.home.items():
+        if name in with_state:
+            target[id(with_state[name])] = devices[stage]
+    parts = (*lowered.stages, *lowered.prologues, lowered.epilogue)
+    for part, device in zip(parts, (*devices, *devices, devices[-1]), strict=True):
+        if part is not None:
+            for tensor in (*part.parameters(), *part.buffers()):
+                target.setdefault(id(tensor), device)
+    move((tensor, target.get(id(tensor), devices[0])) for tensor in (*model.parameters(), *model.buffers()))

@@ -21,7 +21,6 @@ from autosplit.runtime.lanes.ambient import is_transformed
 from autosplit.runtime.lanes.lanes import Bundle as Bundle
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.streams import generators_of
-from autosplit.runtime.running_statistics import Collected
 from autosplit.runtime.tape import DRAWING, Tape
 
 OUT = "out"
@@ -35,20 +34,22 @@ class CallState:
     Attributes:
         seed: where the random draws begin that are not on the tape.
         tape: the plain model's random numbers; None where all operations draw by the seed.
-        statistics: what norms saw (:mod:`autosplit.runtime.batch_norm`).
+        statistics: what norms saw, by the name of the call (:mod:`autosplit.runtime.norms`).
+        update_each: whether every microbatch is an update of running statistics, as in the plain model's loop.
     """
 
     seed: int = 0
     tape: Tape | None = None
-    statistics: Collected = field(default_factory=Collected)
+    statistics: dict[str, Any] = field(default_factory=dict)
+    update_each: bool = False
 
     def fresh(self) -> CallState:
         """Return the state of another run of the same call."""
-        return replace(self, tape=self.tape and self.tape.fresh(), statistics=self.statistics.fresh())
+        return replace(self, tape=self.tape and self.tape.fresh(), statistics={})
 
     def again(self) -> CallState:
         """Return the state of a run that repeats this one."""
-        return replace(self, tape=self.tape and self.tape.again(), statistics=self.statistics.fresh())
+        return replace(self, tape=self.tape and self.tape.again(), statistics={})
 
 
 class CellContext(NamedTuple):
@@ -263,11 +264,6 @@ def wait(lane: Lane, event: Any) -> None:
     lane.wait(event)
 
 
-def update_statistics(state: CallState, lanes: Sequence[Lane]) -> None:
-    """Update the running statistics of all norms by what they saw in the step, when its last forward is over."""
-    state.statistics.update(lanes)
-
-
 def alias(value: torch.Tensor) -> torch.Tensor:
     """Return a view of its own for one use of a value that is used several times.
 
@@ -335,5 +331,5 @@ def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, 
                 generator.set_state(state)
 
 
-for _function in (record, update_statistics, wait):
+for _function in (record, wait):
     has_side_effect(_function)

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.trace.graph import NodeClass, TracedNode
@@ -40,7 +39,6 @@ from autosplit.trace.recording.random_watch import (
     is_composite,
     run_composite,
 )
-from autosplit.trace.scope import has_hooks, has_module_hooks
 from autosplit.trace.shapes.formula import ROWS
 
 DRAWING = threading.RLock()
@@ -116,9 +114,6 @@ class Tape:
         if node.draws is None:
             return self._run_live(node, partial(function, *args, **kwargs))
         numbers = self._numbers(node, microbatch)
-        value, share = _dropped_out(function, args, kwargs)
-        if value is not None and value.shape == numbers[0].shape:
-            return value * torch.empty_like(value).copy_(numbers[0]).div_(1 - share)
         with _Replay(name, node.draws, numbers):
             return function(*args, **kwargs)
 
@@ -199,23 +194,6 @@ class _Replay(TorchDispatchMode):
                 "numbers are not the same at every call; split with rng='counter'"
             )
         return _rule(draw).give(numbers, args, kwargs)
-
-
-def _dropped_out(function: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, float]:
-    """Return what plain dropout is applied to, and the share that goes; None where it is anything else.
-
-    It is most of what draws, and a dispatch mode costs several times what the kernels of a small microbatch do.
-    """
-    if type(function) is nn.Dropout and len(args) == 1:
-        watched = function._forward_hooks or has_hooks(function) or has_module_hooks()
-        plain = not (function.inplace or watched)
-        return (args[0], function.p) if plain and function.training and 0 < function.p < 1 else (None, 0.0)
-    if function is nn.functional.dropout:
-        named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-        share = named.get("p", 0.5)
-        plain = named.get("training", True) is True and not named.get("inplace", False) and 0 < share < 1
-        return (named["input"], share) if plain else (None, 0.0)
-    return None, 0.0
 
 
 def _shape_asked(func: Any, args: Any) -> tuple[int, ...] | None:

@@ -50,14 +50,17 @@ class TreeRun:
         self._stages = {name.partition("#")[0]: stage for name, stage in stage_of.items()}
         self.units = tuple(self._stages)
         self._doors = ForwardInterceptors(model, self.units)
-        self._devices = Devices(model, self._stages, lanes)
+        self._of_stage = [lane.device for lane in lanes]
+        home = homes(model, self._stages)
+        state = (*model.named_parameters(), *model.named_buffers())
+        move((tensor, self._of_stage[home[name]]) for name, tensor in state)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward and return what it returns.
 
         Raises what the model raises, with a note that names the unit and the stage.
         """
-        moves = Moves(self._devices)
+        moves = Moves(self._of_stage)
         visit = _Visit(self._stages, moves)
         args, kwargs = moves.inputs((args, kwargs))
         with self._doors.up(), self._doors.visited(visit), moves.entered():
@@ -83,25 +86,17 @@ class _Visit:
             raise
 
 
-class Devices:
-    """The devices of a model's stages, and its state on them."""
-
-    def __init__(self, model: nn.Module, stages: Mapping[str, int], lanes: Sequence[Lane]) -> None:
-        """Move parameters and buffers to the devices of their home stages."""
-        self.of_stage = [lane.device for lane in lanes]
-        self.order = {device: stage for stage, device in enumerate(self.of_stage)}
-        """The last stage on every device: values move forwards."""
-        home = homes(model, stages)
-        state = (*model.named_parameters(), *model.named_buffers())
-        move((tensor, self.of_stage[home[name]]) for name, tensor in state)
-
-
 class Moves(TorchFunctionMode):
-    """Moves values during one call: the operands of every operation meet on one device."""
+    """Moves values during one call: the operands of every operation meet on one device.
 
-    def __init__(self, devices: Devices) -> None:
+    ``of_stage`` are the devices of the stages.
+    """
+
+    def __init__(self, of_stage: Sequence[torch.device]) -> None:
         super().__init__()
-        self.devices = devices
+        self.of_stage = of_stage
+        self.order = {device: stage for stage, device in enumerate(of_stage)}
+        """The last stage on every device: values move forwards."""
         self.copies: dict[tuple[Any, ...], torch.Tensor] = {}
         self.unit: torch.device | None = None
         """The device of the unit that is running."""
@@ -112,20 +107,20 @@ class Moves(TorchFunctionMode):
         Beside inputs that are, others stay: what the model itself keeps elsewhere, such as lengths on the CPU.
         """
         found = {leaf.device for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)}
-        if not found or found & self.devices.order.keys():
+        if not found or found & self.order.keys():
             return given
-        first = self.devices.of_stage[0]
+        first = self.of_stage[0]
         return pytree.tree_map_only(torch.Tensor, lambda tensor: moved(tensor, first), given)
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
         """Enter the model's own Python; where there is one device only the inputs may have to move."""
-        return self if len(self.devices.order) > 1 else contextlib.nullcontext()
+        return self if len(self.order) > 1 else contextlib.nullcontext()
 
     def run(self, stage: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit on its device."""
-        before, self.unit = self.unit, self.devices.of_stage[stage]
+        before, self.unit = self.unit, self.of_stage[stage]
         try:
-            if len(self.devices.order) > 1:
+            if len(self.order) > 1:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._at(t, self.unit), (args, kwargs))
             return plain(*args, **kwargs)
         finally:
@@ -135,7 +130,7 @@ class Moves(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = {tensor.device for tensor in tensors} & self.devices.order.keys()
+        places = {tensor.device for tensor in tensors} & self.order.keys()
         if len(places) < 2 or name in _APART:
             return func(*args, **kwargs)
         target = self._meeting(name, args, kwargs, tensors)
@@ -163,13 +158,12 @@ class Moves(TorchFunctionMode):
             return args[0].device
         if self.unit is not None:
             return self.unit
-        order = self.devices.order
-        values = [tensor for tensor in tensors if tensor.device in order]
+        values = [tensor for tensor in tensors if tensor.device in self.order]
         values = [tensor for tensor in values if not isinstance(tensor, nn.Parameter)] or values
-        return max((tensor.device for tensor in values), key=order.__getitem__)
+        return max((tensor.device for tensor in values), key=self.order.__getitem__)
 
     def _at(self, tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-        if device is None or tensor.device == device or tensor.device not in self.devices.order:
+        if device is None or tensor.device == device or tensor.device not in self.order:
             return tensor
         if not isinstance(tensor, nn.Parameter):
             return moved(tensor, device)

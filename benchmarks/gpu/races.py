@@ -39,8 +39,8 @@ from autosplit import recorded, recordings
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtime import ops, transport
 from autosplit.runtime.lanes import lanes
-from autosplit.runtime.lanes.lanes import CallerLane, CpuLane, Lane, StreamLane
-from autosplit.runtime.lanes.streams import DeviceStreams
+from autosplit.runtime.lanes.lanes import CallerLane, Lane, StreamLane
+from autosplit.runtime.lanes.streams import Streams
 from benchmarks.gpu.part import Found, Setting, at_least, at_most
 from benchmarks.gpu.race_programs import Case, Model, case_of, pipe_of, run_case
 
@@ -58,7 +58,7 @@ _BLOCKS = (*range(128, 8 * 128, 128), WIDTH * WIDTH)
 """Elements of what is taken under pressure: microbatches of up to nine rows, and gradients of weights."""
 
 
-class OneStream(DeviceStreams):
+class OneStream(Streams):
     """Streams of which there is one per device: the caller's."""
 
     def new(self, device: torch.device) -> torch.cuda.Stream:
@@ -124,10 +124,10 @@ def on_streams(streams: Any) -> Iterator[None]:
     """Have all lanes that are made in here, and the caller's, reach the hardware through these streams."""
 
     def lane(device: torch.device) -> Lane:
-        return StreamLane(device, streams) if device.type == "cuda" else CpuLane()
+        return StreamLane(device, streams) if device.type == "cuda" else Lane()
 
     def caller(device: torch.device) -> Lane:
-        return CallerLane(device, streams) if device.type == "cuda" else CpuLane()
+        return CallerLane(device, streams) if device.type == "cuda" else Lane()
 
     with (
         mock.patch.object(recordings, "lane", lane),
@@ -215,7 +215,7 @@ def variants(setting: Setting, case: Case, known: Known, *, seed: int) -> dict[s
         return {"late": threads}
 
     def late(*, pressed: bool) -> list[Tensor]:
-        return once(case, Late(DeviceStreams(), sleeps(chosen, pressed=pressed)), known=known)
+        return once(case, Late(Streams(), sleeps(chosen, pressed=pressed)), known=known)
 
     def alone() -> list[Tensor]:
         setting.empty()
@@ -249,7 +249,7 @@ def left_out(setting: Setting, cases: Sequence[Case], known: Known, what: str, *
     wrong = 0
     for case in cases:
         chosen = random.Random(f"left out {seed}/{case.number}")
-        late = Late(DeviceStreams(), sleeps(chosen, pressed=True), forget=[what])
+        late = Late(Streams(), sleeps(chosen, pressed=True), forget=[what])
         wrong += not same(once(case, late, known=known), known.expected[case.number])
         setting.wait()
     return wrong

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autosplit import InputError, autosplit
-from autosplit.runtime.loss.used_outputs import Placeholder
+from autosplit.runtime.loss.outputs import Placeholder
 from autosplit.runtime.transport import SharedMemory, Way
 
 X = torch.randn(8, 6, dtype=torch.float64)

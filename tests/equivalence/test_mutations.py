@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autosplit import Sample, Verification, autosplit, verify
-from autosplit.runtime.batch_norm import normalise
-from autosplit.runtime.ops import draw, merge, transfer, update_statistics
+from autosplit.runtime.norms import normalise, update_statistics
+from autosplit.runtime.ops import draw, merge, transfer
 from autosplit.trace.check import check_recording
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording.calls import apply_function, under

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit, recorded
-from autosplit.runtime.lanes.lanes import CallerLane, CpuLane
+from autosplit.runtime.lanes.lanes import CallerLane, Lane
 from autosplit.trace import ladder
 from tests.runtime.lane_models import ROWS, WIDTH
 from tests.runtime.recording_engine import Engine
@@ -58,7 +58,7 @@ class RecordedPipe:
         own = recording_lanes(self.streams, devices)
         assert self.pipe.plan is not None
         self.lanes = [own[stage.lane] for stage in self.pipe.plan.stages]
-        self.caller = CpuLane() if caller == "cpu" else CallerLane(torch.device(caller), self.streams)
+        self.caller = Lane() if caller == "cpu" else CallerLane(torch.device(caller), self.streams)
         self.modules = model, *others
         assert {stage.lane for stage in self.pipe.plan.stages} == set(range(len(devices)))
         ((self.recorded,),) = self.pipe._core.recordings.kept.values()

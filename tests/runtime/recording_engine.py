@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from autosplit.backward import differentiate
+from autosplit import backward
 from tests.runtime.happens_before import Keep, Wait
 from tests.runtime.recording_lane import CPU, Dispatch, Event, RecordingStreams, Stream
 
@@ -81,7 +81,7 @@ class Engine:
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
             mock.patch.object(torch.autograd.Variable, "_execution_engine", self),
-            mock.patch.object(differentiate, "_ENGINE", self),
+            mock.patch.object(backward, "_ENGINE", self),
             _Functions(self),
             _Operations(self),
         ):

@@ -1,6 +1,6 @@
 """Streams that write down what they are told, for the CUDA lane on a machine without one.
 
-:class:`RecordingStreams` stands where ``DeviceStreams`` does, so the lanes and the programs under test are the shipped
+:class:`RecordingStreams` stands where ``Streams`` does, so the lanes and the programs under test are the shipped
 ones. All tensors lie on the CPU; which device they would lie on, and which stream would work on them, is kept here:
 
 - an operation runs on the current stream of its operands' device;
@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autosplit.runtime.lanes.lanes import CallerLane, CpuLane, Lane, StreamLane
+from autosplit.runtime.lanes.lanes import CallerLane, Lane, StreamLane
 from tests.runtime.happens_before import HOST, Entry, Free, Keep, Op, Record, Wait
 
 CPU = torch.device("cpu")
@@ -269,7 +269,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class HostLane(CpuLane):
+class HostLane(Lane):
     """The lane of the CPU; it too asks the streams where a tensor lies."""
 
     def __init__(self, streams: RecordingStreams) -> None:
@@ -281,9 +281,9 @@ class HostLane(CpuLane):
         return self if device == CPU else CallerLane(device, self.streams)
 
 
-def recording_lanes(streams: RecordingStreams, devices: list[str]) -> list[StreamLane | CpuLane]:
+def recording_lanes(streams: RecordingStreams, devices: list[str]) -> list[StreamLane | Lane]:
     """Return a lane per device, with streams that are called ``compute0``, ``inbound0``, ``outbound0`` and so on."""
-    lanes: list[StreamLane | CpuLane] = []
+    lanes: list[StreamLane | Lane] = []
     for number, device in enumerate(devices):
         if device == "cpu":
             lanes.append(HostLane(streams))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.runtime.batch_norm import normalise
-from autosplit.runtime.ops import CallState, CellContext, update_statistics
-from autosplit.runtime.running_statistics import Collected, Moments, merged
+from autosplit.runtime.norms import normalise, update_statistics
+from autosplit.runtime.ops import CallState, CellContext
 
 CHANNELS = 3
 
@@ -166,18 +165,6 @@ def test_hooks_are_called_and_statistics_are_counted_once_per_use(kind: Any, mom
 
 
 # -- many microbatches ---------------------------------------------------------------------------------------------
-def test_parts_of_any_size_merge_into_the_whole() -> None:
-    value = values(31, CHANNELS, mean=1e6, std=1.0)
-    parts = [
-        Moments(len(part), part.mean(0), (part - part.mean(0)).square().sum(0))
-        for part in value.split([1, 7, 2, 20, 1])
-    ]
-    total = merged(parts)
-    assert total.count == 31
-    torch.testing.assert_close(total.mean, value.mean(0), rtol=1e-15, atol=0)
-    torch.testing.assert_close(total.squares / 30, value.var(0), rtol=1e-9, atol=0)
-
-
 def test_a_part_that_comes_again_or_late_is_not_counted_twice() -> None:
     norm, plain, state = nn.BatchNorm1d(CHANNELS).double(), nn.BatchNorm1d(CHANNELS).double(), CallState()
     value = values(9, CHANNELS)
@@ -204,7 +191,7 @@ def test_the_order_in_which_microbatches_come_changes_no_bit() -> None:
 
 def test_every_microbatch_may_be_an_update_of_its_own() -> None:
     norm, plain = nn.BatchNorm1d(CHANNELS).double(), nn.BatchNorm1d(CHANNELS).double()
-    state = CallState(statistics=Collected(each=True)).fresh()
+    state = CallState(update_each=True).fresh()
     parts = values(10, CHANNELS).tensor_split(4)
     one_by_one(norm, parts, state)
     update_statistics(state, ())

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
 """What torch's compiler itself warns of while it reads a stage."""
-KINDS = [("inline", "never"), ("inline", "block"), ("threads", "never"), ("threads", "always"), ("threads", "block")]
+KINDS = [("inline", "block"), ("threads", "never"), ("threads", "always")]
 
 
 class Net(nn.Module):

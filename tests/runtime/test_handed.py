@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autosplit import autosplit
-from autosplit.backward.differentiate import donate_gradients, gradients
+from autosplit.backward import donate_gradients, gradients
 from autosplit.runtime.step import train_cells
 
 

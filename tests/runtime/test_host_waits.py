@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.runtime import batch_norm, ops
+from autosplit.runtime import norms, ops
 from tests.runtime.happens_before import HOST, Wait, problems
 from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Skips, assert_close
 from tests.runtime.recorded_pipe import RecordedPipe
@@ -25,12 +25,12 @@ def _double() -> Iterator[None]:
 
 
 class Norms(nn.Module):
-    """Norms that count, one of them by a mean over all updates."""
+    """Norms that count; torch's own forward of one with ``momentum=None`` reads its counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm, self.other = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)
+        self.norm, self.other = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
 
     def forward(self, value: Tensor) -> Tensor:
         value = torch.tanh(self.norm(self.first(value)))
@@ -80,7 +80,7 @@ def test_a_training_step(case: str, place: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("place", ["one card", "two cards"])
 def test_running_statistics(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_norm, "_rounded", lambda *_: None)  # it looks at numbers on the CPU only
+    monkeypatch.setattr(norms, "_rounded", lambda *_: None)  # it looks at numbers on the CPU only
     run = RecordedPipe(Norms(), *PLACES[place], schedule="1f1b", rows=8)
     assert second_step(run, torch.randn(8, WIDTH), nn.MSELoss()) == []
 

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from autosplit.runtime.lanes.ambient import ThreadState
-from autosplit.runtime.lanes.threads import LaneThreads
-from autosplit.runtime.lanes.turns import Turn, turns
+from autosplit.runtime.lanes.threads import LaneThreads, Turn, turns
 from autosplit.schedule.action import Action, describe
 from autosplit.schedule.gpipe import forward_only
 from tests.runtime.gates import (

@@ -12,8 +12,7 @@ import pytest
 
 from autosplit.runtime.lanes import threads as threads_of_autosplit
 from autosplit.runtime.lanes.ambient import ThreadState
-from autosplit.runtime.lanes.threads import LaneThreads
-from autosplit.runtime.lanes.turns import Turn, Turns, backwards, turns
+from autosplit.runtime.lanes.threads import LaneThreads, Turn, Turns, backwards, turns
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
 from autosplit.schedule.gpipe import forward_only

@@ -80,12 +80,6 @@ def test_inline_lanes_have_no_threads() -> None:
     assert new_since(before) == []
 
 
-def test_each_stage_keeps_its_thread() -> None:
-    case = case_of("threads", "1f1b")
-    assert case.threads() == case.threads()
-    assert len(set(case.threads())) == STAGES
-
-
 @pytest.mark.parametrize("used", ["called", "trained", "failed"])
 def test_they_end_with_the_pipe(used: str) -> None:
     before, case = lane_threads(), Case(schedule="1f1b")

@@ -94,7 +94,7 @@ def cut_at(plan: Plan, place: int) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages), "edited": True})
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["split", "lstm"])
 def test_a_pipe_that_is_cut_beside_the_parts_is_the_plain_model(name: str) -> None:
     model, x = net(name), batch(ROWS)
     twin = copy.deepcopy(model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit import InputError, autosplit, measured
 from autosplit.runtime import timing
-from autosplit.runtime.lanes.lanes import CpuLane
+from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import Began, Copied, Ended, StepLog
 from autosplit.schedule.action import Action
 from tests.runtime import lane_models
@@ -83,22 +83,6 @@ def test_backwards_in_two_parts_are_measured_apart(monkeypatch):
     assert found.seconds["F"] == (1.0, 3.0)
     assert found.seconds["I"] == (2.0, 1.0)  # the weights' part of an operation that torch does not know is not put off
     assert found.seconds["W"] == (0.0, 0.0)
-
-
-def test_threads_take_at_least_the_step_that_is_predicted_for_nominal_stages():
-    def work(seconds: float) -> None:
-        until_s = time.thread_time() + seconds / 200
-        while time.thread_time() < until_s:
-            pass
-
-    pipe, given = ticking(work, lanes="threads")
-    batch = torch.randn(ROWS, WIDTH)
-    predicted = pipe.profile_stages(batch, **given, repeats=1).step().step_s
-    began = time.perf_counter()
-    pipe.train_step(batch, **given)
-    nominal_s = (1.0 + CHUNKS * 4.0 + 2.0) / 200
-    assert predicted >= nominal_s
-    assert time.perf_counter() - began >= nominal_s
 
 
 class Net(nn.Module):
@@ -185,8 +169,8 @@ def test_on_streams_the_host_waits_for_every_action_and_issues_behind_work(devic
 
 
 def test_a_lanes_bytes_are_its_own_and_what_it_was_sent():
-    first, last, log = CpuLane(), CpuLane(), StepLog(alone=True)
-    log.lanes = first, last, CpuLane()
+    first, last, log = Lane(), Lane(), StepLog(alone=True)
+    log.lanes = first, last, Lane()
 
     def run(action: Action, *, grows: int, most: int, sends: tuple[Copied, ...] = ()) -> None:
         """Log an action that has ``most`` bytes more at once and leaves some."""

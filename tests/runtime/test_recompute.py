@@ -115,7 +115,7 @@ def test_without_gradients_nothing_is_kept_to_run_again() -> None:
         assert (output.grad_fn, ledger.live_bytes) == (None, output.nbytes)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", ["inline", pytest.param("threads", marks=pytest.mark.slow)])
 def test_what_is_held_between_forward_and_backward_falls(lanes: str) -> None:
     held, peaks = {}, {}
     for recompute in TIMES:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import ScheduleError
-from autosplit.backward.weight_gradients import Product, defer_weight_gradients
+from autosplit.backward import Product, defer_weight_gradients
 from autosplit.runtime.lanes.lanes import StreamLane
-from autosplit.runtime.lanes.turns import Turn, backwards, forwards, turns
+from autosplit.runtime.lanes.threads import Turn, backwards, forwards, turns
 from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build

@@ -40,7 +40,7 @@ def told(error: BaseException) -> str:
 @pytest.mark.parametrize(
     ("how", "action"),
     [
-        *(("1f1b", Action(stage, kind, m)) for stage in (0, 2) for kind in ("F", "B") for m in (0, CHUNKS - 1)),
+        *(("1f1b", Action(stage, kind, m)) for stage, kind, m in ((0, "F", 0), (2, "B", CHUNKS - 1))),
         ("gpipe", Action(1, "B", 1)),
         ("call", Action(1, "F", 2)),
     ],

@@ -89,8 +89,7 @@ def test_a_step_has_gradients_also_under_no_grad() -> None:
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "cache"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_autocast(dtype: torch.dtype, cache: bool) -> None:
     found = in_all(autocast_state, lambda: torch.autocast("cpu", dtype=dtype, cache_enabled=cache))
     assert found == same((True, dtype, cache))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autosplit.runtime import ops
-from autosplit.runtime.lanes.lanes import CallerLane, CpuLane, StreamLane, caller_lane, lane
+from autosplit.runtime.lanes.lanes import CallerLane, Lane, StreamLane, caller_lane, lane
 from autosplit.runtime.transport import SharedMemory, Way
 from tests.runtime.happens_before import Keep, Op, Record, Wait
 from tests.runtime.recording_engine import Engine
@@ -144,7 +144,7 @@ def test_lanes_are_copied_and_pickled_without_their_streams() -> None:
 
 
 def test_lanes_of_the_cpu_cost_nothing() -> None:
-    source, target, module = CpuLane(), CpuLane(), nn.Linear(1, 1)
+    source, target, module = Lane(), Lane(), nn.Linear(1, 1)
     bundle = (torch.ones(1, requires_grad=True), torch.arange(2))
     assert ops.transfer(bundle, source, target) is bundle
     assert ops.on_lane(module, target) is module
@@ -154,7 +154,7 @@ def test_lanes_of_the_cpu_cost_nothing() -> None:
 
 @pytest.mark.parametrize("detached", [True, False])
 def test_a_transport_brings_values_and_gradients_of_some_back(detached: bool) -> None:
-    transport = SharedMemory((CpuLane(), CpuLane()), None, detached=detached)
+    transport = SharedMemory((Lane(), Lane()), None, detached=detached)
     way = Way(0, 1, microbatch=2)
     value = torch.ones(2, requires_grad=True) * 1
     transport.send(way, (value, torch.arange(2)))

@@ -13,18 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.runtime import tree
-from autosplit.runtime.lanes.lanes import CpuLane
-from autosplit.runtime.tree import Devices, Moves
+from autosplit.runtime.tree import Moves
 from autosplit.trace.module_tree import ForwardInterceptors
 from tests.equivalence.equality import Run, assert_equal_runs
 from tests.models.own_python import CASES, caller, left, rows, seed, split
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-
-
-class MetaLane(CpuLane):
-    def __init__(self) -> None:
-        self.device = META
 
 
 class Model(nn.Module):
@@ -62,8 +56,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, torch.device]]:
 def run(body: Callable[[Model, Tensor], Any], x: Tensor | None = None) -> tuple[Model, Any]:
     model = Model(body)
     stages = {"first": 0, "second": 1, "third": 1}
-    devices = Devices(model, stages, [CpuLane(), MetaLane()])
-    own = Moves(devices)
+    own = Moves([CPU, META])
     doors = ForwardInterceptors(model, stages)
 
     def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,17 +144,14 @@ def test_an_operation_in_place_stays_where_its_target_is() -> None:
 
 
 def test_inputs_from_elsewhere_come_to_the_first_stage(moves: list[tuple[Tensor, torch.device]]) -> None:
-    own = Devices(nn.Linear(2, 2, device=META), {"": 0}, [MetaLane()])
     elsewhere, here = torch.ones(2), torch.ones(2, device=META)
-    assert Moves(own).inputs(([elsewhere], {"a": 1}))[0][0].device == META
-    assert Moves(own).inputs(((elsewhere, here), {}))[0][0] is elsewhere  # as lengths on the CPU
+    assert Moves([META]).inputs(([elsewhere], {"a": 1}))[0][0].device == META
+    assert Moves([META]).inputs(((elsewhere, here), {}))[0][0] is elsewhere  # as lengths on the CPU
     assert [(tensor is elsewhere, device) for tensor, device in moves] == [(True, META)]
 
 
 def test_with_one_device_nothing_is_moved_or_entered() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    devices = Devices(model, {"0": 0}, [CpuLane()])
-    own = Moves(devices)
+    own = Moves([CPU])
     given = ((torch.ones(2, 2),), {})
     assert own.inputs(given) is given
     with own.entered():

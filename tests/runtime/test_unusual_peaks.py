@@ -150,11 +150,11 @@ def images() -> Tensor:
 CASES = [
     (Recurrent, words),
     (Experts, words),
-    (Grouped, images),
-    (Bags, words),
+    pytest.param(Grouped, images, marks=pytest.mark.slow),
+    pytest.param(Bags, words, marks=pytest.mark.slow),
     (Tied, words),
     (Skips, values),
-    (Maxima, values),
+    pytest.param(Maxima, values, marks=pytest.mark.slow),
 ]
 
 

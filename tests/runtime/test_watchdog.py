@@ -16,8 +16,7 @@ from autosplit import autosplit
 from autosplit.errors import DeviceError, InputError
 from autosplit.runtime.lanes import threads as threads_of_autosplit
 from autosplit.runtime.lanes.ambient import ThreadState
-from autosplit.runtime.lanes.threads import LaneThreads
-from autosplit.runtime.lanes.turns import Turn, turns
+from autosplit.runtime.lanes.threads import LaneThreads, Turn, turns
 from autosplit.schedule.action import Action, describe
 from autosplit.schedule.catalog import build
 from autosplit.schedule.gpipe import forward_only

@@ -23,8 +23,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from autosplit.backward.differentiate import donate_gradients
-from autosplit.backward.weight_gradients import deferrable
+from autosplit.backward import deferrable, donate_gradients
 from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.events import Change, Held, StageTrace, Step
 from autosplit.profile.lowering import CudaKernels

@@ -16,31 +16,40 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.runtime.lanes.streams import DeviceStreams, Streams
+from autosplit.runtime.lanes.streams import Streams
 
 Bundle = tuple[torch.Tensor, ...]
 _NOTHING = nullcontext()
 
 
-class Lane(Protocol):
-    """One stage's device and its order of work."""
+class Lane:
+    """One stage's device and its order of work.
+
+    As it is here it is the CPU's, whose work is done when the call returns: there is nothing to record or to keep.
+    """
 
     device: torch.device
-    asynchronous: bool
+    asynchronous = False
     """Whether work may still be under way when the call that issued it has returned."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
 
     def record(self) -> Any:
         """Return an event that is reached when the compute issued so far is done; None where it is done by now."""
 
     def wait(self, event: Any) -> None:
-        """Make later work of this lane, copies too, wait for an event of another lane."""
+        """Make later work of this lane, copies too, wait for an event of another lane; on the CPU the host waits."""
+        if event is not None:
+            event.synchronize()
 
     def active(self) -> AbstractContextManager[Any]:
         """Make the lane's compute stream the current one."""
+        return _NOTHING
 
     def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
         """Bring a bundle of another lane here, without gradients: a copy, or on one device the tensors themselves.
@@ -48,6 +57,14 @@ class Lane(Protocol):
         This lane must have waited for an event that ``source`` recorded after the bundle was made. What the model
         itself keeps on a third device, such as lengths on the CPU, stays there.
         """
+        return source.to_host(bundle)
+
+    def to_host(self, bundle: Bundle) -> Bundle:
+        """Return a bundle of this lane on the CPU, when the host may read it.
+
+        The host must have waited for the event after which the bundle is ready.
+        """
+        return bundle
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Have the memory of a tensor that another lane made outlive the work that this lane is given on it."""
@@ -57,85 +74,32 @@ class Lane(Protocol):
 
         With ``copies`` it is that of the copies that end here, and of what they wait for.
         """
+        return time.perf_counter()
 
     def seconds(self, first: Any, then: Any) -> float:
         """Return how long after the first of two stamps of this lane the other was; the host waits for both."""
+        return then - first
 
     def occupy(self, seconds: float) -> None:
         """Keep the lane's device at work for at least so long, where work may be under way when a call has returned."""
 
     def held_bytes(self) -> int | None:
         """Return the bytes of the lane's device that tensors have now; None where nobody counts them."""
+        return None
 
     def watch_peak(self) -> None:
         """Forget the most bytes that tensors had on the lane's device so far."""
 
     def peak_bytes(self) -> int | None:
         """Return the most bytes that they had since then; None where nobody counts them."""
+        return None
 
     def now(self) -> Lane:
         """Return this lane as it is now, for another thread: a caller's lane with its stream of this moment."""
+        return self
 
     def here(self) -> Lane:
         """Return the caller's lane on this lane's device."""
-
-    def origin(self, tensor: torch.Tensor) -> Lane:
-        """Return the caller's lane on the device of one of the caller's tensors."""
-
-
-class CpuLane:
-    """Work on the CPU is done when the call returns: there is nothing to record or to keep."""
-
-    asynchronous = False
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def record(self) -> None:
-        """Return None: everything issued is done."""
-
-    def wait(self, event: Any) -> None:
-        """Wait for another lane's event; the host itself does."""
-        if event is not None:
-            event.synchronize()
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Return the one context that does nothing."""
-        return _NOTHING
-
-    def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
-        """Return the bundle; from a lane with streams, when its copies are through."""
-        return source.to_host(bundle) if isinstance(source, StreamLane) else bundle
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Do nothing: the CPU is through with a tensor when the call returns."""
-
-    def stamp(self, *, copies: bool = False) -> float:
-        """Return the time: everything issued is done."""
-        return time.perf_counter()
-
-    def seconds(self, first: float, then: float) -> float:
-        """Return the time between two stamps."""
-        return then - first
-
-    def occupy(self, seconds: float) -> None:
-        """Do nothing: an action begins when it is called."""
-
-    def held_bytes(self) -> None:
-        """Return None: nobody counts the host's tensors."""
-
-    def watch_peak(self) -> None:
-        """Do nothing: nobody counts them."""
-
-    def peak_bytes(self) -> None:
-        """Return None."""
-
-    def now(self) -> CpuLane:
-        """Return the lane itself."""
-        return self
-
-    def here(self) -> CpuLane:
-        """Return the lane itself: the caller is on the CPU too."""
         return self
 
     def origin(self, tensor: torch.Tensor) -> Lane:
@@ -151,7 +115,7 @@ class _Own(NamedTuple):
     outbound: Any
 
 
-class StreamLane:
+class StreamLane(Lane):
     """A compute stream, and one copy stream per direction, of one accelerator; they are made at the first use.
 
     Copies in and out have a stream each: on a single one, the next microbatch's copy in would queue behind this
@@ -162,7 +126,7 @@ class StreamLane:
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self.device = device
-        self.streams: Streams = DeviceStreams() if streams is None else streams
+        self.streams = Streams() if streams is None else streams
         self._made: _Own | None = None
 
     def __reduce__(self) -> Any:
@@ -215,10 +179,7 @@ class StreamLane:
         return tuple(next(arrived) if streams.device(tensor) == source.device else tensor for tensor in bundle)
 
     def to_host(self, bundle: Bundle) -> Bundle:
-        """Copy a bundle of this lane to the CPU and return it when the host may read it.
-
-        The host must have waited for the event after which the bundle is ready.
-        """
+        """Copy on the stream of outgoing copies, which the host waits for."""
         streams, host = self.streams, torch.device("cpu")
         with streams.using(self.own.outbound):
             copies = tuple(streams.copy(t, host) if streams.device(t) == self.device else t for t in bundle)
@@ -254,18 +215,14 @@ class StreamLane:
         """Return the most that the device's allocator has given out at once."""
         return self.streams.peak_bytes(self.device)
 
-    def now(self) -> StreamLane:
-        """Return the lane itself: its streams are the same everywhere."""
-        return self
-
-    def here(self) -> StreamLane:
+    def here(self) -> Lane:
         """Return the caller's lane on this lane's device."""
         return CallerLane(self.device, self.streams)
 
     def origin(self, tensor: torch.Tensor) -> Lane:
         """Return the caller's lane on the device of one of the caller's tensors."""
         device = self.streams.device(tensor)
-        return CpuLane() if device.type == "cpu" else CallerLane(device, self.streams)
+        return Lane() if device.type == "cpu" else CallerLane(device, self.streams)
 
 
 class CallerLane(StreamLane):
@@ -288,16 +245,16 @@ class CallerLane(StreamLane):
         """Return the lane with the stream that is current now: in the backward another thread has another one."""
         return CallerLane(self.device, self.streams, stream=self.own.compute)
 
-    def here(self) -> CallerLane:
+    def here(self) -> Lane:
         """Return the lane itself."""
         return self
 
 
 def lane(device: torch.device) -> Lane:
     """Return the lane of a stage on a device."""
-    return CpuLane() if device.type == "cpu" else StreamLane(device)
+    return Lane() if device.type == "cpu" else StreamLane(device)
 
 
 def caller_lane(device: torch.device) -> Lane:
     """Return the lane of the caller on a device."""
-    return CpuLane() if device.type == "cpu" else CallerLane(device)
+    return Lane() if device.type == "cpu" else CallerLane(device)

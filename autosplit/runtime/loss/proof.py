@@ -19,12 +19,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autosplit.backward.differentiate import gradients
+from autosplit.backward import gradients
 from autosplit.compare import ROUNDING, difference
 from autosplit.errors import InputError
-from autosplit.runtime.loss.calls import Count, Counted
-from autosplit.runtime.loss.parts import WAY_OUT, Parts, adds_up, call_loss
-from autosplit.runtime.loss.used_outputs import Placeholder, joined
+from autosplit.runtime.loss.outputs import Placeholder, joined
+from autosplit.runtime.loss.parts import WAY_OUT, Count, Counted, Parts, adds_up, call_loss
 from autosplit.trace.borrowed import state
 from autosplit.trace.graph import TracedGraph
 

@@ -2,7 +2,7 @@
 
     forward of a cell     detach what comes in ─► stage ─► keep inputs and outputs until the backward
     backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
-    or in two parts       input gradient: of what came in; weight gradients: what was put off (weight_gradients.py)
+    or in two parts       input gradient: of what came in; weight gradients: what was put off (autosplit.backward)
 
 Any thread may run a cell, one after another or at the same time, as long as what it takes is there: a transport brings
 it. What a stage sums up belongs to its own lane. Contributions add in the order of the stage's backwards, so the order
@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from autosplit.backward.differentiate import donate_gradients, gradients
-from autosplit.backward.weight_gradients import DeferredWeightGrads, Product, defer_weight_gradients
+from autosplit.backward import DeferredWeightGrads, Product, defer_weight_gradients, donate_gradients, gradients
 from autosplit.runtime.lanes.ambient import any_autocast
 from autosplit.runtime.ops import OUT, Bundle, CellContext
 from autosplit.runtime.step.step import Start, Step
@@ -63,7 +62,7 @@ class Cells:
         self.last = len(self.lowered.stages) - 1
         self.cells: dict[tuple[int, int], CellState] = {}
         self.given = {s: _detached(bundle) if detached else bundle for s, bundle in start.shared.items()}
-        self.parameters = [[p for p in stage.parameters() if p.requires_grad] for stage in self.lowered.stages]
+        self.parameters = parameters(step)
         self.aliased = detached and (has_module_hooks() or any_autocast())
         self.clear()
 
@@ -285,6 +284,11 @@ class Cells:
         if target == OUT:
             return state.out_gradients or (None,) * len(state.sent[OUT])
         return self.transport.recv(Way(stage, int(target), microbatch).back)
+
+
+def parameters(step: Step) -> list[list[torch.Tensor]]:
+    """Return by stage the parameters that require a gradient."""
+    return [[p for p in stage.parameters() if p.requires_grad] for stage in step.lowered.stages]
 
 
 @contextlib.contextmanager

@@ -15,11 +15,9 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads
 from autosplit.runtime.loss import own_loss
 from autosplit.runtime.loss import parts as losses
-from autosplit.runtime.loss.calls import Counted
-from autosplit.runtime.loss.outputs import Outputs
+from autosplit.runtime.loss.outputs import Outputs, split_target, used_outputs
+from autosplit.runtime.loss.parts import Counted
 from autosplit.runtime.loss.proof import WRITES, Proof, Proofs, WholeCheck, identity, prove
-from autosplit.runtime.loss.targets import split_target
-from autosplit.runtime.loss.used_outputs import used_outputs
 from autosplit.runtime.ops import bring
 from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.step import Step
@@ -85,21 +83,12 @@ class _Loss:
         """Return how the losses of microbatches add up: by the caller's word, or as known or proved."""
         if reduction != "auto":
             return _Found(self._parts(reduction))
-        return self.known(proofs) if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
+        return self.known() if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
 
-    def known(self, proofs: Proofs) -> _Found | None:
-        """Return torch's own loss where every value of it belongs to one row; asked once for the same shapes."""
-        question = self.step.sizes, *_shapes(self.outputs, self.target)
-        answer = proofs.find(self.loss_fn, question)
-        if isinstance(answer, tuple):  # numbers that the shapes decide
-            return _Found(self._parts("counted", answer))
-        counted = self._count() if answer is not False else None
-        if answer is None:
-            fits = counted is not None and self._adds_up(counted)
-            fixed = fits and counted is not None and not any(isinstance(c.divisor, torch.Tensor) for c in counted)
-            proofs.keep(self.loss_fn, question, counted if fixed else fits)
-            counted = counted if fits else None
-        return None if counted is None else _Found(self._parts("counted", counted))
+    def known(self) -> _Found | None:
+        """Return torch's own loss where every value of it belongs to one row."""
+        counted = self._count()
+        return _Found(self._parts("counted", counted)) if counted is not None and self._adds_up(counted) else None
 
     def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
         """Return a loss that is proved on this batch or was on an earlier one."""

@@ -19,65 +19,54 @@ import torch
 from torch import nn
 
 from autosplit.runtime.lanes.ambient import ThreadState, graph_is_kept, one_intra_op_thread
-from autosplit.runtime.lanes.threads import LaneThreads
-from autosplit.runtime.lanes.turns import Turns, backwards, forwards, turns
-from autosplit.runtime.ops import OUT, sent
-from autosplit.runtime.step.cells import Cells, held_back
-from autosplit.runtime.step.step import Step
+from autosplit.runtime.lanes.threads import LaneThreads, Turns, backwards, forwards, turns
+from autosplit.runtime.ops import OUT
+from autosplit.runtime.step.cells import Cells, held_back, parameters
+from autosplit.runtime.step.step import Start, Step
 from autosplit.trace.borrowed.state import attributes
 
 _AGAIN = "create_graph=True runs the forward again on lanes='threads'; split with lanes='inline' for that"
 Leaf = tuple[str, Any, torch.Tensor]
 
 
-def call(step: Step, threads: LaneThreads | None) -> Sequence[Any]:
-    """Run the pipe on its lanes and return the model's flat outputs; they are part of the caller's graph.
-
-    Without ``threads`` the caller's thread issues everything.
-    """
-    with step.entered() as used:
-        flat = _call(step, threads)
-        used += flat
-    return flat
-
-
-def _call(step: Step, threads: LaneThreads | None) -> Sequence[Any]:
+def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
+    """Run the pipe on its lanes' threads and return the model's flat outputs; they are part of the caller's graph."""
     state, start = ThreadState.current(), step.start()
-    cells = Cells(step, start, detached=state.grad)
-    leaves = _leaves(cells) if state.grad else []
+    leaves = _leaves(step, start) if state.grad else []
+    cells = Cells(step, start, detached=bool(leaves))
     if leaves:
         flat = _Middle.apply(cells, threads, state, leaves, *(tensor for *_, tensor in leaves))
     else:
-        flat = _forward(Cells(step, start, detached=False) if state.grad else cells, threads, state)
+        flat = _forward(cells, threads, state)
     tensors = iter(flat)
     bundles = {
-        stage: [sent(tuple(next(tensors) for _ in slots), step.lanes[stage]) for _ in step.sizes]
-        for stage, slots in _out_slots(cells).items()
+        stage: [tuple(next(tensors) for _ in slots) for _ in step.sizes] for stage, slots in _out_slots(step).items()
     }
     return step.end(start, bundles)
 
 
-def _leaves(cells: Cells) -> list[Leaf]:
+def _leaves(step: Step, start: Start) -> list[Leaf]:
     """Return what the cells' gradients go to, as (kind, place, tensor): inputs, shared values and parameters."""
     found: list[Leaf] = [
         ("inputs", (stage, microbatch, position), tensor)
-        for stage, bundles in cells.start.inputs.items()
+        for stage, bundles in start.inputs.items()
         for microbatch, bundle in enumerate(bundles)
         for position, tensor in enumerate(bundle)
     ]
-    found += [("shared", (stage, p), t) for stage, bundle in cells.start.shared.items() for p, t in enumerate(bundle)]
-    found += [("parameters", (stage, p), t) for stage, own in enumerate(cells.parameters) for p, t in enumerate(own)]
+    found += [("shared", (stage, p), t) for stage, bundle in start.shared.items() for p, t in enumerate(bundle)]
+    found += [("parameters", (stage, p), t) for stage, own in enumerate(parameters(step)) for p, t in enumerate(own)]
     return [leaf for leaf in found if leaf[2].requires_grad]
 
 
-def _out_slots(cells: Cells) -> dict[int, Any]:
-    return {stage: layout.sent[OUT] for stage, layout in enumerate(cells.layout.stages) if layout.sent.get(OUT)}
+def _out_slots(step: Step) -> dict[int, Any]:
+    stages = step.lowered.layout.stages
+    return {stage: layout.sent[OUT] for stage, layout in enumerate(stages) if layout.sent.get(OUT)}
 
 
 def _outputs(cells: Cells) -> list[torch.Tensor]:
     """Return what the stages give the epilogue and the caller, stage by stage, microbatch by microbatch."""
     count = len(cells.step.sizes)
-    return [t for stage in _out_slots(cells) for m in range(count) for t in cells.cells[stage, m].sent[OUT]]
+    return [t for stage in _out_slots(cells.step) for m in range(count) for t in cells.cells[stage, m].sent[OUT]]
 
 
 def _turns(cells: Cells, kind: str) -> Turns:
@@ -86,30 +75,9 @@ def _turns(cells: Cells, kind: str) -> Turns:
     return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(part(cells.step.schedule), sources))
 
 
-def _forward(cells: Cells, threads: LaneThreads | None, state: ThreadState) -> list[torch.Tensor]:
-    if threads is not None:
-        threads.run(_turns(cells, "F"), cells.act, state)
-    else:
-        with torch.set_grad_enabled(state.grad):
-            for action in cells.step.forwards():
-                cells.act(action)
+def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:
+    threads.run(_turns(cells, "F"), cells.act, state)
     return _outputs(cells)
-
-
-def _backward(cells: Cells, threads: LaneThreads | None, leaves: Sequence[Leaf]) -> None:
-    """Run the backwards of all cells, the last forward's first."""
-    hooks = held_back(tensor for *_, tensor in leaves)
-    if threads is not None:
-        threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
-        return
-    *own, _ = cells.step.lanes
-    with hooks, cells.step.entered() as used:
-        for ready in [lane.here().record() for lane in own]:  # a gradient is ready where autograd has this node
-            for lane in own:
-                lane.wait(ready)
-        for action in reversed(cells.step.forwards()):
-            cells.act(action._replace(kind="B"))
-        used += [*cells.input_gradients.values(), *(total for totals in cells.totals for total in totals.values())]
 
 
 class _Middle(torch.autograd.Function):
@@ -117,7 +85,7 @@ class _Middle(torch.autograd.Function):
     def forward(
         ctx: Any,
         cells: Cells,
-        threads: LaneThreads | None,
+        threads: LaneThreads,
         state: ThreadState,
         leaves: list[Leaf],
         *tensors: torch.Tensor,
@@ -145,21 +113,15 @@ class _Middle(torch.autograd.Function):
         if not cells.keep:
             ctx.cells = ctx.leaves = None  # who keeps the loss keeps this node, and would keep the batch
         cells.clear()
-        _seed(cells, gradients)
-        _backward(cells, ctx.threads, leaves)
+        given = iter(gradients)
+        for stage, slots in _out_slots(cells.step).items():
+            for microbatch in range(len(cells.step.sizes)):
+                cells.cells[stage, microbatch].out_gradients = [next(given) for _ in slots]
+        hooks = held_back(tensor for *_, tensor in leaves)
+        ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
         found = tuple(_gradient(cells, kind, place) for kind, place, _ in leaves)
         cells.clear()
         return (None,) * 4 + found
-
-
-def _seed(cells: Cells, gradients: Sequence[torch.Tensor | None]) -> None:
-    given = iter(gradients)
-    for stage, slots in _out_slots(cells).items():
-        for microbatch in range(len(cells.step.sizes)):
-            found = cells.cells[stage, microbatch].out_gradients = [next(given) for _ in slots]
-            for gradient in found:
-                if gradient is not None:
-                    cells.step.lanes[stage].keep(gradient)
 
 
 def _gradient(cells: Cells, kind: str, place: Any) -> torch.Tensor | None:
@@ -195,7 +157,7 @@ def _again(ctx: Any) -> list[torch.Tensor]:
     cells: Cells = ctx.cells
     again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, detached=False)
     try:
-        with cells.step.entered(), _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
+        with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
             for action in cells.step.forwards():
                 again.act(action)
             return _outputs(again)

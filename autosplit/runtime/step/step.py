@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.lanes.turns import forwards
+from autosplit.runtime.lanes.threads import forwards
 from autosplit.runtime.ops import Bundle, CallState, enter, leave
 from autosplit.runtime.step_log import StepLog
 from autosplit.schedule.action import Action, Schedule

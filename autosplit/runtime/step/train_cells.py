@@ -13,15 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from autosplit.backward.differentiate import donate_gradients
+from autosplit.backward import donate_gradients
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.ambient import ThreadState
-from autosplit.runtime.lanes.threads import LaneThreads
-from autosplit.runtime.lanes.turns import Turns, turns
-from autosplit.runtime.loss.outputs import Outputs
+from autosplit.runtime.lanes.threads import LaneThreads, Turns, turns
+from autosplit.runtime.loss.outputs import Outputs, with_placeholders
 from autosplit.runtime.loss.proof import WholeCheck
-from autosplit.runtime.loss.used_outputs import with_placeholders
-from autosplit.runtime.ops import OUT, rows_along, transfer, update_statistics
+from autosplit.runtime.norms import update_statistics
+from autosplit.runtime.ops import OUT, rows_along, transfer
 from autosplit.runtime.step.cells import Cells, CellState, held_back
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.transport import Message, Way

@@ -1,4 +1,11 @@
-"""A part of a stage that runs again in its backward instead of keeping what autograd saves.
+"""What runs a region of the model beside its own graph: compiled code, or a run that is repeated in the backward.
+
+    call ──► seen to fail, or not to be compiled now ──► the region itself
+         ──► torch.compile(region), as one graph ──► result
+                    └── the compiler fails: nothing has run yet; the region itself runs, and a reason is kept
+
+A compiled region is one graph (``fullgraph``), so a failure of the compiler comes before anything has run. The compiler
+has a lock of its own; lanes that meet new shapes at the same time compile one after the other.
 
     forward    inputs ─► region ─► outputs        what it saves is dropped; its inputs are kept
     backward   inputs ─► region ─► what was saved ─► gradients
@@ -13,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,10 +29,62 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.errors import ScheduleError
-from autosplit.runtime.compiled import Compiled
-from autosplit.runtime.lanes.ambient import may_hook_saved_tensors
+from autosplit.runtime.lanes.ambient import is_transformed, may_hook_saved_tensors, watched
 from autosplit.runtime.ops import CellContext
 from autosplit.runtime.surroundings import Observers, Surroundings
+
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
+_DRAWS = "it takes draws or statistics of the whole step"
+
+
+class Compiled(nn.Module):
+    """Runs a region compiled; copies and pickles have its region only, and compile anew.
+
+    Attributes:
+        region: the GraphModule; it is not registered here.
+        place: what to call it in the report.
+        options: the arguments of ``torch.compile``.
+        reason: why it runs by its own graph; "" where it is compiled.
+    """
+
+    region: Any
+    place: str
+    options: Mapping[str, Any]
+    reason: str
+
+    def __init__(self, region: Any, place: str, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.__dict__.update(region=region, place=place, options=options, making=threading.Lock(), made=None)
+        self.__dict__["reason"] = _DRAWS if "key" in region.takes else ""
+
+    def __reduce__(self) -> Any:
+        return Compiled, (self.region, self.place, self.options)
+
+    def forward(self, *given: Any) -> Any:
+        """Run the region."""
+        if self.reason or watched() or is_transformed():
+            return self.region(*given)
+        try:
+            return self._code()(*given)
+        except Exception as error:
+            if not type(error).__module__.startswith(_COMPILERS):
+                raise  # the model's own
+            found = self.region(*given)
+            self.__dict__["reason"] = f"{type(error).__name__}: {_short(error)}"
+            return found
+
+    def _code(self) -> Callable[..., Any]:
+        with self.__dict__["making"]:
+            if self.__dict__["made"] is None:
+                self.__dict__["made"] = torch.compile(self.region.forward, fullgraph=True, **self.options)
+            return self.__dict__["made"]
+
+
+def _short(error: Exception) -> str:
+    """Return what an exception says first; the compiler's own have a heading line, which ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
 
 _HERE = threading.local()
 """Which run of a region that runs twice is under way in this thread."""

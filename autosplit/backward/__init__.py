@@ -1,1 +1,0 @@
-"""What is asked of autograd's engine, by the runtime and by the profile that predicts it."""

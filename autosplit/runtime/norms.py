@@ -1,0 +1,243 @@
+"""Norms with running statistics: a microbatch is normalised by its own, and one update per step takes in all.
+
+    norm(x) ─► torch's own kernel, its running statistics two empty tensors ─► y, gradients: torch's own bits
+                                            └─► count, mean, variance ─► CallState.statistics
+
+    microbatch 0    count, mean, variance ─┐
+    microbatch 1    count, mean, variance ─┼─► joined ─► one update, behind the last forward
+    microbatch 2    count, mean, variance ─┘
+
+The kernel computes both statistics anyway; with momentum 1 it writes them where it would write the running ones. Parts
+are joined in float64, and the variance is the unbiased one, so that the first norm of a model gets the plain model's
+numbers. A part that comes again, when a region runs again for its backward, is not counted again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx.node import has_side_effect
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from autosplit.runtime.lanes.ambient import is_transformed
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.ops import CallState, CellContext
+
+_SIGNATURES = {function: inspect.signature(function) for function in (F.batch_norm, F.instance_norm)}
+_FAR = 64
+"""A mean this many standard deviations from zero is rounded by more than the variance of several parts can bear."""
+_COUNTER = "num_batches_tracked"
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What a norm saw in one microbatch: values per channel, and their mean and unbiased variance, [channels] each.
+
+    ``off`` is by how much the mean was rounded, [channels] in float64; None where that is too little to matter.
+    """
+
+    count: int
+    mean: torch.Tensor
+    variance: torch.Tensor
+    off: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Use:
+    """One call of a norm in the model's forward: what it updates, and what it saw.
+
+    Attributes:
+        running: the running mean and variance, as the model holds them.
+        momentum: weight of what was seen; None: the mean over all updates.
+        batches: counter of updates, or None.
+        averaged: the moments are averages over rows, as instance norm takes them, and are averaged further.
+        parts: by microbatch.
+    """
+
+    running: tuple[torch.Tensor, torch.Tensor]
+    momentum: float | None
+    batches: torch.Tensor | None
+    averaged: bool = False
+    parts: dict[int, Part] = field(default_factory=dict)
+
+    def update(self, parts: Sequence[Part]) -> None:
+        """Update the running statistics by some of the parts.
+
+        torch's own kernels do not count their writes to running statistics as changes in place; nor are these.
+        """
+        if self.batches is not None:
+            self.batches.add_(1)
+        weight: float | torch.Tensor | None = self.momentum
+        if weight is None:  # not read by the host, which would wait for the device
+            weight = 1.0 if self.batches is None else 1.0 / self.batches.double()
+        for running, value in zip(self.running, self._seen(parts), strict=True):
+            running.data.copy_(running.double() * (1 - weight) + value.view_as(running) * weight)
+
+    def _seen(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and unbiased variance over all values of several parts."""
+        total = sum(part.count for part in parts)
+        means = [part.mean.double() if part.off is None else part.mean.double() + part.off for part in parts]
+        mean, variance = torch.zeros_like(means[0]), torch.zeros_like(means[0])
+        for part, own in zip(parts, means, strict=True):
+            mean += own * (part.count / total)
+        for part, own in zip(parts, means, strict=True):
+            if self.averaged:
+                variance += part.variance * (part.count / total)
+                continue
+            squares = part.variance.double() * (part.count - 1) + (own - mean).square() * part.count
+            if part.off is not None:
+                squares -= part.off.square() * part.count
+            variance += squares / (total - 1)
+        return mean, variance
+
+
+@torch.no_grad()
+def update_statistics(state: CallState, lanes: Sequence[Lane]) -> None:
+    """Update the running statistics of all norms by what they saw in the step, when its last forward is over.
+
+    Each is updated once per use, or per use and microbatch, on a lane of its device. All uses of one layer lie in one
+    stage, whose cells run one after the other: for each layer they come in the model's order.
+    """
+    uses: list[Use] = list(state.statistics.values())
+    state.statistics.clear()
+    homes = [lanes[0].origin(use.running[0]).device if lanes else use.running[0].device for use in uses]
+    for device in dict.fromkeys(homes):
+        with _on(device, lanes):
+            for use in (use for use, home in zip(uses, homes, strict=True) if home == device):
+                parts = [use.parts[microbatch] for microbatch in sorted(use.parts)]
+                for own in [[part] for part in parts] if state.update_each else [parts]:
+                    use.update(own)
+
+
+has_side_effect(update_statistics)
+
+
+@contextlib.contextmanager
+def _on(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]:
+    """Work on a lane of a device, behind what all lanes of that device were given."""
+    own = [lane for lane in lanes if lane.device == device and lane.asynchronous]
+    if not own:
+        yield
+        return
+    for other in own[1:]:
+        own[0].wait(other.record())
+    with own[0].active():
+        yield
+
+
+def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a norm on a microbatch: a module, ``F.batch_norm`` or ``F.instance_norm``, with its own arguments.
+
+    ``name`` is that of the call in the model's forward. A norm that takes no statistics is called as it is.
+    """
+    if not isinstance(norm, nn.Module):
+        return _Call(key, name)(norm, *args, **kwargs)
+    counts = isinstance(norm, _BatchNorm) and norm.num_batches_tracked is not None
+    call = _Call(key, name, norm.num_batches_tracked if counts else None, cumulative=counts and norm.momentum is None)
+    with _copied_counter(norm) if counts else contextlib.nullcontext(), _Norms(call):
+        return norm(*args, **kwargs)
+
+
+class _Call:
+    """Calls functional norms for a recorded call, also those inside a module that has hooks or its own Python."""
+
+    def __init__(self, key: CellContext, name: str, counter: Any = None, *, cumulative: bool = False) -> None:
+        self.key, self.name, self.counter, self.cumulative = key, name, counter, cumulative
+        self.calls = 0
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = _SIGNATURES[function].bind(*args, **kwargs)
+        bound.apply_defaults()
+        value, mean, var, weight, bias, takes_statistics, momentum, eps = bound.arguments.values()
+        if not takes_statistics or mean is None or var is None:
+            return function(*args, **kwargs)
+        averaged = function is F.instance_norm
+        use = Use((mean, var), None if self.cumulative else momentum, self.counter, averaged)
+        name = f"{self.name}/{self.calls}" if self.calls else self.name
+        self.calls += 1
+        note = Note(self.key.state.statistics, self.key.microbatch, name, use)
+        return norm_and_collect_stats(note, function, value, mean, var, weight, bias, eps)
+
+
+class _Norms(TorchFunctionMode):
+    """Hands the functional norms inside a module's own forward to a :class:`_Call`."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (partial(self.call, func) if func in _SIGNATURES else func)(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _copied_counter(norm: nn.Module) -> Iterator[None]:
+    """Let a module count its calls on a copy; its stage's cells run one after the other."""
+    counter = norm._buffers[_COUNTER]
+    assert counter is not None
+    norm._buffers[_COUNTER] = counter.detach().clone()
+    try:
+        yield
+    finally:
+        norm._buffers[_COUNTER] = counter
+
+
+class Note(NamedTuple):
+    """Where a part goes: the call's statistics, the microbatch, the recorded call's name, and what it updates."""
+
+    statistics: dict[str, Use]
+    microbatch: int
+    name: str
+    use: Use
+
+
+def norm_and_collect_stats(
+    note: Note,
+    function: Callable[..., Any],
+    value: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Normalise by the value's own statistics and keep these as ``note`` says; ``mean`` and ``var`` stay as they are.
+
+    It is one call to function modes, which see what is normalised and whose running statistics are meant.
+    """
+    if has_torch_function((value,)):
+        return handle_torch_function(
+            norm_and_collect_stats, (value,), note, function, value, mean, var, weight, bias, eps
+        )
+    own, spread = torch.zeros_like(mean), torch.zeros_like(var)
+    output = function(value, own, spread, weight, bias, True, 1.0, eps)
+    if function is F.instance_norm:
+        part = Part(value.shape[0], own, spread)
+    else:
+        part = Part(value.numel() // value.shape[1], own, spread, _rounded(value, own, spread))
+    note.statistics.setdefault(note.name, note.use).parts.setdefault(note.microbatch, part)
+    return output
+
+
+def _rounded(value: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor | None:
+    """Return by how much a kernel rounded the means of a value, in float64; None where it does not matter.
+
+    Looked at on the CPU only, where a look at a number costs no wait.
+    """
+    if mean.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
+        return None
+    if not (mean * mean > _FAR**2 * var).any():
+        return None
+    with torch.no_grad():
+        shape = [-1 if dim == 1 else 1 for dim in range(value.dim())]
+        over = [dim for dim in range(value.dim()) if dim != 1]
+        return (value.detach() - mean.view(shape)).mean(over, dtype=torch.float64)
