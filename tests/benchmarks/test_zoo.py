@@ -60,6 +60,7 @@ def result(name: str = "model", **more: Any) -> dict[str, Any]:
     return {"name": name, "group": "traps", "blocks": 8, "answer": True, "checks": checks, **facts, **exact} | more
 
 
+@pytest.mark.slow
 def test_two_models_run_and_a_second_run_goes_on_where_the_first_ended(tmp_path):
     file = tmp_path / "zoo.json"
     printed = run("-m", "benchmarks.zoo", "--only", "step_count", "--json", str(file))
@@ -77,6 +78,7 @@ def test_two_models_run_and_a_second_run_goes_on_where_the_first_ended(tmp_path)
     assert "100.0% (2 of 2)" in printed
 
 
+@pytest.mark.slow
 def test_a_case_that_dies_hangs_eats_or_raises_is_a_result_and_ends_no_other():
     found = json.loads(run("-c", CASES_THAT_END_BADLY))
     assert found["ends"]["error"]["text"] == "the process ended with code 3 and no result"

@@ -12,6 +12,7 @@ from benchmarks.zoo.table import verdict
 TRAPS = {case.name: case for case in cases(("traps",))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRAPS.values(), ids=TRAPS.keys())
 def test_a_trap_gives_the_plain_numbers(case: Case):
     found = measure(case)

@@ -75,15 +75,15 @@ def value(graph: Graph, goal: Goal) -> float:
 def test_condensing_keeps_the_best_value_when_stages_may_be_empty(make: Callable[[int], Graph], name: str) -> None:
     goal, concern = GOALS[name]
     merged = finite = 0
-    for seed in range(500):
+    for seed in range(150):
         graph = make(seed)
         smaller = condense(graph, concern=concern)
         expected = value(graph, replace(goal, empty=True))
         assert value(smaller, replace(goal, empty=True)) == pytest.approx(expected), seed
         merged += smaller.size < graph.size
         finite += expected < math.inf
-    assert merged > 100
-    assert finite > 100
+    assert merged > 30
+    assert finite > 30
 
 
 def test_gluing_what_is_dear_to_cut_keeps_the_optimum() -> None:

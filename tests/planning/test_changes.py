@@ -56,7 +56,7 @@ def again(change: Change, **choices: Any) -> autosplit.Plan:
 @pytest.mark.parametrize(
     ("choices", "kinds"),
     [
-        ({"memory_limit": "1.2MiB", "chunks": 4}, {"devices", "precision"}),
+        pytest.param({"memory_limit": "1.2MiB", "chunks": 4}, {"devices", "precision"}, marks=pytest.mark.slow),
         (
             {"memory_limit": "2.2MiB", "chunks": 2, "recompute": "never"},
             {"recompute", "chunks", "batch", "devices", "precision"},

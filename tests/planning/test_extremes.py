@@ -103,8 +103,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
     ("devices", "limit", "choices"),
     [
         ("2xH100-SXM5-80GB", "63KiB", {}),
-        ("2xH100-SXM5-80GB", "66KiB", {"recompute": "auto"}),
-        ("2xH100-SXM5-80GB", "63KiB", {"schedule": "auto"}),
+        pytest.param("2xH100-SXM5-80GB", "66KiB", {"recompute": "auto"}, marks=pytest.mark.slow),
+        pytest.param("2xH100-SXM5-80GB", "63KiB", {"schedule": "auto"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_largest_batch_is_that_of_all_batches_tried(devices: str, limit: str, choices: dict[str, Any]) -> None:

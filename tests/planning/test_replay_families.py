@@ -26,12 +26,12 @@ from autosplit.trace.ladder import Trace, trace
 from benchmarks.families import families
 
 STAGES, CHUNKS = 3, 3
-WAYS: list[tuple[str, Recompute, str | None]] = [
+WAYS = [
     ("gpt2", "always", None),
-    ("gpt2", "never", "amp_bf16"),
     ("llama", "block", None),
-    ("resnet50", "never", None),
-    ("unet", "block", None),
+    pytest.param("gpt2", "never", "amp_bf16", marks=pytest.mark.slow),
+    pytest.param("resnet50", "never", None, marks=pytest.mark.slow),
+    pytest.param("unet", "block", None, marks=pytest.mark.slow),
 ]
 
 

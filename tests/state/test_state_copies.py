@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from autosplit import PlanError, autosplit
 from tests.equivalence.equality import assert_same_bits, difference, forward_backward
 from tests.models.named import CASES, Case, numbers
+from tests.pairwise import diagonal
 
 NAMES = ("nested skips", "shared weight", "tiny gpt", "lstm batch first", "dataclass output")
 
@@ -43,11 +44,9 @@ def through_torch_save(pipe: nn.Module) -> nn.Module:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch_save}
 
 
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_copy_is_equal_and_independent(
-    case: Case, duplicate: Callable[[nn.Module], nn.Module], planned: bool
-) -> None:
+@diagonal(name=NAMES, way=list(COPIES), planned=[False, True])
+def test_a_copy_is_equal_and_independent(name: str, way: str, planned: bool) -> None:
+    case, duplicate = CASES[name], COPIES[way]
     pipe = split(case.build())
     batch = case.batch(10)
     if planned:

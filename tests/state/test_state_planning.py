@@ -20,6 +20,7 @@ from torch import nn
 from autosplit import Plan, Sample, autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, assert_same_bits, forward_backward
 from tests.models.named import CASES, Case, flat, numbers, tokens
+from tests.pairwise import diagonal
 
 NAMES = ("chain", "nested skips", "shared weight", "tiny gpt", "lstm batch first", "weight norm", "keyword inputs")
 
@@ -41,8 +42,9 @@ def random_states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())]
 
 
-@pytest.mark.parametrize("call", ["train", "eval", "no_grad", "step"])
-def test_the_first_call_is_as_if_planning_had_not_happened(case: Case, call: str) -> None:
+@diagonal(name=NAMES, call=["train", "eval", "no_grad", "step"])
+def test_the_first_call_is_as_if_planning_had_not_happened(name: str, call: str) -> None:
+    case = CASES[name]
     plain, model = case.build(), case.build()
     for module in (plain, model):
         module.train(call not in ("eval", "no_grad"))
@@ -96,8 +98,9 @@ def test_every_form_of_sample_plans_at_once(form: str) -> None:
     assert pipe.plan == planned
 
 
-@pytest.mark.parametrize("form", ["text", "path", "plan"])
-def test_a_pinned_plan_gives_the_same_stages(case: Case, form: str, tmp_path: Path) -> None:
+@diagonal(name=NAMES, form=["text", "path", "plan"])
+def test_a_pinned_plan_gives_the_same_stages(name: str, form: str, tmp_path: Path) -> None:
+    case = CASES[name]
     first = split(case.build())
     run = forward_backward(first, case.batch(8))
     path = tmp_path / "plan.json"

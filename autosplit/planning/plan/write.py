@@ -54,8 +54,13 @@ class Writer:
         self._index = DataflowIndex(self.traced)
         self.stage_of = assign(self.traced, solved, stages=partition.stages, index=self._index)
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
-        self.fullest, self.unreplayed = self._replayed()
 
+    @property
+    def fullest(self) -> tuple[DevicePeak, ...]:
+        """Each device at its fullest moment; nothing where it cannot be replayed."""
+        return self._replayed[0]
+
+    @cached_property
     def _replayed(self) -> tuple[tuple[DevicePeak, ...], str | None]:
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
@@ -290,8 +295,8 @@ class Writer:
             if (loss := note_on_loss(self.traced)) is not None:
                 yield loss
         yield from advice(self.problem, self.partition, self.options, measured=self.costs.measured)
-        if self.unreplayed is not None:
-            yield f"peaks are by the additive formula, not replayed: {self.unreplayed}"
+        if self._replayed[1] is not None:
+            yield f"peaks are by the additive formula, not replayed: {self._replayed[1]}"
         if self.costs.estimated:
             name, why = next(iter(self.costs.estimated.items()))
             yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"

@@ -106,7 +106,7 @@ class Choice:
             assignment = finished.writer.partition.assignment
             inside = note_on_inside(pieces.modules, assignment, longer=finished.longer)
             plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, (inside,)))})
-        others = [each for each in self._search.alternatives() if _key(each) != _key(alternative(plan))]
+        others = self._search.alternatives(besides=_key(alternative(plan)))
         unit_of = finished.entry.sized.coarse.unit_of
         units = units_of(case, unit_of, finished.writer.partition.assignment)
         shown = frontier(alternative(plan), others)
@@ -213,10 +213,11 @@ class _Search:
         """Replay a cut, and keep by how much at least cuts of its kind come out above the formula."""
         finished = finish(self.sweep, entry, cut)
         self.finished.append(finished)
-        pairs = zip(finished.highs, cut.device_bytes, strict=True)
-        above = min(high / max(held, 1) for high, held in pairs)
-        kind = frozenset(cut.recompute)
-        self.above[kind] = min(above, self.above.get(kind, above))
+        if self.sweep.memory_limits(entry.problem) is not None:
+            pairs = zip(finished.highs, cut.device_bytes, strict=True)
+            above = min(high / max(held, 1) for high, held in pairs)
+            kind = frozenset(cut.recompute)
+            self.above[kind] = min(above, self.above.get(kind, above))
         return finished
 
     def _over(self, candidate: Candidate) -> list[float] | None:
@@ -273,13 +274,14 @@ class _Search:
             if len(tried) == _MIN_MEMORY_CUTS:
                 break
 
-    def alternatives(self) -> list[Alternative]:
-        """Return what was weighed, as the plan's file has it; what was replayed with its peak."""
+    def alternatives(self, besides: tuple[object, ...]) -> list[Alternative]:
+        """Return what was weighed, as the plan's file has it, but for one configuration; replays with their peaks."""
         replayed = [
             self._alternative(each.entry, each.cut, each.writer.partition.value_s, each.peaks, each.verdict)
             for each in self.finished
+            if _configuration(each.entry, each.cut) != besides
         ]
-        known = set(map(_key, replayed))
+        known = {besides, *map(_key, replayed)}
         weighed = (
             self._alternative(each.entry, each.cut, each.cut.step_s, each.cut.device_bytes) for each in self.candidates
         )
@@ -320,7 +322,7 @@ class _Search:
             chunks=entry.options.chunks,
             schedule=entry.settled.schedule,
             virtual_stages=entry.settled.virtual_stages,
-            recompute=cut.recompute if len(set(cut.recompute)) > 1 else cut.recompute[:1],
+            recompute=_recompute(cut.recompute),
             step_s=step_s + entry.sized.once_s,
             peak_bytes=max(held),
             verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
@@ -328,6 +330,17 @@ class _Search:
         )
         self.cut_of[found] = entry, cut
         return found
+
+
+def _configuration(entry: Entry, cut: LineCut) -> tuple[object, ...]:
+    """Return the key of what a cut of a configuration is written down as."""
+    settled = entry.settled
+    return entry.options.chunks, settled.schedule, settled.virtual_stages, _recompute(cut.recompute)
+
+
+def _recompute(options: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what stages recompute, once where all do the same."""
+    return options if len(set(options)) > 1 else options[:1]
 
 
 def _key(each: Alternative) -> tuple[object, ...]:
@@ -341,7 +354,7 @@ def alternative(plan: Plan) -> Alternative:
         chunks=plan.chunks,
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages,
-        recompute=recompute if len(set(recompute)) > 1 else recompute[:1],
+        recompute=_recompute(recompute),
         step_s=plan.step_s,
         peak_bytes=max(stage.memory.peak_bytes for stage in plan.stages),
         verdict=plan.verdict,

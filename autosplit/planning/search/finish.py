@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from autosplit.partition.bounds.step import simple_bound, spread_bound
@@ -65,8 +66,10 @@ class Finished:
 
     @property
     def sure(self) -> bool:
-        """Whether every device has room for the most that it may need."""
-        return all(high <= limit for high, limit in zip(self.highs, self.limits, strict=False))
+        """Whether every device has room for the most that it may need; surely without limits."""
+        return min(self.limits) == math.inf or all(
+            high <= limit for high, limit in zip(self.highs, self.limits, strict=False)
+        )
 
     @property
     def verdict(self) -> Verdict:
@@ -144,14 +147,22 @@ def _inside(sweep: Sweep, finished: Finished, *, gain: float) -> Finished:
         return finished
     fine = coarsened(case.problem, apart)
     search = LineSearch(Line(fine.problem), fine.problem, stages=entry.settled.stages)
-    limits, held = finished.limits, search.device_bytes(_bounds(fine, finished.writer.partition), cut.recompute)
-    above = finished.highs if finished.sure else finished.peaks
-    room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, above, held, strict=False)]
-    better = search.listed(cut.recompute, [*room, *limits[len(room) :]])
+    better = search.listed(cut.recompute, _room(finished, search, fine))
     if better is None or better.step_s >= cut.step_s * (1 - gain):
         return finished
     moved = _replayed(sweep, entry, replace(better, bounds=cut.bounds), case, fine.assignment(better.bounds))
     return min(finished, moved, key=lambda each: each.rank)
+
+
+def _room(finished: Finished, search: LineSearch, fine: Coarse) -> list[float]:
+    """Return the limits less what the replay held above the formula."""
+    limits = finished.limits
+    if min(limits) == math.inf:
+        return list(limits)
+    held = search.device_bytes(_bounds(fine, finished.writer.partition), finished.cut.recompute)
+    above = finished.highs if finished.sure else finished.peaks
+    room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, above, held, strict=False)]
+    return [*room, *limits[len(room) :]]
 
 
 def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
