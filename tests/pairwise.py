@@ -34,7 +34,7 @@ def _parametrized(axes: dict[str, Sequence[Any]], chosen: set[Row]) -> pytest.Ma
     for row in _product(axes):
         values = [own[place] for own, place in zip(axes.values(), row, strict=True)]
         params.append(pytest.param(*values, marks=() if row in chosen else pytest.mark.slow))
-    ids: Callable[[Any], str] = lambda value: value.__name__ if isinstance(value, type) else str(value)  # noqa: E731
+    ids: Callable[[Any], str] = lambda value: getattr(value, "__name__", str(value))  # noqa: E731
     return pytest.mark.parametrize(tuple(axes), params, ids=ids)
 
 

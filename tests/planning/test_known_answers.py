@@ -18,7 +18,6 @@ from autosplit.planning.request.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.search.choose import Space, choose_plan
 from benchmarks import published
 from benchmarks.published_torchgpipe import experiments, predicted, stages_of
-from tests.pairwise import first
 from tests.planning.llama import Llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +73,9 @@ def test_llama_70b_in_pure_bf16_is_borderline_with_fewer_layers_at_both_ends(lla
     assert max(layers[0], layers[-1]) < min(layers[1:-1])
 
 
-@pytest.mark.parametrize("name", first(1, ["U-Net (6,72)", "U-Net (11,128) chunks32 [505]"]))
+@pytest.mark.parametrize(
+    "name", ["U-Net (6,72)", pytest.param("U-Net (11,128) chunks32 [505]", marks=pytest.mark.slow)]
+)
 def test_torchgpipes_runs_reserve_what_was_published(name: str) -> None:
     row = next(row for row in published.rows() if row["model"] == name)
     experiment = experiments()[name]

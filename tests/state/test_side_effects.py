@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from autosplit import autosplit
 from autosplit.pipelined import PipelinedModule
 from tests.models.three_layers import WIDTH, Model, numbers
-from tests.pairwise import diagonal
+from tests.pairwise import in_turn
 
 ROWS = (6, 6, 8, 6)
 
@@ -161,7 +161,7 @@ def batch(rows: int, seed: int) -> Tensor:
     return numbers(rows, WIDTH, seed=seed, gradient=False)
 
 
-@diagonal(does=EFFECTS, inner=[True, False])
+@in_turn(does=EFFECTS, inner=[True, False])
 def test_calls_leave_what_the_plain_model_leaves(does: Any, inner: bool) -> None:
     plain = Root(does, inner=inner)
     model = copy.deepcopy(plain)
@@ -181,7 +181,7 @@ def test_calls_leave_what_the_plain_model_leaves(does: Any, inner: bool) -> None
     assert not pipe.plan.class_flops.get("full")
 
 
-@diagonal(does=EFFECTS, inner=[False, True])
+@in_turn(does=EFFECTS, inner=[False, True])
 def test_steps_leave_what_the_plain_model_leaves(does: Any, inner: bool) -> None:
     plain = Root(does, inner=inner)
     model = copy.deepcopy(plain)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from autosplit import PlanError, autosplit
 from tests.equivalence.equality import assert_same_bits, difference, forward_backward
 from tests.models.named import CASES, Case, numbers
-from tests.pairwise import diagonal
+from tests.pairwise import in_turn
 
 NAMES = ("nested skips", "shared weight", "tiny gpt", "lstm batch first", "dataclass output")
 
@@ -44,7 +44,7 @@ def through_torch_save(pipe: nn.Module) -> nn.Module:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch_save}
 
 
-@diagonal(name=NAMES, way=list(COPIES), planned=[False, True])
+@in_turn(name=NAMES, way=list(COPIES), planned=[False, True])
 def test_a_copy_is_equal_and_independent(name: str, way: str, planned: bool) -> None:
     case, duplicate = CASES[name], COPIES[way]
     pipe = split(case.build())

@@ -20,7 +20,7 @@ from torch import nn
 from autosplit import Plan, Sample, autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, assert_same_bits, forward_backward
 from tests.models.named import CASES, Case, flat, numbers, tokens
-from tests.pairwise import diagonal
+from tests.pairwise import in_turn
 
 NAMES = ("chain", "nested skips", "shared weight", "tiny gpt", "lstm batch first", "weight norm", "keyword inputs")
 
@@ -42,7 +42,7 @@ def random_states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())]
 
 
-@diagonal(name=NAMES, call=["train", "eval", "no_grad", "step"])
+@in_turn(name=NAMES, call=["train", "eval", "no_grad", "step"])
 def test_the_first_call_is_as_if_planning_had_not_happened(name: str, call: str) -> None:
     case = CASES[name]
     plain, model = case.build(), case.build()
@@ -98,7 +98,7 @@ def test_every_form_of_sample_plans_at_once(form: str) -> None:
     assert pipe.plan == planned
 
 
-@diagonal(name=NAMES, form=["text", "path", "plan"])
+@in_turn(name=NAMES, form=["text", "path", "plan"])
 def test_a_pinned_plan_gives_the_same_stages(name: str, form: str, tmp_path: Path) -> None:
     case = CASES[name]
     first = split(case.build())
