@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from autosplit import PipelinedModule, autosplit, recordings
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.runtime.lanes.lanes import Bundle, Lane
 from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.cells import Cells

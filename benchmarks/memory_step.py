@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.memory.replay import StaticBytes, replay
 from autosplit.memory.state import Optimizer, ParameterBytes, optimizer_steps, parameter_bytes
 from autosplit.profile.stage_trace.stage_graph import stage_graph

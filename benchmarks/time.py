@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cost_models
-from autosplit.devices.clocks import Clock, clock_of
+from autosplit.devices import Clock, clock_of
 from autosplit.profile.calibrate import Timing, fitted, place_of, time_cases
 from autosplit.profile.calibration_cases import cases
 from autosplit.profile.lowering import CudaKernels

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import cost_models
-from autosplit.devices.clocks import Clock, clock_of
+from autosplit.devices import Clock, clock_of
 from autosplit.profile.workspaces.workspace_watch import WorkspaceWatch, device_name
 from benchmarks.families import Family, families
 from cost_models.workspaces import Workspaces

@@ -12,7 +12,7 @@ from torch import nn
 import cost_models
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli.models import make_model, make_sample
-from autosplit.devices.clocks import device_text
+from autosplit.devices import device_text
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample, resolve_devices
 from autosplit.planning.request.sizes import sizes_of

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from autosplit.devices.clocks import is_out_of_memory
+from autosplit.devices import is_out_of_memory
 from autosplit.lower.split import Lowered
 from autosplit.planning.explain.short_of_memory import short_of_memory
 from autosplit.planning.plan.plan import Plan

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autosplit.devices.clocks import Clock, clock_of
+from autosplit.devices import Clock, clock_of
 from autosplit.profile.calibration_cases import Case, Program, cases
 from autosplit.profile.node_costs.ledger import Ledger, Operation
 from autosplit.profile.node_costs.work import work_of

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.devices.allocations import Allocations
-from autosplit.devices.clocks import Clock, clock_of, is_out_of_memory
+from autosplit.devices import Allocations, Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.node_costs.shadow import Shadow, shadow

@@ -19,8 +19,7 @@ from torch.fx.node import has_side_effect
 
 from autosplit.runtime.lanes.ambient import is_transformed
 from autosplit.runtime.lanes.lanes import Bundle as Bundle
-from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.lanes.streams import generators_of
+from autosplit.runtime.lanes.lanes import Lane, generators_of
 from autosplit.runtime.tape import DRAWING, Tape
 
 OUT = "out"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.schedule.action import Action
 

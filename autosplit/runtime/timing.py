@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.planning.alone import SentAlone, StagesAlone, by_stage
 from autosplit.planning.timeline import Bar, HeldBytes, Sent, StepTimeline
 from autosplit.runtime.lanes.lanes import Lane

@@ -39,8 +39,7 @@ from autosplit import recorded, recordings
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtime import ops, transport
 from autosplit.runtime.lanes import lanes
-from autosplit.runtime.lanes.lanes import CallerLane, Lane, StreamLane
-from autosplit.runtime.lanes.streams import Streams
+from autosplit.runtime.lanes.lanes import CallerLane, Lane, StreamLane, Streams
 from benchmarks.gpu.part import Found, Setting, at_least, at_most
 from benchmarks.gpu.race_programs import Case, Model, case_of, pipe_of, run_case
 

@@ -22,7 +22,7 @@ import torch
 
 import cost_models
 from autosplit import PipelinedModule
-from autosplit.devices.clocks import clock_of
+from autosplit.devices import clock_of
 from autosplit.errors import AutosplitError
 from autosplit.planning.alone import StagesAlone
 from autosplit.planning.plan.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.devices.clocks import clock_of
+from autosplit.devices import clock_of
 from autosplit.profile.calibrate import Timing
 from autosplit.profile.calibration_cases import Case, cases
 from benchmarks import time as benchmark

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from tests.pairwise import in_turn
 
 WIDTH, ROWS, CHUNKS = 4, 10, 3

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.memory.replay import StaticBytes, replay
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.errors import InputError
 from autosplit.memory.events import Step
 from autosplit.memory.state import Implementation, Optimizer, Precision, optimizer_steps, parameter_bytes

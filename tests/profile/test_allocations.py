@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autosplit.devices.allocations import Allocations, _Event, _in_order
+from autosplit.devices import Allocations, _Event, _in_order
 from tests.properties import examples
 
 

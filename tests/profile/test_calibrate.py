@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cost_models
-from autosplit.devices.clocks import Timed
+from autosplit.devices import Timed
 from autosplit.profile import calibrate as calibrating
 from autosplit.profile.calibrate import Sample, Timing, calibrate, cases_for, default_path, issue_s, time_cases
 from autosplit.profile.calibration_cases import Case, Program, cases

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autosplit.devices.clocks import clock_of, is_out_of_memory
+from autosplit.devices import clock_of, is_out_of_memory
 
 
 class FakeCuda:

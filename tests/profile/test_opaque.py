@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.workspaces import opaque
 from autosplit.profile.workspaces.opaque import true_results, workspace

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.devices.clocks import Timed
+from autosplit.devices import Timed
 from autosplit.profile import measured
 from autosplit.profile.measured import measure
 from autosplit.profile.node_costs.combine import profile

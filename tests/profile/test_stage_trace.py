@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.memory.events import StageTrace
 from autosplit.options import Sample
 from autosplit.profile.stage_trace.stage_graph import stage_graph

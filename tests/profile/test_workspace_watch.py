@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.devices.clocks import Timed
+from autosplit.devices import Timed
 from autosplit.profile import measured
 from autosplit.profile.measured import measure
 from autosplit.profile.node_costs.ledger import Ledger

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from autosplit.runtime.lanes.streams import generators_of
+from autosplit.runtime.lanes.lanes import generators_of
 from autosplit.runtime.ops import CallState, CellContext, draw
 
 CARDS = 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.devices.allocations import Allocations
+from autosplit.devices import Allocations
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.profile.node_costs.ledger import Ledger

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autosplit.devices.clocks import Clock
+from autosplit.devices import Clock
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.workspaces.opaque import ALWAYS_OBSERVED
 from autosplit.profile.workspaces.workspaces import operation_key

@@ -1,1 +1,0 @@
-"""What a device tells: how long something takes on it, and what its allocator does meanwhile."""
