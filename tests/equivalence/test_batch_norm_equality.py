@@ -1,18 +1,98 @@
-"""BatchNorm in a pipeline normalises by microbatch and counts once per step, over all that a layer saw."""
+"""BatchNorm in a pipeline normalises by microbatch and counts once per step, over all that a layer saw.
+
+The reference runs the plain model on one microbatch after the other, so that each is normalised by itself, and keeps
+every norm's inputs. Then running statistics move once per call of the norm, by the mean and the unbiased variance of
+all inputs that the call saw.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit import autosplit
-from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step
-from tests.equivalence.norms_by_microbatch import run_by_microbatch
+from autosplit import autosplit, verify
+from tests.equivalence.equality import (
+    LANES,
+    Batch,
+    Run,
+    assert_equal_runs,
+    assert_same_bits,
+    difference,
+    forward_backward,
+    train_step,
+)
 from tests.models.named import numbers
+from tests.runtime.test_batch_norm_statistics import NormAct
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+NORMS = (nn.modules.batchnorm._NormBase,)
+
+
+class ByMicrobatch(nn.Module):
+    """A model with one batch as input and output, whose norms see a microbatch at a time."""
+
+    def __init__(self, model: nn.Module, parts: int) -> None:
+        super().__init__()
+        self.model, self.parts = model, parts
+
+    def forward(self, value: Tensor) -> Tensor:
+        norms = [m for m in self.model.modules() if isinstance(m, NORMS) and m.training and m.running_mean is not None]
+        seen: dict[int, list[list[Tensor]]] = defaultdict(list)
+        before = [(m, m._buffers) for m in norms]
+        for norm in norms:
+            norm._buffers = {name: buffer.clone() for name, buffer in norm._buffers.items()}
+        outputs = []
+        for part in value.tensor_split(self.parts):
+            uses: dict[int, list[Tensor]] = defaultdict(list)
+            hooks = [m.register_forward_pre_hook(lambda m, x, u=uses: u[id(m)].append(x[0].detach())) for m in norms]
+            outputs.append(self.model(part))
+            for hook in hooks:
+                hook.remove()
+            for module, inputs in uses.items():
+                seen[module].append(inputs)
+        for norm, buffers in before:
+            norm._buffers = buffers
+            for inputs_of_use in zip(*seen[id(norm)], strict=True):
+                count_once(norm, list(inputs_of_use))
+        return torch.cat(outputs)
+
+
+def count_once(norm: Any, inputs: list[Tensor]) -> None:
+    """Move running statistics by all inputs of one call of a norm."""
+    value = torch.cat(inputs).double()
+    mean, var = _instances(value) if isinstance(norm, nn.modules.instancenorm._InstanceNorm) else _batch(value)
+    if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+        norm.num_batches_tracked += 1
+    weight = 1 / int(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    norm.running_mean.copy_((1 - weight) * norm.running_mean + weight * mean)
+    norm.running_var.copy_((1 - weight) * norm.running_var + weight * var)
+
+
+def _batch(value: Tensor) -> tuple[Tensor, Tensor]:
+    over = [dim for dim in range(value.dim()) if dim != 1]
+    return value.mean(over), value.var(over)
+
+
+def _instances(value: Tensor) -> tuple[Tensor, Tensor]:
+    return value.flatten(2).mean(2).mean(0), value.flatten(2).var(2).mean(0)
+
+
+def run_by_microbatch(model: nn.Module, batch: Batch, *, parts: int, loss: Any = None) -> Run:
+    """Run the reference."""
+    whole = ByMicrobatch(model, parts)
+    run = forward_backward(whole, batch) if loss is None else forward_backward(whole, batch, loss=loss)
+    gradients = {name.removeprefix("model."): gradient for name, gradient in run.gradients.items()}
+    buffers = {name.removeprefix("model."): buffer for name, buffer in run.buffers.items()}
+    return Run(run.outputs, run.loss, gradients, buffers)
 
 
 # No bias stands before a BatchNorm: its gradient is zero but for rounding, which no relative metric can compare.
@@ -78,19 +158,6 @@ def test_no_microbatch_is_left_with_one_value_per_channel(rows: int, chunks: int
     assert_equal_runs(forward_backward(pipe, batch), run_by_microbatch(model, batch, parts=parts))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_eval_equals_the_plain_model(name: str) -> None:
-    plain, pipe = build(name), autosplit(build(name), devices=["cpu"] * 3, chunks=4)
-    warm = batch_of(name, 12)
-    run_by_microbatch(plain, warm, parts=4)
-    forward_backward(pipe, warm)
-    plain.eval()
-    pipe.eval()
-    for rows in (10, 1):
-        batch = batch_of(name, rows, seed=3)
-        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_without_running_statistics_the_whole_batch_is_normalised(training: bool) -> None:
     plain = build("untracked").train(training)
@@ -98,3 +165,159 @@ def test_without_running_statistics_the_whole_batch_is_normalised(training: bool
     for rows in (8, 10):
         batch = batch_of("untracked", rows)
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+
+
+# -- running statistics of the first norm are the plain model's ------------------------------------------------------
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """``body`` between two linear layers."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.body = body
+        for name, part in parts.items():
+            self.register_buffer(name, part) if isinstance(part, Tensor) else setattr(self, name, part)
+        self.double()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.b(self.body(self, self.a(value)))
+
+
+def twice(net: Any, value: Tensor) -> Tensor:
+    return net.norm(value) + net.norm(value.tanh())
+
+
+def read_behind(net: Any, value: Tensor) -> Tensor:
+    return net.norm(value) * net.norm.running_var
+
+
+def one_of_two(net: Any, value: Tensor) -> Tensor:
+    return F.batch_norm(value, net.means[1], net.variances[1], training=net.training, momentum=0.2)
+
+
+def by_instance(net: Any, value: Tensor) -> Tensor:
+    return net.norm(value.unflatten(1, (2, 3))).flatten(1)
+
+
+def stack(size: int) -> Tensor:
+    return torch.arange(2.0 * size).view(2, size)
+
+
+def norm(**options: Any) -> nn.Module:
+    return nn.BatchNorm1d(WIDTH, **options)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Net(lambda net, value: net.norm(value), norm=norm()),
+    "own python": lambda: Net(lambda net, value: net.norm(value), norm=NormAct(WIDTH)),
+    "twice, cumulative": lambda: Net(twice, norm=norm(momentum=None)),
+    "read behind it": lambda: Net(read_behind, norm=norm()),
+    "buffers in a stack": lambda: Net(one_of_two, means=stack(WIDTH), variances=stack(WIDTH)),
+    "single process": lambda: Net(lambda net, value: net.norm(value), norm=nn.SyncBatchNorm(WIDTH)),
+    "instances": lambda: Net(by_instance, norm=nn.InstanceNorm1d(2, track_running_stats=True)),
+    "frozen": lambda: Net(lambda net, value: net.norm(value), norm=norm()),
+}
+
+
+def build_kind(name: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = KINDS[name]()
+    if name == "frozen":
+        model.get_submodule("norm").eval()
+    return model
+
+
+def assert_equal_buffers(model: nn.Module, plain: nn.Module) -> None:
+    for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert difference(buffer.double(), expected.double()) <= 1e-12, name
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_the_first_norms_statistics_are_the_plain_models(name: str) -> None:
+    model, plain = build_kind(name), build_kind(name)
+    pipe, own = autosplit(model, devices=["cpu"] * 2, chunks=4), [id(buffer) for buffer in model.buffers()]
+    for seed, rows in enumerate((8, 11, 3)):
+        value = numbers(rows, WIDTH, seed=seed).detach()
+        pipe(value)
+        plain(value)
+        assert_equal_buffers(model, plain)
+    pipe.train_step(value, target=torch.zeros(3, WIDTH).double(), loss_fn=F.mse_loss)
+    with torch.no_grad():
+        plain(value)
+        plain(value)
+        pipe(value)
+    assert_equal_buffers(model, plain)
+    assert [id(buffer) for buffer in model.buffers()] == own
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_step_that_fails_midway_leaves_buffers_as_they_were(lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), norm()).double()
+    pipe, value = autosplit(model, devices=["cpu"] * 2, chunks=3, lanes=lanes), numbers(8, WIDTH)
+    pipe(value)
+    before = [(buffer.clone(), buffer._version) for buffer in model.buffers()]
+    monkeypatch.setattr(nn.Tanh, "forward", _raise_at_two_rows)
+    for call in (pipe, lambda x: pipe.train_step(x, target=x, loss_fn=F.mse_loss)):
+        with pytest.raises(ArithmeticError, match="no more"):
+            call(value)
+        for buffer, (content, version) in zip(model.buffers(), before, strict=True):
+            assert torch.equal(buffer, content)
+            assert buffer._version == version
+    monkeypatch.undo()
+    pipe(value)
+    assert int(model[1].num_batches_tracked) == int(before[2][0]) + 1
+
+
+def _raise_at_two_rows(module: nn.Module, value: Tensor) -> Tensor:
+    """The last of three microbatches of eight rows has two."""
+    if len(value) == 2:
+        raise ArithmeticError("no more")
+    return value.tanh()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", "block"), ("gpipe", "always"), ("zb_h1", "always"), ("zb_v", "never")]
+)
+def test_any_schedule_and_a_second_run_give_the_same_bits(schedule: str, recompute: str) -> None:
+    batch, target = Batch((numbers(11, WIDTH),)), torch.zeros(11, WIDTH).double()
+
+    def step(**options: Any) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            layers = [nn.Linear(WIDTH, WIDTH), norm(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), norm(momentum=None)]
+            model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).double()
+        pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, **options)
+        return train_step(pipe, batch, target=target, loss_fn=F.mse_loss)
+
+    assert_same_bits(step(schedule=schedule, recompute=recompute), step(schedule="1f1b", lanes="inline"))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_full_norms_are_the_plain_models(lanes: str) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False), norm(), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False), norm()]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).double()
+    plain = copy.deepcopy(model)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, lanes=lanes, batch_norm="full")
+    for seed in range(2):
+        batch, target = Batch((numbers(11, WIDTH, seed=seed),)), numbers(11, WIDTH, seed=7).detach()
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+        got = train_step(pipe, batch, target=target, loss_fn=F.mse_loss)
+        expected = forward_backward(plain, batch, loss=lambda output, t=target: F.mse_loss(output, t))
+        assert difference(got.loss, expected.loss) <= 1e-12
+        assert_equal_buffers(model, plain)
+    assert "2 batch norm layers see the whole batch, as in the plain model" in " ".join(pipe.report().split())
+    found = verify(model, pipe, batch.args)
+    assert found.equal
+    assert found.notes == ()
+
+
+def test_the_report_says_whose_statistics_they_are() -> None:
+    pipe = autosplit(build_kind("plain"), devices=["cpu"] * 2, chunks=4, sample=numbers(8, WIDTH).detach())
+    text = " ".join(pipe.report().split())
+    assert "1 batch norm layer normalises each microbatch by itself" in text
+    assert "the plain model's for the first (norm#0)" in text

@@ -138,30 +138,6 @@ def test_a_changed_configuration_records_anew(make: Any) -> None:
     assert made(pipe) == len(changes) + 2
 
 
-class CountsInObject(nn.Module):
-    """Counts its calls in an object, and reads the count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = SimpleNamespace(calls=0)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.state.calls += 1
-        return self.second(self.first(value)) * self.state.calls
-
-
-def test_a_counter_in_an_object_counts_on() -> None:
-    torch.manual_seed(0)
-    model, plain = CountsInObject().double(), CountsInObject().double()
-    plain.load_state_dict(model.state_dict())
-    pipe = autosplit(model, devices=2, chunks=3, lanes="inline")
-    for _ in range(3):
-        value = _value()
-        assert torch.allclose(pipe(value), plain(value))
-    assert model.state.calls == plain.state.calls
-
-
 def test_lengths_are_generalised_beside_other_keywords() -> None:
     """Kinds of calls with other numbers of inputs are kept at the same time."""
     model = CASES["padded"].make().double()

@@ -1,9 +1,10 @@
-"""After a call or a step the caller's tensors are what the plain model would have left."""
+"""After a call or a step the caller's tensors, lists and dicts are what the plain model would have left."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from torch.nn import functional as F
 
 from autosplit import PipelinedModule, autosplit, verify
 from tests.equivalence.equality import LANES
+from tests.models.three_layers import WIDTH, Model
+from tests.models.three_layers import numbers as drawn
 from tests.pairwise import pairwise
 
-WIDTH, ROWS = 4, 10
+ROWS = 10
+numbers = partial(drawn, gradient=False)
 Inputs = Callable[[], tuple[Tensor, ...]]
 
 
@@ -71,10 +75,6 @@ class SequenceFirst(First):
     def forward(self, value: Tensor) -> Tensor:
         value.mul_(0.5)
         return self.b(torch.tanh(self.a(value.view(-1, WIDTH)))).view(value.shape)
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def same() -> tuple[Tensor, ...]:
@@ -224,3 +224,65 @@ def _seed() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
+
+
+# -- lists and dicts -------------------------------------------------------------------------------------------------
+def entry(model: Any, batch: dict[str, Any]) -> Tensor:
+    batch["mask"] = (batch["x"][:, :1] > 0).to(batch["x"])
+    return model.b(torch.tanh(model.a(batch["x"])) * batch["mask"])
+
+
+def replaced(model: Any, batch: dict[str, Any]) -> Tensor:
+    batch["x"] = batch["x"] * 2
+    return model.b(torch.tanh(model.a(batch["x"])))
+
+
+def nested(model: Any, batch: dict[str, Any]) -> Tensor:
+    batch.setdefault("seen", []).append(batch["x"].sum(1))
+    batch.pop("y")
+    return model.b(torch.tanh(model.a(batch["x"])))
+
+
+def appended(model: Any, values: list[Tensor]) -> Tensor:
+    values.append(values[0] * 2)
+    return model.b(torch.tanh(model.a(values[0])))
+
+
+def mixed(model: Any, batch: dict[str, Any]) -> Tensor:
+    batch["x"] = batch["x"] - batch["x"].mean(0)
+    return model.b(torch.tanh(model.a(batch["x"])))
+
+
+BODIES: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Any]]] = {
+    "an entry": (entry, lambda x: {"x": x}),
+    "another value": (replaced, lambda x: {"x": x}),
+    "a nested list, and an entry less": (nested, lambda x: {"x": x, "y": x[:, 0]}),
+    "an element": (appended, lambda x: [x]),
+    "a value of all rows": (mixed, lambda x: {"x": x}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:2 devices were given")
+@pytest.mark.parametrize("name", BODIES)
+def test_the_callers_list_or_dict_is_changed_as_by_the_model(name: str) -> None:
+    body, made = BODIES[name]
+    model = Model(body)
+    pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=3)
+    value = numbers(7, WIDTH)
+    with pytest.warns(UserWarning, match="forward changes a list or dict that it is given"):
+        assert_given(model, pipe, made, value)
+    assert_given(model, pipe, made, value)
+    own, mine = made(value), made(value)
+    loss = F.mse_loss(model(own), value)
+    torch.testing.assert_close(pipe.train_step(mine, target=value, loss_fn=F.mse_loss), loss.detach())
+    assert_same(mine, own)
+
+
+def assert_given(model: nn.Module, pipe: nn.Module, made: Callable[[Tensor], Any], value: Tensor) -> None:
+    own, mine = made(value), made(value)
+    assert_same(pipe(mine), model(own))
+    assert_same(mine, own)
+
+
+def assert_same(mine: Any, own: Any) -> None:
+    torch.testing.assert_close(mine, own, rtol=1e-12, atol=1e-12)

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
 from tests.equivalence.side_by_side import assert_equal, check, grads, value_of
-from tests.models.named import CASES, WIDTH, numbers
+from tests.models.named import CASES, WIDTH
 
 both = pytest.mark.parametrize("lanes", LANES)
 REFUSED = "lanes='inline'"
@@ -52,12 +51,6 @@ def make(build: Callable[[], nn.Module], lanes: str) -> Any:
 )
 def test_second_order_equals_the_plain_model(name: str, lanes: str) -> None:
     check(lambda module: second_order(module, CASES[name].batch(9).args[0]), name, lanes, tolerance=1e-10)
-
-
-@both
-@pytest.mark.parametrize("rows", [1, 5, 8])
-def test_second_order_on_ragged_and_single_microbatches(rows: int, lanes: str) -> None:
-    check(lambda module: second_order(module, value_of(rows)), "shared weight", lanes, tolerance=1e-10)
 
 
 @both
@@ -266,21 +259,3 @@ def test_second_order_by_autocast(lanes: str) -> None:
         gradient.pow(2).sum().backward()
         found.append([gradient, *grads(module)])
     assert_equal(found[1], found[0], tolerance=0.05)  # bfloat16: 8 bits
-
-
-@both
-def test_training_with_a_penalty_follows_the_plain_model(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        losses = []
-        for seed in range(4):
-            optimizer.zero_grad()
-            value = value_of(seed=seed)
-            loss = F.mse_loss(module(value), numbers(9, WIDTH, seed=seed + 7))
-            (gradient,) = torch.autograd.grad(loss, [value], create_graph=True)
-            (loss + gradient.pow(2).sum()).backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return [*losses, *module.parameters()]
-
-    check(run, "shared weight", lanes, tolerance=1e-10)

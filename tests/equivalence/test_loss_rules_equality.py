@@ -76,6 +76,14 @@ def signs(*shape: int) -> Tensor:
     return numbers(*shape).sign()
 
 
+def own_mean(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target).pow(2) * torch.linspace(1, 2, CLASSES)).mean()
+
+
+def own_sum(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).sum()
+
+
 padded = partial(classes, ROWS, ignored=-100)
 ROW_VALUES = partial(numbers, ROWS, CLASSES)
 SHARES = lambda: numbers(ROWS, CLASSES).sigmoid()  # noqa: E731
@@ -170,6 +178,14 @@ LOSSES: dict[str, Case] = {
         padded,
     ),
     "cross entropy and an own sum": ("classes", lambda o, t: F.cross_entropy(o, t) + 0.1 * o.pow(2).sum(), padded),
+    "an own mean": ("classes", own_mean, ROW_VALUES),
+    "an own sum": ("classes", own_sum, ROW_VALUES),
+    "an own choice by class": (
+        "classes",
+        lambda o, t: F.log_softmax(o, -1).gather(1, t[:, None]).neg().mean(),
+        partial(classes, ROWS),
+    ),
+    "a lambda of a sum": ("classes", lambda o, t: F.mse_loss(o, t, reduction="sum"), ROW_VALUES),
     "chosen rows": ("classes", lambda o, t: F.mse_loss(o[t[:, 0] > 0], t[t[:, 0] > 0]), ROW_VALUES),
 }
 
@@ -180,18 +196,26 @@ def _outer(output: Tensor, target: Tensor) -> Any:
 
 
 @cache
-def _models(form: str, lanes: str) -> tuple[nn.Module, Any]:
+def pair(form: str, **options: Any) -> tuple[nn.Module, Any]:
+    """Return the plain model and a pipe of it."""
     plain = Net(form).double()
-    return plain, autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=CHUNKS, lanes=lanes)
+    return plain, autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=CHUNKS, **options)
 
 
-def assert_equal_step(form: str, loss_fn: Callable[..., Any], target: Any, *, lanes: str = "inline") -> None:
-    """Run a step on both, the gradients of the inputs included."""
-    plain, pipe = _models(form, lanes)
-    batch = Batch((numbers(ROWS, TIME, CLASSES, seed=5).requires_grad_(),))
+def inputs(rows: int = ROWS) -> Batch:
+    return Batch((numbers(rows, TIME, CLASSES, seed=5).requires_grad_(),))
+
+
+def assert_equal_step(
+    form: str, loss_fn: Callable[..., Any], target: Any, *, batch: Batch | None = None, step: Any = (), **options: Any
+) -> Tensor:
+    """Run a step on both, the gradients of the inputs included; return the pipe's loss."""
+    plain, pipe = pair(form, **options)
+    batch = batch or inputs()
     expected = forward_backward(plain, batch, loss=lambda o: loss_fn(o) if target is None else loss_fn(o, target))
-    actual = train_step(pipe, batch, target=target, loss_fn=loss_fn)
+    actual = train_step(pipe, batch, target=target, loss_fn=loss_fn, **dict(step))
     assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+    return actual.loss
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # torch's opinion of kl_div's mean

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,31 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit import autosplit
-from tests.equivalence.equality import Batch, Run, assert_equal_runs, difference, forward_backward, train_step
-from tests.equivalence.test_loss_rules_equality import CLASSES, ROWS, TIME, WEIGHTS, Net, classes, numbers
+from autosplit import InputError, autosplit
+from tests.equivalence.equality import Run, assert_equal_runs, difference, forward_backward, train_step
+from tests.equivalence.test_loss_rules_equality import (
+    CLASSES,
+    ROWS,
+    TIME,
+    WEIGHTS,
+    Net,
+    assert_equal_step,
+    classes,
+    inputs,
+    numbers,
+    own_mean,
+    own_sum,
+    pair,
+)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v")
-
-
-@cache
-def _pair(form: str, **options: Any) -> tuple[nn.Module, Any]:
-    plain = Net(form).double()
-    return plain, autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, **options)
-
-
-def _inputs(rows: int = ROWS) -> Batch:
-    return Batch((numbers(rows, TIME, CLASSES, seed=5).requires_grad_(),))
-
-
-def assert_equal_step(
-    form: str, loss_fn: Callable[..., Any], target: Any, batch: Batch | None = None, **options: Any
-) -> None:
-    plain, pipe = _pair(form, **options)
-    batch = batch or _inputs()
-    expected = forward_backward(plain, batch, loss=lambda o: loss_fn(o, target))
-    actual = train_step(pipe, batch, target=target, loss_fn=loss_fn)
-    assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
 class Headed(nn.Module):
@@ -58,9 +50,9 @@ class Headed(nn.Module):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_counted_loss_with_parameters_in_every_schedule(schedule: str) -> None:
     target = torch.tensor([1, -100, -100, -100, 4, 0, 2])
-    plain, pipe = _pair("classes", schedule=schedule)
+    plain, pipe = pair("classes", schedule=schedule)
     losses = [Headed().double(), Headed().double()]
-    batch = _inputs()
+    batch = inputs()
     for _ in range(2):
         for own in losses:
             own.zero_grad()
@@ -118,10 +110,10 @@ def test_torchs_losses_where_rows_meet_run_on_the_whole_batch() -> None:
 @pytest.mark.parametrize("weight", [None, WEIGHTS])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_batch_without_any_target_gives_the_plain_nan(weight: Tensor | None, smoothing: float) -> None:
-    plain, pipe = _pair("classes", lanes="inline")
+    plain, pipe = pair("classes", lanes="inline")
     loss_fn, target = nn.CrossEntropyLoss(weight, label_smoothing=smoothing), torch.full((ROWS,), -100)
-    expected = forward_backward(plain, _inputs(), loss=lambda o: loss_fn(o, target))
-    actual = train_step(pipe, _inputs(), target=target, loss_fn=loss_fn)
+    expected = forward_backward(plain, inputs(), loss=lambda o: loss_fn(o, target))
+    actual = train_step(pipe, inputs(), target=target, loss_fn=loss_fn)
     assert actual.loss.isnan()
     assert expected.loss.isnan()
     for name, gradient in expected.gradients.items():
@@ -129,12 +121,12 @@ def test_a_batch_without_any_target_gives_the_plain_nan(weight: Tensor | None, s
 
 
 def test_a_lambda_made_anew_in_every_round_is_proved_once_and_kept_once() -> None:
-    pipe = _pair("classes", lanes="inline")[1]
+    pipe = pair("classes", lanes="inline")[1]
     calls: list[int] = []
 
     def step(target: Tensor, factor: float) -> None:
         pipe.train_step(
-            *_inputs().args, target=target, loss_fn=lambda o, t: calls.append(len(o)) or F.mse_loss(o, t) * factor
+            *inputs().args, target=target, loss_fn=lambda o, t: calls.append(len(o)) or F.mse_loss(o, t) * factor
         )
 
     for round_ in range(4):
@@ -155,9 +147,9 @@ def test_steps_add_up_with_frozen_layers_and_other_batch_sizes(loss_fn: Callable
     split = autosplit(pipe, devices=["cpu"] * 2, chunks=4)
     for rows in (7, 3, 1):
         target = classes(rows, ignored=-100) if rows > 3 else classes(rows)
-        loss = loss_fn(plain(*_inputs(rows).args), target)
+        loss = loss_fn(plain(*inputs(rows).args), target)
         loss.backward()
-        assert difference(split.train_step(*_inputs(rows).args, target=target, loss_fn=loss_fn), loss.detach()) <= 1e-12
+        assert difference(split.train_step(*inputs(rows).args, target=target, loss_fn=loss_fn), loss.detach()) <= 1e-12
     for (name, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
@@ -196,7 +188,39 @@ def test_an_input_that_is_an_output_gets_its_gradient_from_both(schedule: str) -
 
     plain = WithInput().double()
     pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, schedule=schedule)
-    batch, target = _inputs(), numbers(ROWS, TIME, CLASSES, seed=6)
+    batch, target = inputs(), numbers(ROWS, TIME, CLASSES, seed=6)
     expected = forward_backward(plain, batch, loss=lambda output: loss(output, target))
     actual = train_step(pipe, batch, target=target, loss_fn=loss)
     assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
+
+
+@pytest.mark.parametrize(("reduction", "loss_fn"), [("mean", own_mean), ("sum", own_sum)])
+def test_a_given_reduction_is_used(reduction: str, loss_fn: Callable[..., Tensor]) -> None:
+    assert_equal_step("classes", loss_fn, numbers(ROWS, CLASSES), step={"loss_reduction": reduction})
+
+
+def test_a_mean_that_is_neither_by_rows_nor_a_sum_is_refused() -> None:
+    labels = classes(ROWS, TIME, ignored=-100)
+
+    def by_hand(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="none").sum() / (target != -100).sum()
+
+    def by_rows(output: Tensor, target: Tensor) -> Tensor:
+        losses = F.cross_entropy(output, target, reduction="none")
+        return (losses.sum(1) / (target != -100).sum(1).clamp(min=1)).mean()
+
+    with pytest.raises(InputError, match="loss_reduction"):
+        pair("spatial")[1].train_step(*inputs().args, target=labels, loss_fn=by_hand)
+    assert_equal_step("spatial", by_rows, labels)
+
+
+def test_an_unknown_reduction_lists_the_valid_ones() -> None:
+    with pytest.raises(InputError, match=r"median.*auto.*mean.*sum"):
+        assert_equal_step("classes", own_mean, numbers(ROWS, CLASSES), step={"loss_reduction": "median"})
+
+
+def test_a_step_leaves_no_gradient_on_target_and_no_graph_on_the_loss() -> None:
+    target = numbers(ROWS, CLASSES)
+    loss = pair("classes")[1].train_step(*inputs().args, target=target, loss_fn=own_mean)
+    assert target.grad is None
+    assert loss.grad_fn is None

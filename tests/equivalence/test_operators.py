@@ -1,4 +1,4 @@
-"""Per microbatch a stage runs the operators that the plain model runs on those rows, with the same arguments."""
+"""Per microbatch a stage runs the operators that the plain model runs on those rows, decided by values as there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._subclasses
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from autosplit import Sample, autosplit
+from autosplit import PipelinedModule, Sample, autosplit, plan
 from benchmarks.operators import MICROBATCHES, Difference, compared, difference, repeated
 from tests.clients.models import llama
 
@@ -67,3 +69,90 @@ def test_what_differs_is_told() -> None:
     assert difference(plain, shared).equal
     lacks = Counter({("aten.add.Tensor", "[2, 3]"): 3, ("aten.exp.default", "[2, 3]"): 3})
     assert difference(plain, lacks) == Difference({"aten.exp.default": 3}, {"aten.mul.Tensor": 6})
+
+
+# -- what values and sizes decide ------------------------------------------------------------------------------------
+class Asks(nn.Module):
+    """Does something else where it seems to be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Scale by 0.5 where tracing shows, and mask what has to be masked."""
+        tracing = torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor)
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * (0.5 if tracing else 1.0))
+        return x if mask is None or mask.all() else torch.where(mask, x, 0.0)
+
+
+def test_a_recording_does_not_look_like_tracing() -> None:
+    model, x = Asks(), torch.randn(8, 6)
+    pipe = autosplit(model, devices=2, chunks=4, sample=x)
+    assert names(pipe).isdisjoint({"where"})
+    torch.testing.assert_close(pipe(x), model(x))
+    assert torch._subclasses.FakeTensor is FakeTensor
+
+
+def test_a_mask_is_a_guard_of_the_whole_batch() -> None:
+    model, x = Asks(), torch.randn(8, 6)
+    whole, partly = torch.ones(8, 6, dtype=torch.bool), torch.ones(8, 6, dtype=torch.bool)
+    partly[3] = False
+    pipe = autosplit(model, devices=2, chunks=4)
+    for mask, chooses in ((whole, False), (partly, True)):
+        torch.testing.assert_close(pipe(x, mask), model(x, mask))
+        assert ("where" in names(pipe)) is chooses
+        assert len(pipe.graph.find_nodes(op="call_module", target="stage0")) == 4
+    torch.testing.assert_close(pipe(x, whole), model(x, whole))
+
+
+def test_on_meta_what_sizes_decide_is_computed() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            steps = torch.arange(x.shape[1], device=x.device)
+            if (steps.diff() == 1).all():
+                x = self.layers(x)
+            return x if mask.all() else x * mask
+
+    with torch.device("meta"):
+        model, x, mask = Positions(), torch.empty(8, 6), torch.empty(8, 6, dtype=torch.bool)
+    found = plan(model, devices="2xH100-SXM5-80GB", chunks=2, sample=(x, mask))
+    assert found.rung == "recorded"
+    assert any("mul" in node for stage in found.stages for node in stage.nodes)
+
+
+def names(pipe: PipelinedModule) -> set[str]:
+    """The names of the functions that the last program's stages call."""
+    return {getattr(n.target, "__name__", "") for stage in pipe.stages for n in stage.graph.nodes}
+
+
+def test_attention_keeps_is_causal() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config).double()
+    ids = torch.randint(3, 64, (8, 7))
+    whole, padded = torch.ones_like(ids), torch.ones_like(ids)
+    padded[3, :4] = 0
+    pipe = autosplit(model, devices=2, chunks=4)
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({"use_cache": False}, True),
+        ({"attention_mask": whole}, True),
+        ({"attention_mask": padded}, False),
+    ]
+    for given, causal in cases:
+        torch.testing.assert_close(pipe(ids, **given).logits, model(ids, **given).logits)
+        attention = [n for s in pipe.stages for n in s.graph.nodes if "scaled_dot" in str(n.target)]
+        assert [node.kwargs["is_causal"] for node in attention] == [causal] * 2

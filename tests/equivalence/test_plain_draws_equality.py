@@ -195,12 +195,6 @@ def test_masks_in_memory_that_was_not_set_are_drawn_by_microbatch(name: str) -> 
     assert all(node.micro for node in recorded.lowered.tape)
 
 
-@pytest.mark.parametrize(("recompute", "lanes"), [("except_last", "threads"), ("block", "inline")])
-def test_recompute_draws_nothing_anew(recompute: str, lanes: str) -> None:
-    plain, pipe = build("dropout"), split(build("dropout"), recompute=recompute, lanes=lanes)
-    assert_equal(pipe, plain, 10, 1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype) -> None:
     plain, pipe = build("dropout", dtype), split(build("dropout", dtype))

@@ -252,28 +252,6 @@ def test_a_plan_comes_back_from_json_and_is_applied_again(name: str, tmp_path: P
         assert other.plan == again
 
 
-class Reader(nn.Module):
-    """Reads a value behind a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.own(x)
-        return hidden if hidden.mean() > 0 else -hidden
-
-
-def test_what_stayed_whole_comes_back_from_json(tmp_path: Path) -> None:
-    model = Model(lambda m, x: m.c(m.reader(torch.tanh(m.a(x)))), reader=Reader)
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=3, sample=numbers(7, WIDTH, gradient=False))
-    pipe.plan.save(tmp_path / "plan.json")
-    again = Plan.load(tmp_path / "plan.json")
-    assert again.whole == pipe.plan.whole
-    assert [line.partition(":")[0] for line in again.whole] == ["reader"]
-    assert Plan.model_validate_json(again.to_json()) == again
-
-
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
 def test_a_copy_of_a_pipe_that_counts(copied: str) -> None:
     _, pipe = twins("7 Python counter", True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import PipelinedModule, autosplit
-from examples.models import ToyModel
 from tests.equivalence.equality import LANES
 from tests.equivalence.side_by_side import assert_equal, grads
 
@@ -123,45 +121,3 @@ def test_autocast_of_the_models_own(lanes: str) -> None:
     value, target = batch_of(dtype=torch.float32)
     assert_equal([pipe(value)], [model(value)], tolerance=1e-2)
     assert_equal([step(pipe, value, target), *grads(pipe)], [step(model, value, target), *grads(model)], tolerance=3e-2)
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_accumulation_and_clipping(lanes: str) -> None:
-    model, pipe = pair(InPlace, lanes)
-    found: list[list[Any]] = []
-    for module in (pipe, model):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        left: list[Any] = []
-        for round_number in range(3):
-            optimizer.zero_grad(set_to_none=round_number % 2 == 0)
-            for part in range(2):
-                left.append(step(module, *batch_of(5 + part, seed=10 * round_number + part)))
-            module(batch_of(seed=99)[0]).sum().backward()
-            left.append(nn.utils.clip_grad_norm_(module.parameters(), 0.1))
-            left += grads(module)
-            optimizer.step()
-        found.append([*left, *(p.detach() for p in module.parameters())])
-    assert_equal(*found, tolerance=1e-10)
-
-
-def toy() -> nn.Module:
-    """A model whose class has a home that a new process can import."""
-    return ToyModel(WIDTH, WIDTH, WIDTH)
-
-
-def _in_a_process(pipe: Any, value: Tensor, results: Any) -> None:
-    results.put(pipe(value).detach().numpy())
-
-
-def test_a_spawned_process_gets_a_pipe_that_works() -> None:
-    _, pipe = pair(toy, "threads")
-    value = batch_of(4)[0]
-    expected = pipe(value).detach()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=_in_a_process, args=(pipe.eval(), value, results))
-    process.start()
-    found = torch.from_numpy(results.get(timeout=120))
-    process.join(60)
-    assert process.exitcode == 0
-    assert_equal([found], [expected])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autosplit import autosplit
 from autosplit.errors import TraceError
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
-from tests.models.three_layers import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers
+from tests.models.three_layers import ROWS, WIDTH, Model, assert_equal_steps, numbers
 
 
 class Nested(nn.Module):
@@ -90,33 +90,12 @@ def test_rows_are_mixed_by_a_drawn_permutation(seed: int) -> None:
     assert any(row >= 4 for permutation in permutations for row in permutation[:4]), "rows stay in their microbatch"
 
 
-def remember(model: Any, value: Tensor) -> Tensor:
-    hidden = model.a(value) if model.memory is None else model.a(value) + model.memory
-    model.memory = hidden.detach()
-    return model.b(hidden)
+def test_a_seed_that_forward_sets_is_refused_or_kept() -> None:
+    def body(model: Any, value: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return model.b(model.a(value)) + torch.rand(WIDTH, dtype=torch.float64)
 
-
-def count_in_an_attribute(model: Any, value: Tensor) -> Tensor:
-    model.memory = model.memory + 1
-    return model.b(model.a(value)) * model.memory
-
-
-def seeded_noise(model: Any, value: Tensor) -> Tensor:
-    torch.manual_seed(5)
-    return model.b(model.a(value)) + torch.rand(WIDTH, dtype=torch.float64)
-
-
-REFUSED: dict[str, tuple[Body, Any]] = {
-    "a hidden state": (remember, None),
-    "a counter": (count_in_an_attribute, torch.zeros(())),
-    "a seed set in forward": (seeded_noise, None),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_state_outside_buffers_is_refused_or_kept(name: str) -> None:
-    body, memory = REFUSED[name]
-    plain = Model(body, memory=memory)
+    plain = Model(body)
     pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)
     for seed in (0, 1):
         batch = Batch((numbers(6, WIDTH, seed=seed, gradient=False),))

@@ -285,43 +285,33 @@ def _is_differentiable(value: Any) -> bool:
 
 
 # -- sources of a fixed size -------------------------------------------------------------------------------------------
-_MAKERS: dict[Any, Any] = {
-    torch.Tensor.new_zeros: torch.zeros,
-    torch.Tensor.new_ones: torch.ones,
-    torch.Tensor.new_empty: torch.empty,
-    torch.Tensor.new_full: torch.full,
+_TYPED = {
+    torch.Tensor.new_zeros: 0,
+    torch.Tensor.new_ones: 0,
+    torch.Tensor.new_empty: 0,
+    torch.Tensor.new_full: 0,
+    torch.Tensor.type_as: 1,
 }
+"""Where a method has the operand that gives no more than its type."""
 
 
 def free_sources(raw: RawGraph) -> None:
-    """Rewrite what takes no more than a type from another tensor: sources of a fixed size, and casts.
+    """Give sources of a fixed size, and casts, a constant to take their type from.
 
-    ``x.new_zeros((h, w))`` becomes ``torch.zeros((h, w), dtype=..., device=...)``, ``table.type_as(x)`` a ``to``. As a
-    method of ``x``, a mask over positions would seem to depend on the batch, and with it all that it is added to.
+    With ``x.new_zeros((h, w))`` and ``table.type_as(x)`` a mask or a table over positions would seem to depend on the
+    batch, and with it all that it is added to.
     """
     devices = {parameter.device for parameter in raw.root.parameters()}
-    if len(devices) != 1:
-        return
-    for node in raw.graph.nodes:
+    for node in list(raw.graph.nodes) if len(devices) == 1 else ():
         info = node.meta.get(INFO)
-        if info is None or node.op not in ("call_method", "call_function") or len(info.tensors) != 1:
+        place = _TYPED.get(function_of(node, raw.root)) if info is not None and node.op != "placeholder" else None
+        if place is None or (place == 0 and info.tensors[0].varying_dims):
             continue
-        if function_of(node, raw.root) is torch.Tensor.type_as and node.op == "call_method":
-            node.target, node.args, node.kwargs = "to", (node.args[0], info.tensors[0].dtype), {}
-            continue
-        maker = _MAKERS.get(function_of(node, raw.root)) if not info.tensors[0].varying_dims else None
-        if maker is not None:
-            _free(node, maker, dtype=info.tensors[0].dtype, device=next(iter(devices)))
-
-
-def _free(node: fx.Node, maker: Any, *, dtype: torch.dtype, device: torch.device) -> None:
-    args = node.args[3:] if node.target is under else node.args[1:]
-    options = {"dtype": dtype, "device": device, **{k: v for k, v in node.kwargs.items() if k not in ("dtype", "size")}}
-    if "size" in node.kwargs:
-        args = (node.kwargs["size"], *args)
-    elif args and not isinstance(args[0], (tuple, list)):
-        args = (args,)
-    if "device" in node.kwargs and node.kwargs["device"] is None:
-        options["device"] = device
-    node.op, node.target = "call_function", maker
-    node.args, node.kwargs = args, options
+        place += 2 if node.target is under else 0
+        typed = node.args[place]
+        if isinstance(typed, fx.Node) and INFO in typed.meta:
+            dtype = typed.meta[INFO].tensors[0].dtype
+            name = f"_constant_{str(dtype).removeprefix('torch.')}"
+            raw.root.__dict__[name] = torch.empty((), dtype=dtype, device=next(iter(devices)))
+            with raw.graph.inserting_before(node):
+                node.update_arg(place, raw.graph.get_attr(name))

@@ -17,10 +17,9 @@ from torch import fx, nn
 from autosplit.compare import same_reordered
 from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.structure import flatten_output, tensors_in
 from autosplit.trace.recording.calls import apply_function
 from autosplit.trace.rows.kinds import function_of
-from autosplit.trace.rows.row_values import size_at
+from autosplit.trace.rows.row_values import size_at, tensors_of
 from autosplit.trace.scope import is_layer
 
 _SCALES = (1.0, 1e4)
@@ -37,23 +36,9 @@ def has_own_backward(node: fx.Node, root: nn.Module) -> bool:
 
 
 class BackwardProbe:
-    """One operation with the values that it has in a run.
+    """One operation with the values that it has in a run; it runs on no fewer than ``kept`` rows."""
 
-    Args:
-        node: the operation.
-        run: the run; it holds the operands' values.
-        rows: the number of rows in the run.
-        kept: the fewest rows on which the operation runs.
-    """
-
-    def __init__(
-        self,
-        node: fx.Node,
-        run: fx.Interpreter,
-        *,
-        rows: int,
-        kept: int,
-    ) -> None:
+    def __init__(self, node: fx.Node, run: fx.Interpreter, *, rows: int, kept: int) -> None:
         self.node, self.run, self.rows = node, run, rows
         starts = range(0, rows - kept + 1, kept)
         self.cuts = [*starts[: max(1, rows // kept)], rows]
@@ -99,7 +84,7 @@ class BackwardProbe:
             own = function.named_parameters()
             leaves |= {name: p for name, p in own if p.requires_grad and not p._backward_hooks}
         result = getattr(self.run, self.node.op)(self.node.target, args, kwargs)
-        made = tensors_in(flatten_output(result)[0])
+        made = tensors_of(result)
         if not self.weights:
             generator = torch.Generator().manual_seed(0)
             self.weights = [torch.randn(t.shape, generator=generator) * scale for t in made]

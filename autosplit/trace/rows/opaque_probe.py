@@ -26,9 +26,9 @@ from autosplit.compare import same_rounded
 from autosplit.errors import is_internal
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TensorInfo
-from autosplit.trace.inputs.structure import flatten_output, tensors_in
 from autosplit.trace.reads.watch import SIZES, Taint
 from autosplit.trace.recording.recording import VALUE_READS
+from autosplit.trace.rows.row_values import tensors_of
 
 Site = tuple[str, int, str]
 """File, line and function of a read."""
@@ -126,7 +126,7 @@ class OpaqueProbe:
         if forced is None:
             for site, outcomes in log.outcomes.items():
                 self.outcomes[site] += outcomes
-        return tensors_in(flatten_output(made)[0])
+        return tensors_of(made)
 
     def _operand(self, node: fx.Node, rows: Sequence[int]) -> Any:
         values = [run.env[node] for run in self.runs]

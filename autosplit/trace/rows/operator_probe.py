@@ -64,16 +64,7 @@ _FAR = 512
 
 
 class OperatorProbe:
-    """Asks the operations of one graph, in order, each before it runs on the values that it has in a run.
-
-    Args:
-        graph: the graph.
-        root: the root on which it runs.
-        run: the run.
-        rows: the number of rows in the run.
-        lengths: the lengths of the inputs in the run.
-        sample_rows: the number of rows in the sample.
-    """
+    """Asks the operations of one graph, in order, each before it runs on the values that it has in a run."""
 
     def __init__(
         self,
@@ -279,15 +270,7 @@ def _counts_of_rows(graph: fx.Graph, rows: int, sample_rows: int) -> list[int]:
 
 
 class _MoreRows:
-    """The operations of one graph, asked one after the other at one number of rows.
-
-    Args:
-        run: a run on few rows; it holds the operands' values.
-        valued: the nodes whose values depend on rows' values, not on their number alone.
-        rows: the number of rows in the run.
-        count: the number of rows to ask about.
-        lengths: the lengths of the inputs in the run.
-    """
+    """The operations of one graph, asked one after the other at ``count`` rows; a run on ``rows`` has the values."""
 
     def __init__(
         self,

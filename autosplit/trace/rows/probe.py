@@ -24,7 +24,7 @@ from autosplit.errors import is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
-from autosplit.trace.inputs.structure import flatten_output, tensors_in
+from autosplit.trace.inputs.structure import flatten_output
 from autosplit.trace.reads.assertions import check_value
 from autosplit.trace.reads.watch import READS
 from autosplit.trace.recording.build import RawGraph
@@ -35,6 +35,7 @@ from autosplit.trace.rows.grouped import grouped
 from autosplit.trace.rows.kinds import is_opaque, leaves_unset
 from autosplit.trace.rows.opaque_probe import OpaqueProbe
 from autosplit.trace.rows.operator_probe import OperatorProbe
+from autosplit.trace.rows.row_values import tensors_of
 from autosplit.trace.shapes.formula import lengths_in
 
 
@@ -263,7 +264,7 @@ class _Lockstep:
                 self.mixing.add(info.name)
 
     def _values(self, node: fx.Node) -> dict[str, list[torch.Tensor]]:
-        return {name: tensors_in(flatten_output(run.env[node])[0]) for name, run in self.runs.items()}
+        return {name: tensors_of(run.env[node]) for name, run in self.runs.items()}
 
     def _put_back(self, node: fx.Node, values: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
         """Return sorted rows in the order that they had before the sort."""

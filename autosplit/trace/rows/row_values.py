@@ -88,14 +88,7 @@ class Layout:
 
 
 class Layouts:
-    """How rows lie in the values of a run.
-
-    Args:
-        root: the root on which the graph runs.
-        run: the run.
-        rows: its number of rows.
-        valued: the nodes whose values depend on rows' values, not on their number alone.
-    """
+    """How rows lie in the values of a run; ``valued``: the nodes whose values depend on rows' values."""
 
     def __init__(self, root: nn.Module, run: fx.Interpreter, *, rows: int, valued: Collection[fx.Node]) -> None:
         self.root, self.run, self.rows, self.valued = root, run, rows, valued
