@@ -150,11 +150,11 @@ def images() -> Tensor:
 CASES = [
     (Recurrent, words),
     (Experts, words),
-    pytest.param(Grouped, images, marks=pytest.mark.slow),
-    pytest.param(Bags, words, marks=pytest.mark.slow),
+    (Grouped, images),
+    (Bags, words),
     (Tied, words),
     (Skips, values),
-    pytest.param(Maxima, values, marks=pytest.mark.slow),
+    (Maxima, values),
 ]
 FEW = [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
 
