@@ -156,10 +156,9 @@ CASES = [
     (Skips, values),
     (Maxima, values),
 ]
-FEW = [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
 
 
-@pytest.mark.parametrize(("model", "batch"), FEW, ids=lambda part: part.__name__)
+@pytest.mark.parametrize(("model", "batch"), CASES, ids=lambda part: part.__name__)
 def test_the_peaks_of_unusual_models_are_the_plans(model: type[nn.Module], batch: object) -> None:
     assert callable(batch)
     torch.manual_seed(0)
