@@ -41,6 +41,7 @@ def run_inner(folder: Path, *options: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.slow
 def test_golden_files_are_compared_and_written_only_on_request(tmp_path):
     (tmp_path / "test_inner.py").write_text(INNER, encoding="utf-8")
     folder = tmp_path / "golden"

@@ -48,6 +48,7 @@ def test_toy_model_has_the_losses_and_parameters_of_the_unsplit_one() -> None:
     assert sum("parameters" in what for what in outcome.differences) == 2
 
 
+@pytest.mark.slow
 def test_convnet_has_one_loss_curve_in_three_ways_and_learns() -> None:
     outcome = convnet_four_devices.main(["--steps", "28"])
     check(outcome)
@@ -66,6 +67,7 @@ def test_convnet_agrees_in_float32_as_well() -> None:
     assert max(outcome.differences.values()) < 2e-6
 
 
+@pytest.mark.slow
 def test_resnet_agrees_with_the_plain_model_on_the_same_microbatches() -> None:
     outcome = resnet50_two_stages.main(["--width", "8", "--steps", "3"])
     check(outcome)
@@ -90,6 +92,7 @@ def test_tied_gpt_keeps_one_parameter_with_the_plain_gradient() -> None:
     assert sum("tied table" in what for what in outcome.differences) == 2
 
 
+@pytest.mark.slow
 def test_unet_is_split_across_its_skips_and_learns() -> None:
     outcome = unet_skips.main(["--steps", "8", "--rows", "16"])
     check(outcome)

@@ -212,6 +212,7 @@ torch.empty(2**27, dtype=torch.uint8)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is set from Linux's own count")
+@pytest.mark.slow
 def test_a_process_that_may_have_no_more_memory():
     run = subprocess.run(
         [sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120

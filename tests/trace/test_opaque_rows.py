@@ -116,7 +116,9 @@ def batch(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, 4, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("body", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize(
+    "body", [ALONE[0], TOGETHER[0], *(pytest.param(b, marks=pytest.mark.slow) for b in (*ALONE[1:], *TOGETHER[1:]))]
+)
 def test_class_and_equality(body: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     plain = Net(body)
