@@ -16,11 +16,11 @@ from typing import Literal, cast
 
 from autosplit.checks import resolve_machine
 from autosplit.errors import TraceError
-from autosplit.planning.explain.verdicts import Verdict, binding
+from autosplit.planning.explain.verdicts import Verdict, binding, device_verdicts
 from autosplit.planning.plan.parts import Change
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request.paper import OnPaper, prepare, stand_ins
-from autosplit.planning.search.choose import Choice, Space, choose_plan, min_memory_cut
+from autosplit.planning.search.choose import Search, Space, choose_plan
 from autosplit.planning.search.finish import Finished
 from autosplit.units import format_bytes, format_seconds
 from cost_models import registry
@@ -51,6 +51,8 @@ class Candidate:
     words: str
     arguments: dict[str, str | int]
     note: str = ""
+    promising: bool = False
+    """Whether it is likely to be enough: of several the first such is tried first."""
 
     @property
     def group(self) -> int:
@@ -83,13 +85,9 @@ class Request:
         paper = self.paper
         return choose_plan(paper.model, paper.found, paper.options, self.space, rows=self.rows, shared=paper.shared)
 
-    def quick(self) -> Finished:
-        """Return the best cut, as it is before it is refined; raises InputError where none can be built."""
-        return Choice(self.paper.sweep(self.space, rows=self.rows), None).best
-
-    def min_memory(self) -> Finished | None:
-        """Return the best of the few cuts that need the least; None where none can be built."""
-        return min_memory_cut(self.paper.sweep(self.space, rows=self.rows))
+    def search(self) -> Search:
+        """Return the search for a cut."""
+        return Search(self.paper.sweep(self.space, rows=self.rows))
 
     def narrowed(self, plan: Plan) -> Request:
         """Return the request with the chunks of a plan."""
@@ -174,7 +172,8 @@ class _Trials:
 
     def __init__(self, plan: Plan, request: Request) -> None:
         self.plan, self.request = plan, request
-        self._verdicts: dict[str, Verdict] = {}
+        self._searches: dict[str, Search] = {}
+        self._leanest: dict[str, Finished | None] = {}
 
     @cached_property
     def kinds(self) -> list[list[Candidate]]:
@@ -184,30 +183,36 @@ class _Trials:
 
     def least_of(self, candidates: Sequence[Candidate]) -> _Priced | None:
         """Return the least change of several that surely fits; else the last, where that may."""
-        place = least(lambda place: self.fits(candidates[place]), guess=0, low=0, high=len(candidates) - 1)
-        candidate = candidates[-1 if place is None else place]
-        return self._priced(candidate) if place is not None or self._verdict(candidate) == "borderline" else None
+        guess = next((place for place, own in enumerate(candidates) if own.promising), 0)
+        place = least(lambda place: self.fits(candidates[place]), guess=guess, low=0, high=len(candidates) - 1)
+        return self._priced(candidates[-1 if place is None else place])
 
     def fits(self, candidate: Candidate) -> bool:
         """Tell whether a change makes some cut fit for sure."""
-        return self._verdict(candidate) == "fits"
+        leanest = self._min_memory_cut(candidate)
+        return leanest is not None and leanest.sure
 
-    def _verdict(self, candidate: Candidate) -> Verdict:
-        if candidate.words not in self._verdicts:
+    def _min_memory_cut(self, candidate: Candidate) -> Finished | None:
+        words = candidate.words
+        if words not in self._leanest:
             try:
-                leanest = self._request(candidate).min_memory()
+                request = self.request.narrowed(self.plan).changed(candidate.arguments, chunks=self.plan.chunks)
+                self._searches[words] = request.search()
+                self._leanest[words] = self._searches[words].min_memory_cut()
             except TraceError:  # there is no recording in that precision
-                leanest = None
-            self._verdicts[candidate.words] = "no" if leanest is None else leanest.verdict
-        return self._verdicts[candidate.words]
+                self._leanest[words] = None
+        return self._leanest[words]
 
-    def _request(self, candidate: Candidate) -> Request:
-        return self.request.narrowed(self.plan).changed(candidate.arguments, chunks=self.plan.chunks)
-
-    def _priced(self, candidate: Candidate) -> _Priced:
-        request = self._request(candidate)
-        best = request.quick()
-        return _Priced(candidate, best.step_s, max(best.peaks), best.verdict, request.rows)
+    def _priced(self, candidate: Candidate) -> _Priced | None:
+        """Return what a change that may fit costs: by the formula the fastest cut, else the one that was replayed."""
+        leanest = self._min_memory_cut(candidate)
+        if leanest is None or leanest.verdict == "no":
+            return None
+        search = self._searches[candidate.words]
+        step_s, peak_bytes = leanest.step_s, max(leanest.peaks)
+        if (best := search.fastest()) is not None and best.step_s < step_s:
+            step_s, peak_bytes = best.step_s, max(best.cut.device_bytes)
+        return _Priced(candidate, step_s, peak_bytes, leanest.verdict, search.sweep.rows)
 
     def planned(self, own: _Priced) -> _Priced | None:
         """Return a change as it is planned in full; None where it does not fit after all."""
@@ -319,10 +324,11 @@ def _devices(plan: Plan, request: Request) -> Iterator[Candidate]:
 
 def _device(plan: Plan, request: Request) -> Iterator[Candidate]:
     options = request.paper.options
+    needs = max(device.high_bytes + device.reserve_bytes for device in device_verdicts(plan))
     if options.machine is not None and options.memory_limit is None and len(_kinds_of_device(request)) == 1:
         for spec in larger(options.machine.devices[0]):
             text = f"{len(options.devices)}x{spec.name}"
-            yield Candidate(("device",), text, {"devices": text})
+            yield Candidate(("device",), text, {"devices": text}, promising=(spec.usable_bytes or 0) >= needs)
 
 
 def _optimizer(plan: Plan, request: Request) -> Iterator[Candidate]:

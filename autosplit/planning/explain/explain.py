@@ -88,12 +88,12 @@ def one_is_enough(plan: Plan, request: Request) -> str | None:
     each = min(max(plan.microbatch_rows), share)
     space = Space((-(-share // each),), recompute=("never",))
     own = replace(request, space=space, rows=share).changed({"devices": f"1x{plan.devices[0]}"}, chunks=plan.chunks)
-    alone = own.quick()
-    if alone.peaks[0] > _ROOM * room:
+    alone = own.search().fastest()
+    if alone is None or (held_bytes := max(alone.cut.device_bytes)) > _ROOM * room:
         return None
     gradients = sum(stage.memory.parameter_bytes for stage in plan.stages)
     ring_s = max(2 * (count - 1) * link.transfer_s(-(-gradients // count)) for link in links)
-    held, step_s = format_bytes(alone.peaks[0]), format_seconds(alone.step_s)
+    held, step_s = format_bytes(held_bytes), format_seconds(alone.step_s)
     return (
         f"one {plan.devices[0]} holds the model with room (about {held} of {format_bytes(room)}, {each} "
         f"row{'s' * (each > 1)} at a time): data parallel (DDP) over the {count} has no bubble and would take about "

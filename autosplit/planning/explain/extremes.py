@@ -56,7 +56,7 @@ class _Edge:
         """Return how full the fullest device is at least, relative to its limit, with the chunks of another plan."""
         if binding(like) is None:  # without a known capacity nothing surely fits
             return math.inf
-        leanest = self.request(number).narrowed(like).min_memory()
+        leanest = self.request(number).narrowed(like).search().min_memory_cut()
         return math.inf if leanest is None else leanest.fullest
 
 

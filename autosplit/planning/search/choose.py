@@ -72,15 +72,19 @@ class Choice:
     """The best plan of a sweep's space, as far as it is asked for; ``best`` is its cut before it is refined."""
 
     def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = update) -> None:
-        self.sweep, self._search = sweep, _Search(sweep, progress)
+        self.sweep, self._search = sweep, Search(sweep, progress)
         with phase("searching"):
             self.best = self._with_room(self._search.run())
 
     def _with_room(self, found: Finished) -> Finished:
-        """Return a cut inside modules where that fits and none between them does, else the cut that was found."""
+        """Return a cut inside modules where that fits and none between them does, else the cut that was found.
+
+        What may fit gives way only to what fits, which the formula has to say before anything is replayed.
+        """
         if found.sure or self.sweep.pieces is None:
             return found
-        leaner = min_memory_cut(self.sweep.anywhere())
+        fullest = 1.0 if found.verdict == "borderline" else float("inf")
+        leaner = Search(self.sweep.anywhere()).min_memory_cut(fullest=fullest)
         return leaner if leaner is not None and leaner.rank[0] < found.rank[0] else found
 
     @cached_property
@@ -88,11 +92,6 @@ class Choice:
         """The best cut, its boundaries moved node by node."""
         with phase("searching"):
             return refined(self.sweep, self.best)
-
-    @property
-    def sure(self) -> bool:
-        """Whether it surely fits."""
-        return self.best.sure or self.finished.sure
 
     @cached_property
     def plan(self) -> Plan:
@@ -114,11 +113,6 @@ class Choice:
         return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
 
 
-def min_memory_cut(sweep: Sweep) -> Finished | None:
-    """Return the best of the few cuts of a sweep's configurations that need the least; None without any."""
-    return _Search(sweep, None).min_memory_cut()
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A cut of one configuration and what it costs by the formula; ``limits`` are those it was found for, if any."""
@@ -128,23 +122,31 @@ class Candidate:
     cut: LineCut
     limits: tuple[float, ...] | None
 
+    @property
+    def step_s(self) -> float:
+        """The step, with what runs once in it beside the stages."""
+        return self.cut.step_s + self.entry.sized.once_s
 
-class _Search:
+
+class Search:
     """What was weighed, and what of it was replayed."""
 
-    def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = None) -> None:
         self.sweep, self.progress = sweep, progress
         self.candidates: list[Candidate] = []
-        self.entries: list[Entry] = []
         self.finished: list[Finished] = []
         self.above: dict[frozenset[str], float] = {}
         self.cut_of: dict[Alternative, tuple[Entry, LineCut]] = {}
         self.sent: dict[tuple[int, LineCut], float] = {}
         self.index = DataflowIndex(sweep.found.graph)
 
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """Every configuration whose schedule can be built."""
+        return [entry for entry in self.sweep.entries() if entry.has_schedule]
+
     def weigh(self) -> None:
         """Find the best cuts of every configuration by the formula; raises InputError where none can be built."""
-        self.entries = [entry for entry in self.sweep.entries() if entry.has_schedule]
         for done, entry in enumerate(self.entries):
             if self.progress is not None:
                 self.progress(done, len(self.entries))
@@ -203,10 +205,17 @@ class _Search:
             self._replay_min_memory_cuts()
         return min(self.finished, key=lambda each: each.rank)
 
-    def min_memory_cut(self) -> Finished | None:
-        """Return the best of a few of the cuts that need the least memory when they are replayed; None without any."""
-        self.candidates, self.entries = [], [entry for entry in self.sweep.entries() if entry.has_schedule]
-        self._replay_min_memory_cuts()
+    def fastest(self) -> Candidate | None:
+        """Return the fastest cut that keeps the limits by the formula; nothing is replayed."""
+        self.weigh()
+        return min(filter(self._fits, self.candidates), key=lambda each: each.step_s, default=None)
+
+    def min_memory_cut(self, *, fullest: float = float("inf")) -> Finished | None:
+        """Return the best of a few of the cuts that need the least memory when they are replayed.
+
+        None without any whose fullest device holds at most ``fullest`` of its limit by the formula.
+        """
+        self._replay_min_memory_cuts(fullest)
         return min(self.finished, key=lambda each: each.rank, default=None)
 
     def _finish(self, entry: Entry, cut: LineCut) -> Finished:
@@ -248,7 +257,7 @@ class _Search:
             if cut is not None:
                 yield Candidate(candidate.entry, way, cut, tuple(room))
 
-    def _replay_min_memory_cuts(self) -> None:
+    def _replay_min_memory_cuts(self, fullest: float = float("inf")) -> None:
         """Replay a few of the cuts of all configurations that need the least memory: one comes closest to fitting.
 
         What is fuller than a cut whose replay bore the formula out is left out: by anything at all where it is not
@@ -265,6 +274,8 @@ class _Search:
                 found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
         tried: dict[tuple[int, LineCut], tuple[float, Finished]] = {}
         for over, step_s, place, cut in sorted(found, key=lambda each: each[:3]):
+            if over > fullest:
+                break
             beaten = (
                 own * (1.0 if each.cut.step_s <= step_s else _EXACT) <= over and each.worst <= _EXACT * own
                 for own, each in tried.values()
