@@ -20,10 +20,10 @@ from autosplit.options import (
     resolve_rng,
 )
 from autosplit.planning.explain.explain import answered, assumed
-from autosplit.planning.plan.edit import recosted
+from autosplit.planning.paper import prepare, search_space, stand_ins
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request.chosen import chosen
-from autosplit.planning.request.paper import prepare, search_space, stand_ins
+from autosplit.planning.request import chosen
+from autosplit.planning.search.make import recosted
 from autosplit.runtime.lanes.ambient import without_callers_modes
 from autosplit.trace.borrowed.state import attributes, random_state
 from autosplit.trace.inputs.inputs import batch_rows

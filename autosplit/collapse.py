@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from autosplit.options import Options
-from autosplit.planning.request.sizes import sizes_of
+from autosplit.planning.request import sizes_of
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.rows.kinds import rearranges
 

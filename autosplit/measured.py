@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.errors import InputError, PlanError
 from autosplit.files import write_text
-from autosplit.planning.alone import StagesAlone
-from autosplit.planning.timeline import StepTimeline
+from autosplit.planning.timeline import StagesAlone, StepTimeline
 from autosplit.report.beside import render_json
 from autosplit.report.page import page
 from autosplit.report.sections import render, render_markdown

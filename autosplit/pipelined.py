@@ -18,7 +18,7 @@ from autosplit.lower.text import Locate
 from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request.sizes import sizes_of
+from autosplit.planning.request import sizes_of
 from autosplit.planning.timeline import StepTimeline
 from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, free_names, lane_of_caller
 from autosplit.recordings import RECORDING, Recordings

@@ -17,12 +17,11 @@ from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import InputError, ScheduleError, TraceError
 from autosplit.lower.split import lower, place
 from autosplit.options import Options, Sample
-from autosplit.planning.plan.edit import recosted
-from autosplit.planning.plan.fingerprint import check_plan
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.profiled.apply import assign
-from autosplit.planning.request.sizes import sizes_of
-from autosplit.planning.search.make import make_plan
+from autosplit.planning.plan.write import check_plan
+from autosplit.planning.profiled.apply import DataflowIndex, assign
+from autosplit.planning.request import sizes_of
+from autosplit.planning.search.make import make_plan, recosted
 from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
 from autosplit.recorded import (
@@ -366,7 +365,7 @@ class Recordings:
 
     def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
         devices = tuple(self.options.devices[stage.lane] for stage in plan.stages)
-        stage_of = assign(found.graph, plan.stage_of(), stages=len(devices))
+        stage_of = assign(DataflowIndex(found.graph), plan.stage_of(), stages=len(devices))
         again = [stage.recompute for stage in plan.stages]
         lowered = lower(found.graph, stage_of, devices, recompute=again, compiled=self.options.compile)
         if not self.lanes:

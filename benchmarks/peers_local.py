@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from autosplit.planning.alone import StagesAlone
+from autosplit.planning.timeline import StagesAlone
 from autosplit.schedule.catalog import build
 from benchmarks import pairs
 from benchmarks.peers_models import CHUNKS, Down, Made, Up

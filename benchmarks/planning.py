@@ -27,9 +27,9 @@ from autosplit.checks import resolve_machine
 from autosplit.errors import InfeasibleError, ScheduleError
 from autosplit.options import Options, Sample
 from autosplit.partition.problem import RECOMPUTE
+from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request.paper import OnPaper, prepare, stand_ins
-from autosplit.planning.request.sizes import sizes_of
+from autosplit.planning.request import sizes_of
 from autosplit.planning.search.choose import Space, choose_plan
 from autosplit.planning.search.make import make_plan
 from autosplit.trace.inputs.inputs import batch_rows

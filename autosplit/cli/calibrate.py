@@ -18,7 +18,7 @@ from autosplit.cli.common import beside_stdout
 from autosplit.cli.costs import CPU_LANE
 from autosplit.errors import DeviceError, InputError
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.plan.step_overhead import step_amounts
+from autosplit.planning.plan.figures import step_amounts
 from autosplit.planning.timeline import simulated
 from autosplit.profile.calibrate import calibrate, default_path
 from autosplit.progress import phase, update

@@ -120,7 +120,7 @@ def count_of(devices: int | list[str]) -> int:
 
 def check_choices(devices: int | list[str], pinned: Plan | None, **choices: Any) -> None:
     """Raise an error, before torch is imported and the model made, for a choice that these devices cannot have."""
-    from autosplit.planning.request.chosen import chosen
+    from autosplit.planning.request import chosen
 
     chosen(devices=count_of(devices), pinned=pinned, **choices)
 
@@ -140,16 +140,30 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
+def parse_moves(texts: list[str]) -> dict[str, int]:
+    """Read ``decoder.3=1``: a module or node, and the stage that it goes to; raises InputError for anything else."""
+    moves: dict[str, int] = {}
+    for text in texts:
+        name, equals, stage = text.rpartition("=")
+        if not equals or not name.strip() or not (stage.strip().isascii() and stage.strip().isdecimal()):
+            raise InputError(f"--move {text!r} cannot be read; write MODULE=STAGE, for example decoder.3=1")
+        if len(stage.strip()) > 6:
+            raise InputError(f"--move {text[:60]!r}: stage numbers are small")
+        if name.strip() in moves:
+            raise InputError(f"--move {name.strip()} is given twice; move a module once")
+        moves[name.strip()] = int(stage)
+    return moves
+
+
 def pinned_plan(path: Path | None, moves: list[str] | None) -> Plan | None:
     """Return the plan of ``--plan`` with the modules of ``--move`` where they are to go; None without one."""
     if path is None:
         if moves:
             raise InputError(f"--move {moves[0]!r} needs --plan FILE, the saved plan that is changed")
         return None
-    from autosplit.planning.plan.moves import parse_moves
     from autosplit.planning.plan.plan import Plan
 
-    found = parse_moves(moves or ())
+    found = parse_moves(moves or [])
     plan = Plan.load(path)
     return plan.move(found) if found else plan
 

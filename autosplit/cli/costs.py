@@ -15,7 +15,7 @@ from autosplit.cli.models import make_model, make_sample
 from autosplit.devices import device_text
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample, resolve_devices
-from autosplit.planning.request.sizes import sizes_of
+from autosplit.planning.request import sizes_of
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.node_costs.module_costs import module_costs
 from autosplit.report.costs import CostReport, cost_report, tree_report

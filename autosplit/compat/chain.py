@@ -14,7 +14,7 @@ from autosplit.compat.skip import Key, Skippable
 from autosplit.errors import InputError
 from autosplit.options import Options, resolve_lanes, resolve_rng
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.request.sizes import sizes_of
+from autosplit.planning.request import sizes_of
 
 CHECKPOINTS = ("always", "except_last", "never")
 

@@ -21,7 +21,7 @@ from torch.fx.graph import CodeGen
 
 from autosplit.devices import is_out_of_memory
 from autosplit.lower.split import Lowered
-from autosplit.planning.explain.short_of_memory import short_of_memory
+from autosplit.planning.explain.reasons import short_of_memory
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.norms import update_statistics

@@ -1,14 +1,23 @@
-"""A step on the clock, as bars: predicted from a plan alone, or recorded while it ran."""
+"""A step on the clock: predicted from a plan, recorded while it ran, or put together from stages measured alone.
+
+The last is a digital twin of a step that this machine may be too small to run:
+
+    stage 0 alone   F 1.9 ms  B 3.8 ms ─┐
+    stage 1 alone   F 2.0 ms  B 4.1 ms ─┼─► simulate ─► the step on devices of their own, or of all on one
+    copies alone    0─►1 0.1 ms        ─┘
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
 from typing import TypeVar
 
 from autosplit.planning.plan.plan import Plan
-from autosplit.schedule.action import Action, Kind
-from autosplit.schedule.simulate import TransferTime, simulate, simulate_step_s
+from autosplit.schedule.action import Action, Kind, Schedule
+from autosplit.schedule.simulate import Timeline, TransferTime, simulate, simulate_step_s
 
 Found = TypeVar("Found")
 
@@ -125,3 +134,185 @@ def predicted(plan: Plan) -> StepTimeline:
                 ready_s = ends[back]
                 sent.append(Sent(time.consumer, time.producer, microbatch, True, ready_s, ready_s + time.backward_s))
     return StepTimeline(bars, tuple(sent), found.step_s, measured=False)
+
+
+_WORTH = 1.05
+"""The host binds where waiting for it makes a step so many times as long."""
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """A step whose kernels host threads issue, in the order of the schedule.
+
+    Attributes:
+        issue_s: how long each thread issues.
+        devices_s: the step of devices that never wait for it.
+        step_s: the step of devices that do.
+    """
+
+    issue_s: float
+    devices_s: float
+    step_s: float
+
+    @property
+    def binds(self) -> bool:
+        """Whether the step is notably longer for it."""
+        return self.step_s > _WORTH * self.devices_s
+
+
+def host_step(plan: Plan) -> HostStep | None:
+    """Return the step with the host's time; None where nothing is known of that, or lanes issue for themselves."""
+    if not any(stage.forward_issue_s or stage.backward_issue_s for stage in plan.stages):
+        return None
+    there = [stage.forward_issue_s / plan.issue_threads for stage in plan.stages]
+    back = [stage.backward_issue_s / plan.issue_threads for stage in plan.stages]
+    split = [stage.weight_s / stage.backward_s if stage.backward_s else 0.0 for stage in plan.stages]
+    issue: dict[Kind, list[float]] = {
+        "F": there,
+        "B": back,
+        "I": [(1 - part) * whole for part, whole in zip(split, back, strict=True)],
+        "W": [part * whole for part, whole in zip(split, back, strict=True)],
+    }
+    waiting = simulated(plan, partial(simulate, issue_s=issue))
+    beside_s = plan.step_s - predicted_step_s(plan)
+    return HostStep(waiting.host_s, plan.step_s, waiting.step_s + beside_s)
+
+
+def with_measured_issue(plan: Plan, measured: StepTimeline) -> Plan | None:
+    """Return the plan with the time that its host took to issue a recorded step, per microbatch; None without any.
+
+    That is the least of a stage's microbatches: behind about a thousand launches CUDA's queue is full, and a host that
+    waits for room there takes the device's time, which is none of its own.
+    """
+    took: dict[tuple[int, str, int], float] = {}
+    for bar in measured.bars:
+        if bar.issue_s is not None:
+            took[bar.stage, bar.kind, bar.microbatch] = bar.issue_s
+    if not took:
+        return None
+    stages = []
+    for stage in plan.stages:
+        cells = sorted({microbatch for index, _, microbatch in took if index == stage.index})
+        there = [took.get((stage.index, "F", m), 0.0) for m in cells]
+        back = [sum(took.get((stage.index, kind, m), 0.0) for kind in "BIW") for m in cells]
+        stages.append(stage.model_copy(update={"forward_issue_s": _least(there), "backward_issue_s": _least(back)}))
+    return plan.model_copy(update={"stages": tuple(stages), "issue_threads": 1})
+
+
+def _least(times: Sequence[float]) -> float:
+    """Return the least time that was taken; 0 where none was."""
+    return min((seconds for seconds in times if seconds), default=0.0)
+
+
+Link = Callable[[int, int, int], float]
+"""Seconds that so many bytes take from one stage to another: ``link(producer, consumer, bytes)``."""
+
+
+@dataclass(frozen=True)
+class SentAlone:
+    """What goes between two stages per microbatch: bytes there and back, and seconds where it was really copied."""
+
+    producer: int
+    consumer: int
+    forward_bytes: int
+    backward_bytes: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StagesAlone:
+    """What the actions of a step take when nothing else runs; made by `PipelinedModule.profile_stages`.
+
+    Attributes:
+        schedule: the schedule whose actions ran.
+        seconds: by kind of action, what it takes each stage on its device: the median of the steps, the mean of the
+            microbatches.
+        issue_s: likewise, how long the host takes to issue them; empty where work is done when the call returns.
+        host_stages: the stages that run on the thread that issues the others; empty where every lane has its own.
+        sent: what goes from stage to stage.
+        once_s: seconds of a step outside its actions.
+        grown_bytes: by lane, the most that it held at once above what it held before; None where nobody counts.
+    """
+
+    schedule: Schedule
+    seconds: Mapping[Kind, tuple[float, ...]]
+    issue_s: Mapping[Kind, tuple[float, ...]]
+    sent: tuple[SentAlone, ...]
+    once_s: float
+    grown_bytes: tuple[int | None, ...]
+    host_stages: frozenset[int] = frozenset()
+
+    @property
+    def cell_s(self) -> tuple[float, ...]:
+        """By stage, seconds of one microbatch: all its actions."""
+        return tuple(map(sum, zip(*self.seconds.values(), strict=True)))
+
+    @property
+    def serial_s(self) -> float:
+        """Seconds of all actions one after the other, on one device without gaps."""
+        return self.schedule.microbatches * sum(self.cell_s)
+
+    def step(self, schedule: Schedule | None = None, *, link: Link | None = None, issued: bool = True) -> Timeline:
+        """Return the simulated step with every lane on a device of its own.
+
+        Args:
+            schedule: another schedule for these stages, of actions of the same kinds; None: the one that ran.
+            link: what values take between stages; None: what their copies took here, nothing on one device.
+            issued: whether one host thread issues all actions; else every device has a host that keeps up.
+
+        Raises ValueError where the schedule has kinds of actions that did not run.
+        """
+        return self._simulated(schedule or self.schedule, self._transfers(link), issued=issued)
+
+    def on_one_device(self) -> Timeline:
+        """Return the simulated step with all lanes on one device, whose kernels leave no room for another's."""
+        merged = Schedule(f"{self.schedule.name} on one device", (self.schedule.issue_order,), (0,) * self._stages)
+        return self._simulated(merged, (), issued=True)
+
+    def speed_up(self, timeline: Timeline) -> float:
+        """Return how many times as fast a simulated step is as all its actions one after the other."""
+        return self.serial_s / timeline.step_s
+
+    @property
+    def _stages(self) -> int:
+        return self.schedule.stages
+
+    def _simulated(self, schedule: Schedule, transfers: tuple[TransferTime, ...], *, issued: bool) -> Timeline:
+        if schedule.stages != self._stages:
+            raise ValueError(f"{self._stages} stages were measured, schedule {schedule.name!r} has {schedule.stages}")
+        return simulate(
+            schedule,
+            forward_s=self.seconds["F"],
+            backward_s=self.seconds.get("B"),
+            input_gradient_s=self.seconds.get("I"),
+            weight_gradient_s=self.seconds.get("W"),
+            transfers=transfers,
+            issue_s=self.issue_s if issued and self.issue_s else None,
+            host_stages=self.host_stages if issued else (),
+        )
+
+    def _transfers(self, link: Link | None) -> tuple[TransferTime, ...]:
+        if link is None:
+            return tuple(TransferTime(s.producer, s.consumer, s.forward_s, s.backward_s) for s in self.sent)
+        return tuple(
+            TransferTime(
+                s.producer,
+                s.consumer,
+                link(s.producer, s.consumer, s.forward_bytes),
+                link(s.consumer, s.producer, s.backward_bytes),
+            )
+            for s in self.sent
+        )
+
+
+def by_stage(measured: Mapping[Action, float], *, stages: int) -> dict[Kind, tuple[float, ...]]:
+    """Return the mean over microbatches of each kind of action, stage by stage; a stage without one has 0."""
+    found: dict[Kind, tuple[float, ...]] = {}
+    for kind in dict.fromkeys(action.kind for action in measured):
+        own: list[Sequence[float]] = [
+            [seconds for action, seconds in measured.items() if (action.kind, action.stage) == (kind, stage)]
+            for stage in range(stages)
+        ]
+        found[kind] = tuple(fmean(values) if values else 0.0 for values in own)
+    return found

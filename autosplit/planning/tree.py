@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -11,15 +12,14 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
+from autosplit.partition.checker import check
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import Partition, solve
-from autosplit.planning.plan.fingerprint import fingerprint_of
-from autosplit.planning.plan.parts import Boundary, StageMemory, StagePlan
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.write import covered_modules, fit_of
+from autosplit.planning.plan.record import Boundary, StageMemory, StagePlan
+from autosplit.planning.plan.write import covered_modules, fingerprint_of, fit_of
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.specs import link_seconds
-from autosplit.planning.search.given import as_given
 from autosplit.profile.node_costs.module_costs import ModuleCosts, module_costs
 from autosplit.profile.types import StateProfile
 from autosplit.trace.inputs.inputs import batch_rows, flatten
@@ -74,7 +74,11 @@ class _Writer:
     def _partition(self) -> Partition:
         if self.options.cut is None:
             return solve(self.problem, stages=len(self.options.devices))
-        return as_given(self.problem, [self.options.cut[unit] for unit in self.units], objective="bottleneck")
+        assignment = tuple(self.options.cut[unit] for unit in self.units)
+        costs = check(self.problem, assignment)
+        free = replace(self.problem, devices=devices_of([None] * len(self.options.devices)))
+        lower_s = min(solve(free).lower_bound_s, costs.bottleneck_s)
+        return Partition(assignment, "bottleneck", costs.bottleneck_s, lower_s, "bounded", costs)
 
     def _problem(self) -> Problem:
         static = [0] * len(self.units)

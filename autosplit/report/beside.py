@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from autosplit.planning.explain.host import host_step, with_measured_issue
 from autosplit.planning.explain.verdicts import device_verdicts
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.timeline import StepTimeline, predicted
+from autosplit.planning.timeline import StepTimeline, host_step, predicted, with_measured_issue
 from autosplit.report.document import Column, Section, column
 from autosplit.report.words import numbers
 from autosplit.units import format_bytes, format_seconds

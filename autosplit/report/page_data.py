@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autosplit.planning.curves import curves_match, parts
-from autosplit.planning.plan.parts import Alternative, LaneCurve
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import Alternative, LaneCurve
 from autosplit.planning.timeline import Bar, StepTimeline
 from autosplit.report.beside import Beside
 from autosplit.report.document import printable
@@ -45,7 +44,7 @@ def page_data(plan: Plan, seen: Beside | None = None) -> dict[str, Any]:
         "transfers": [[t.producer, t.consumer, t.forward_s, t.backward_s] for t in plan.transfers],
         "memory": [_device(plan, lane) for lane in range(len(plan.devices))],
         "units": _units(plan),
-        "curves": [_curve(curve) for curve in plan.curves] if curves_match(plan, schedule) else None,
+        "curves": [_curve(curve) for curve in plan.curves] if plan.curves_match(schedule) else None,
         "frontier": [_alternative(plan, one) for one in plan.frontier],
         "recorded": None if seen is None else _recorded(schedule, seen),
     }
@@ -95,7 +94,7 @@ def _units(plan: Plan) -> dict[str, list[Any]] | None:
 
 
 def _curve(curve: LaneCurve) -> dict[str, Any]:
-    short = [list(values) if len(set(values)) > 1 else values[0] for values in parts(curve)]
+    short = [list(values) if len(set(values)) > 1 else values[0] for values in curve.kinds]
     return {"moments": len(curve.parameter_bytes), "kinds": short}
 
 

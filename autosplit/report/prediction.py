@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autosplit.planning.explain.host import host_step
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.timeline import host_step
 from autosplit.report.document import Section
 from autosplit.report.words import format_rate, plural
 from autosplit.units import format_bytes, format_seconds

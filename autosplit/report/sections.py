@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from autosplit.planning.plan.parts import Boundary, StagePlan
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import Boundary, StagePlan
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autosplit.planning.explain.verdicts import DeviceVerdict, device_verdicts
-from autosplit.planning.plan.parts import Alternative
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import Alternative
 from autosplit.report.document import Section, column, room_beside, table_width
 from autosplit.report.words import clip, numbers, recompute_words, schedule_words
 from autosplit.units import format_bytes, format_seconds

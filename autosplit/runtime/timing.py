@@ -8,8 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from autosplit.devices import Allocations
-from autosplit.planning.alone import SentAlone, StagesAlone, by_stage
-from autosplit.planning.timeline import Bar, HeldBytes, Sent, StepTimeline
+from autosplit.planning.timeline import Bar, HeldBytes, Sent, SentAlone, StagesAlone, StepTimeline, by_stage
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import MARK, Began, Copied, Ended, StepLog
 from autosplit.schedule.action import Action, Kind, Schedule

@@ -1,4 +1,4 @@
-"""The schedules by name. A new one is a function in a file of its own and one line in ``SCHEDULES``.
+"""The schedules by name. A new one is a function in `orders` and one line in ``SCHEDULES``.
 
 Everything else asks the schedule itself; how many microbatches its stages hold, for example, is counted on its actions:
 
@@ -24,10 +24,7 @@ from types import MappingProxyType
 
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Schedule
-from autosplit.schedule.gpipe import forward_only, gpipe
-from autosplit.schedule.interleaved import interleaved, looped_bfs
-from autosplit.schedule.one_f_one_b import one_f_one_b
-from autosplit.schedule.zero_bubble import zb_h1, zb_v
+from autosplit.schedule.orders import forward_only, gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1, zb_v
 
 
 @dataclass(frozen=True)

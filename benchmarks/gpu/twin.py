@@ -24,8 +24,8 @@ import cost_models
 from autosplit import PipelinedModule
 from autosplit.devices import clock_of
 from autosplit.errors import AutosplitError
-from autosplit.planning.alone import StagesAlone
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.timeline import StagesAlone
 from autosplit.schedule.action import Kind
 from benchmarks import pairs
 from benchmarks.gpu.part import Found, Part, Setting, at_least, at_most

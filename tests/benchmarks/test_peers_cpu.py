@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from autosplit.planning.alone import StagesAlone
+from autosplit.planning.timeline import StagesAlone
 from autosplit.schedule.catalog import build
 from benchmarks import pairs, peers_cpu, peers_local
 from benchmarks.pairs import Reading, Spread

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.request.schedules import ask
+from autosplit.planning.request import ask
 from tests.equivalence.equality import LANES, TOLERANCE, difference
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

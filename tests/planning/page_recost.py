@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autosplit.errors import PlanError
-from autosplit.planning.curves import curves_match, parts
-from autosplit.planning.plan.parts import LaneCurve, StagePlan, Unit
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import LaneCurve, StagePlan, Unit
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
@@ -52,13 +50,8 @@ class _Sums:
 
 
 def recost(plan: Plan, stages: Sequence[int]) -> Recost:
-    """Return what ``plan`` costs when its unit ``i`` is in stage ``stages[i]``.
-
-    Raises PlanError where the plan has no units, or a stage would have none.
-    """
+    """Return what ``plan`` costs when its unit ``i`` is in stage ``stages[i]``."""
     own = [unit.stage for unit in plan.units]
-    _check(plan, own)
-    _check(plan, stages)
     schedule = plan.schedule_for(len(plan.microbatch_rows))
     held = [list(_in_flight(schedule, lane)) for lane in range(len(schedule.lanes))]
     ratios = _kept_ratios(plan, held)
@@ -88,19 +81,6 @@ def recost(plan: Plan, stages: Sequence[int]) -> Recost:
         bottleneck_s=plan.bottleneck_s + (now_s - was_s),
         peak_bytes=tuple(_peaks(plan, schedule, held, old, new)),
     )
-
-
-def _check(plan: Plan, stages: Sequence[int]) -> None:
-    if not plan.units:
-        raise PlanError("the plan does not hold its model in units, so a moved cut cannot be costed; plan again")
-    if len(stages) != len(plan.units):
-        raise PlanError(f"{len(stages)} stages are named for {len(plan.units)} units; name one for each")
-    foreign = next((stage for stage in stages if not 0 <= stage < len(plan.stages)), None)
-    if foreign is not None:
-        raise PlanError(f"a unit is put in stage {foreign}, and there are {len(plan.stages)} stages, 0 on")
-    empty = sorted(set(range(len(plan.stages))) - set(stages))
-    if empty:
-        raise PlanError(f"stage {empty[0]} has no unit; leave every stage at least one")
 
 
 def _in_flight(schedule: Schedule, lane: int) -> Iterator[dict[int, int]]:
@@ -210,7 +190,7 @@ def _peaks(
     new: Sequence[_Sums],
 ) -> Iterator[int]:
     """Yield each device's peak: the plan's, and by how much the greatest moment grows."""
-    known = curves_match(plan, schedule)
+    known = plan.curves_match(schedule)
     for lane in range(len(plan.devices)):
         was = list(_held_bytes(schedule, lane, held[lane], old))
         now = list(_held_bytes(schedule, lane, held[lane], new))
@@ -234,4 +214,4 @@ def _held_bytes(
 
 
 def _totals(curve: LaneCurve) -> list[int]:
-    return [sum(moment) for moment in zip(*parts(curve), strict=True)]
+    return [sum(moment) for moment in zip(*curve.kinds, strict=True)]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from autosplit.planning.alone import SentAlone, StagesAlone, by_stage
+from autosplit.planning.timeline import SentAlone, StagesAlone, by_stage
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import simulate

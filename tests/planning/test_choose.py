@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.api import plan
+from autosplit.memory.range import PeakRange
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search import choose
@@ -145,10 +146,11 @@ def test_fewer_microbatches_than_were_asked_for_are_said(model: nn.Module) -> No
 
 def cut(step_s: float, low: int, peak: int, high: int) -> Finished:
     """Return a cut for one device of 100 bytes."""
-    partition = SimpleNamespace(value_s=step_s)
-    writer = SimpleNamespace(partition=partition, lows=lambda: [low], peaks=lambda: [peak], highs=lambda: [high])
-    nothing: Any = None
-    return Finished(nothing, nothing, cast(Any, writer), (100.0,), (100.0,))
+    partition, ranges = SimpleNamespace(value_s=step_s), {0: PeakRange(low, high)}
+    writer = SimpleNamespace(partition=partition, peaks=[peak], ranges=ranges)
+    options = SimpleNamespace(capacity_bytes=lambda lane: 100, reserved_bytes=lambda lane: 0)
+    entry, nothing = SimpleNamespace(options=options), cast(Any, None)
+    return Finished(cast(Any, entry), nothing, cast(Any, writer), (100.0,))
 
 
 def ranked(step_s: float, low: int, peak: int, high: int) -> tuple[float, ...]:
@@ -181,7 +183,7 @@ def test_the_frontier_says_of_what_was_replayed_that_it_may_not_fit(
 ) -> None:
     limit = int(0.8 * peak(chosen(model, found, WIDE)))
     first = chosen(model, found, WIDE, limit=limit)
-    monkeypatch.setattr(Finished, "highs", property(lambda own: [round(1.3 * high) for high in own.writer.highs()]))
+    monkeypatch.setattr(Finished, "highs", property(lambda own: [round(1.3 * each.high_bytes) for each in own.ranges]))
     best = chosen(model, found, WIDE, limit=limit)
     assert peak(best) < peak(first)
     assert [each.verdict for each in best.frontier if each.replayed and each.peak_bytes == peak(first)] == [

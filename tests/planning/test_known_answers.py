@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from autosplit.checks import resolve_machine
 from autosplit.options import Options, Sample
 from autosplit.planning.explain.verdicts import binding, device_verdicts
+from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.search.choose import Space, choose_plan
 from benchmarks import published
 from benchmarks.published_torchgpipe import experiments, predicted, stages_of

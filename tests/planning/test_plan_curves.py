@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from autosplit.planning import curves
+from autosplit.planning.plan import write
 from autosplit.planning.plan.plan import Plan
 
 WIDTH, ROWS = 8, 6
@@ -67,6 +67,6 @@ def test_curves_come_back_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_very_long_step_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "MOST_ACTIONS", 11)
+    monkeypatch.setattr(write, "MOST_ACTIONS", 11)
     assert planned().curves == ()
     assert planned(chunks=2).curves

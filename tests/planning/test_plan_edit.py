@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from autosplit import InputError, PlanError, autosplit
 from autosplit import plan as plan_on_paper
-from autosplit.planning.plan.moves import parse_moves
+from autosplit.cli.common import parse_moves
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import predicted
 from tests.equivalence.equality import TOLERANCE, difference

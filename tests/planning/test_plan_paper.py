@@ -9,7 +9,7 @@ from torch import nn
 from autosplit import DeviceError, InputError, Sample, plan
 from autosplit.checks import resolve_machine
 from autosplit.options import Options
-from autosplit.planning.request.paper import search_space, stand_ins
+from autosplit.planning.paper import search_space, stand_ins
 
 
 class Block(nn.Module):

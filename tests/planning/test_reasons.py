@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from autosplit.planning.explain.host import host_step
 from autosplit.planning.explain.reasons import reasons, saved_bytes, without_recompute
-from autosplit.planning.plan.parts import Alternative, StagePlan, Transfer, Unit
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.timeline import predicted
+from autosplit.planning.plan.record import Alternative, StagePlan, Transfer, Unit
+from autosplit.planning.timeline import host_step, predicted
 from tests.report.plans import GIB, make_plan, make_stage
 
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.errors import PlanError
 from tests.planning.page_recost import recost
 from tests.report.paper_plans import make_units, paper_plan
 
@@ -105,22 +104,3 @@ def test_blocks_keep_the_part_that_the_plan_kept():
     moved = units[3].static_bytes + units[3].kept_bytes / 4
     assert found.peak_bytes[0] == pytest.approx(peaks[0] - moved, abs=90 * 2**20)
     assert found.peak_bytes[1] == pytest.approx(peaks[1] + moved, abs=90 * 2**20)
-
-
-@pytest.mark.parametrize(
-    ("stages", "text"),
-    [
-        ([0, 1], "2 stages are named for 8 units"),
-        ([0] * 8, "stage 1 has no unit"),
-        ([0, 0, 0, 0, 1, 1, 1, 2], "in stage 2, and there are 2 stages"),
-    ],
-)
-def test_what_is_no_cut_is_refused(stages, text):
-    with pytest.raises(PlanError, match=text):
-        recost(paper_plan(make_units(8, stages=2), stages=2), stages)
-
-
-def test_a_plan_without_units_says_so():
-    plan = paper_plan(stages=2).model_copy(update={"units": ()})
-    with pytest.raises(PlanError, match="plan again"):
-        recost(plan, [])

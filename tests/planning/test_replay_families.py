@@ -15,7 +15,7 @@ from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.memory.play import device_changes
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments, replayed_stages
-from autosplit.planning.profiled.apply import assign
+from autosplit.planning.profiled.apply import DataflowIndex, assign
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.stage_trace.stage_graph import StageGraphs
@@ -68,7 +68,7 @@ def cut(name: str, recompute: Recompute, precision: str | None, *, seed: int) ->
     devices = tuple(torch.device("cuda", number) for number in range(STAGES))
     options = Options(devices=devices, chunks=CHUNKS, measure=False, precision=precision)
     schedule = build("1f1b", stages=STAGES, microbatches=CHUNKS)
-    stage_of = assign(traced.graph, wanted, stages=STAGES)
+    stage_of = assign(DataflowIndex(traced.graph), wanted, stages=STAGES)
     return Cut(traced.graph, costs, options, stage_of, (1,) * CHUNKS, schedule, (recompute,) * STAGES)
 
 

@@ -10,8 +10,8 @@ import torch
 from autosplit.options import Options
 from autosplit.partition.problem import Problem, Work
 from autosplit.partition.solve import solve
-from autosplit.planning.explain import advice as module
-from autosplit.planning.explain.advice import advice
+from autosplit.planning.plan import notes as module
+from autosplit.planning.plan.notes import advice
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -16,7 +16,7 @@ from autosplit.checks import SCHEDULES
 from autosplit.errors import InfeasibleError, PlanError, ScheduleError
 from autosplit.options import Options
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request.schedules import ask, settle
+from autosplit.planning.request import ask, settle
 from autosplit.planning.timeline import predicted
 from autosplit.schedule import catalog
 from autosplit.schedule.files import dump_actions
@@ -221,14 +221,6 @@ def test_an_edit_that_breaks_the_schedule_is_seen(edit: dict[str, Any], message:
     path.write_text(json.dumps(json.loads(path.read_text()) | edit))
     with pytest.raises(PlanError, match=message):
         Plan.load(path)
-
-
-def test_a_plans_schedule_goes_to_a_file_and_back(tmp_path: Path) -> None:
-    plan = planned(schedule="zb_v", virtual_stages=2)
-    again = planned(schedule=saved(tmp_path / "theirs.csv", plan.export("torch-csv")))
-    assert again.schedule_for(CHUNKS).lanes == plan.schedule_for(CHUNKS).lanes
-    with pytest.raises(InputError, match="valid: 'torch-csv'"):
-        plan.export("deepspeed")
 
 
 def test_a_plan_of_before_is_one_stage_per_device(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autosplit.planning.plan.parts import (
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import (
     Alternative,
     Boundary,
     Change,
@@ -16,7 +17,6 @@ from autosplit.planning.plan.parts import (
     Transfer,
     Unit,
 )
-from autosplit.planning.plan.plan import Plan
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autosplit.planning.plan.parts import Boundary, Fingerprint, StageMemory, StagePlan
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import Boundary, Fingerprint, StageMemory, StagePlan
 
 MIB = 2**20
 GIB = 2**30

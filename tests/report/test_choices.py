@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from autosplit.planning.explain.verdicts import binding, device_verdicts, judged
-from autosplit.planning.plan.parts import Alternative, Change, StageMemory
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import Alternative, Change, StageMemory
 from autosplit.planning.timeline import Bar, StepTimeline, predicted
 from autosplit.report.sections import render, render_markdown
 from autosplit.report.words import recompute_words

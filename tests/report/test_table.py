@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from autosplit.planning.plan.parts import Boundary
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import Boundary
 from autosplit.report.sections import BOUNDARY_ROWS, render
 from autosplit.report.words import fit_modules, some_numbers
 from tests.report.plans import GIB, MIB, gpt2_plan, make_plan, make_stage

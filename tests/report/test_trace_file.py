@@ -14,8 +14,8 @@ from torch import nn
 from autosplit import PlanError
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.plan.parts import LaneCurve, Transfer
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import LaneCurve, Transfer
 from autosplit.planning.timeline import StepTimeline, predicted
 from autosplit.report.trace_file import trace_text
 from autosplit.schedule.action import Action

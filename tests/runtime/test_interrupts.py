@@ -20,7 +20,7 @@ import torch
 from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turn, turns
 from autosplit.schedule.action import Action, describe
-from autosplit.schedule.gpipe import forward_only
+from autosplit.schedule.orders import forward_only
 from tests.runtime.gates import (
     HOWS,
     MARK,

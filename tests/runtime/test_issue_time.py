@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.planning.explain.host import host_step, with_measured_issue
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.timeline import StepTimeline
+from autosplit.planning.timeline import StepTimeline, host_step, with_measured_issue
 from autosplit.report.sections import render
 from autosplit.runtime.step.cells import Cells
 from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Chain

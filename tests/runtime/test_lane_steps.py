@@ -15,7 +15,7 @@ from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turn, Turns, backwards, turns
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
-from autosplit.schedule.gpipe import forward_only
+from autosplit.schedule.orders import forward_only
 from tests.runtime.gates import SAFETY_S, Boom, hold, lane_threads
 
 CHAIN = [set(), {0}, {1}]

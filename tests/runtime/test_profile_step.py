@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autosplit import measured
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
-from autosplit.planning.request.schedules import ask
+from autosplit.planning.request import ask
 from autosplit.planning.timeline import StepTimeline
 from autosplit.runtime import step_log
 from autosplit.runtime.step_log import Began, Ended, StepLog

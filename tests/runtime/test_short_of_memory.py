@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.planning.explain.short_of_memory import short_of_memory
+from autosplit.planning.explain.reasons import short_of_memory
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtime import transport
 from autosplit.runtime.step import cells

@@ -19,7 +19,7 @@ from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turn, turns
 from autosplit.schedule.action import Action, describe
 from autosplit.schedule.catalog import build
-from autosplit.schedule.gpipe import forward_only
+from autosplit.schedule.orders import forward_only
 from tests.runtime.gates import HOWS, SAFETY_S, Case, case_of, hold, split
 
 SHORT_S = 0.3

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Action, Kind, Schedule, describe
 from autosplit.schedule.catalog import SCHEDULES, build
-from autosplit.schedule.gpipe import forward_only, gpipe
-from autosplit.schedule.one_f_one_b import one_f_one_b
+from autosplit.schedule.orders import forward_only, gpipe, one_f_one_b
 from autosplit.schedule.validate import validate
 
 SIZES = [(devices, microbatches) for devices in range(1, 6) for microbatches in (1, 2, 3, 5, 6, 9)]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from autosplit.schedule.action import Action, Kind, Schedule
+from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
-from autosplit.schedule.gpipe import gpipe
+from autosplit.schedule.orders import gpipe
 from autosplit.schedule.simulate import LaneTime, Timeline, TransferTime, simulate, simulate_step_s
 
 
@@ -197,38 +194,6 @@ def test_a_lane_without_work_is_all_bubble() -> None:
     timeline = simulate(Schedule("custom", ((Action(0, "F", 0),), ())), forward_s=[2.0, 2.0])
     assert timeline.lanes == (LaneTime(0.0, 2.0, 2.0), LaneTime(0.0, 0.0, 0.0))
     assert lane_bubbles(timeline) == (0.0, 1.0)
-
-
-times = st.lists(st.integers(0, 9), min_size=6, max_size=6)
-
-
-@settings(deadline=None)
-@given(name=st.sampled_from(sorted(SCHEDULES)), kinds=st.tuples(times, times, times, times), delay=st.integers(0, 9))
-def test_spans_keep_lanes_and_needs(name: str, kinds: tuple[list[int], ...], delay: int) -> None:
-    schedule = build(name, stages=6, microbatches=5)
-    duration: dict[Kind, list[int]] = dict(zip(("F", "B", "I", "W"), kinds, strict=True))
-    timeline = simulate(
-        schedule,
-        forward_s=duration["F"],
-        backward_s=duration["B"],
-        input_gradient_s=duration["I"],
-        weight_gradient_s=duration["W"],
-        transfers=tuple(TransferTime(stage, stage + 1, delay, delay) for stage in range(5)),
-    )
-    spans = {span.action: span for span in timeline.spans}
-    for actions, lane in zip(schedule.lanes, timeline.lanes, strict=True):
-        for before, after in itertools.pairwise(actions):
-            assert spans[before].end_s <= spans[after].start_s
-        assert (lane.start_s, lane.end_s) == (spans[actions[0]].start_s, spans[actions[-1]].end_s)
-        assert lane.busy_s == sum(duration[action.kind][action.stage] for action in actions)
-        assert 0 <= stall_s(lane) <= timeline.step_s - lane.busy_s
-    place = schedule.stage_lane
-    for action, span in spans.items():
-        assert span.end_s - span.start_s == duration[action.kind][action.stage]
-        for need in schedule.needs(action):
-            assert spans[need].end_s + (delay if place[need.stage] != place[action.stage] else 0) <= span.start_s
-    assert timeline.step_s == max(span.end_s for span in timeline.spans)
-    assert spans[Action(0, "F", 0)].start_s == 0.0
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,9 +1,9 @@
 """What would make a plan fit that does not: the least change of every kind, with its price, as the planner finds it.
 
-Whether a change is enough is told by the cuts that need the least, with as many chunks as the plan has; of
-a small model the first changes are then planned in full. Kinds come in the order of what they ask of the caller: the
-same numbers in more time, another batch, other hardware, other numbers. Where no change is enough alone, two are tried
-together.
+Whether a change is enough is told by the cuts that need the least, replayed, with as many chunks as the plan has; its
+price is that of the fastest cut that keeps the limits by the formula. Kinds come in the order of what they ask of the
+caller: the same numbers in more time, another batch, other hardware, other numbers. Where no change is enough alone,
+two are tried together.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal, cast
 from autosplit.checks import resolve_machine
 from autosplit.errors import TraceError
 from autosplit.planning.explain.verdicts import Verdict, binding, device_verdicts
-from autosplit.planning.plan.parts import Change
+from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request.paper import OnPaper, prepare, stand_ins
+from autosplit.planning.plan.record import Change
 from autosplit.planning.search.choose import Search, Space, choose_plan
 from autosplit.planning.search.finish import Finished
 from autosplit.units import format_bytes, format_seconds
@@ -37,10 +37,6 @@ _ORDER: tuple[tuple[Kind, ...], ...] = (
 )
 MOST_DEVICES = 256
 """More devices are not proposed."""
-_PLANNED = 3
-"""How many changes are planned in full."""
-_PLANNED_NODES = 1000
-"""Changes of models with more nodes are not."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,6 @@ class _Priced:
     peak_bytes: int
     verdict: Verdict
     rows: int
-    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,9 +128,6 @@ def changes(plan: Plan, request: Request) -> tuple[Change, ...]:
     if all(own.verdict != "fits" for own in priced) and (pair := _pair(trials)) is not None:
         priced.append(pair)
     priced.sort(key=_price)
-    if sum(len(stage.nodes) for stage in plan.stages) <= _PLANNED_NODES:
-        first = [trials.planned(own) for own in priced[:_PLANNED]]
-        priced = sorted([*(own for own in first if own is not None), *priced[_PLANNED:]], key=_price)
     return tuple(_change(plan, own) for own in priced)
 
 
@@ -214,15 +206,6 @@ class _Trials:
             step_s, peak_bytes = best.step_s, max(best.cut.device_bytes)
         return _Priced(candidate, step_s, peak_bytes, leanest.verdict, search.sweep.rows)
 
-    def planned(self, own: _Priced) -> _Priced | None:
-        """Return a change as it is planned in full; None where it does not fit after all."""
-        plan = self.request.changed(own.candidate.arguments, chunks=self.plan.chunks).plan()
-        if plan.verdict == "no":
-            return None
-        peak = max(stage.memory.peak_bytes for stage in plan.stages)
-        rows = sum(plan.microbatch_rows)
-        return _Priced(own.candidate, plan.step_s, peak, plan.verdict, rows, planned=True)
-
 
 def _pair(trials: _Trials) -> _Priced | None:
     """Return the first two changes that surely fit together: the most of one kind, and the least of another with it."""
@@ -251,10 +234,9 @@ def _price(own: _Priced) -> tuple[int, int, float]:
 
 
 def _change(plan: Plan, own: _Priced) -> Change:
-    about = "" if own.planned else "about "
     fits = "" if own.verdict == "fits" else ", borderline"
     text = (
-        f"{own.candidate.words}: {about}{format_bytes(own.peak_bytes)} on the fullest device{fits}, "
+        f"{own.candidate.words}: about {format_bytes(own.peak_bytes)} on the fullest device{fits}, "
         f"{_longer(plan, own)}{own.candidate.note}"
     )
     return Change(
@@ -264,7 +246,6 @@ def _change(plan: Plan, own: _Priced) -> Change:
         step_s=own.step_s,
         peak_bytes=own.peak_bytes,
         verdict=own.verdict,
-        planned=own.planned,
     )
 
 
@@ -272,8 +253,7 @@ def _longer(plan: Plan, own: _Priced) -> str:
     """Return the price in time; of a batch of another size, per row."""
     rows = sum(plan.microbatch_rows)
     ratio = (own.step_s / max(own.rows, 1)) / (plan.step_s / rows) if plan.step_s else 1.0
-    about = "" if own.planned else "about "
-    of = f"the step {about}{format_seconds(own.step_s)}," + (" per row" if "batch" in own.candidate.kinds else "")
+    of = f"the step about {format_seconds(own.step_s)}," + (" per row" if "batch" in own.candidate.kinds else "")
     if abs(ratio - 1) < 0.005:
         return f"{of} as long"
     if ratio >= 2:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from autosplit.planning.plan.parts import StageMemory
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.record import StageMemory
 
 Verdict = Literal["fits", "borderline", "no"]
 Term = Literal["states", "activations", "transient"]

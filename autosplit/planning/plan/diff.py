@@ -122,20 +122,20 @@ def _moved(before: dict[str, int], after: dict[str, int]) -> Iterator[Moved]:
     ways = {name: (before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))}
     below: dict[str, list[str]] = {}
     for name in ways:
-        for prefix in _prefixes(name):
+        for prefix in prefixes(name):
             below.setdefault(prefix, []).append(name)
     done: set[str] = set()
     for name, (first, then) in ways.items():
         if first == then or name in done:
             continue
-        whole = (p for p in _prefixes(name) if len({ways[n] for n in below[p]}) == 1)
+        whole = (p for p in prefixes(name) if len({ways[n] for n in below[p]}) == 1)
         largest = next(whole, None)
         nodes = below[largest] if largest is not None else [name]
         done.update(nodes)
         yield Moved(name if largest is None else largest, len(nodes), first, then)
 
 
-def _prefixes(name: str) -> list[str]:
+def prefixes(name: str) -> list[str]:
     """Return the modules around a node, the outermost first."""
     path = name.partition("#")[0]
     parts = path.split(".") if path else []

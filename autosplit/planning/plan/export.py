@@ -14,6 +14,7 @@ from itertools import groupby
 
 from autosplit.checks import EXPORTS, not_available
 from autosplit.errors import InputError
+from autosplit.planning.plan.diff import prefixes
 from autosplit.planning.plan.record import PlanRecord
 from autosplit.schedule.files import dump_actions
 
@@ -89,11 +90,11 @@ def _placed(plan: PlanRecord) -> dict[str, int]:
     nodes = plan.stage_of()
     owners: dict[str, Counter[int]] = {}
     for name, stage in nodes.items():
-        for prefix in _prefixes(name.partition("#")[0]):
+        for prefix in prefixes(name):
             owners.setdefault(prefix, Counter())[stage] += 1
     seconds = _unit_seconds(plan)
-    holders = {prefix for path in owners if _is_block(path) for prefix in _prefixes(path)[:-1]}
-    around = {prefix for path in owners for prefix in _prefixes(path)[:-1]}
+    holders = {prefix for path in owners if _is_block(path) for prefix in prefixes(path)[:-1]}
+    around = {prefix for path in owners for prefix in prefixes(path)[:-1]}
     found: dict[str, int] = {}
     cut: list[str] = []
     for name in nodes:
@@ -123,11 +124,11 @@ def _whole(path: str, owners: dict[str, Counter[int]], holders: set[str], around
     operations: left out, its parameters would be nobody's. None for what runs ``around`` modules that have their own
     names.
     """
-    prefixes = _prefixes(path)
-    block = next((prefix for prefix in prefixes if _is_block(prefix)), None)
+    around_it = prefixes(path)
+    block = next((prefix for prefix in around_it if _is_block(prefix)), None)
     if block is not None:
         return block
-    alone = (p for p in prefixes if p not in holders and len(owners[p]) == 1)
+    alone = (p for p in around_it if p not in holders and len(owners[p]) == 1)
     return next(alone, path if path and path not in around else None)
 
 
@@ -136,15 +137,10 @@ def _unit_seconds(plan: PlanRecord) -> dict[str, Counter[int]]:
     found: dict[str, Counter[int]] = {}
     for unit in plan.units:
         nanoseconds = round((unit.forward_s + unit.backward_s) * 1e9)
-        for prefix in _prefixes(unit.name.partition("#")[0]):
+        for prefix in prefixes(unit.name):
             found.setdefault(prefix, Counter())[unit.stage] += nanoseconds
     return found
 
 
 def _is_block(path: str) -> bool:
     return path.rpartition(".")[2].isdecimal()
-
-
-def _prefixes(path: str) -> list[str]:
-    parts = path.split(".") if path else []
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

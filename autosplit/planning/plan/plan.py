@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,14 @@ from pydantic import BaseModel, ValidationError
 from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.files import write_text
-from autosplit.planning.plan.diff import PlanDiff, diff
+from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
-from autosplit.planning.plan.moves import choices_of, moved
 from autosplit.planning.plan.record import VERSION, PlanRecord
 
-_NOT_NEGATIVE = tuple(
-    f"{name}_bytes" for name in "parameter buffer gradient optimizer peak capacity reserve low high".split()
-)
-"""What a stage's memory has none less of; the rest may be differences."""
 _DERIVED = ("parameters", "rows_per_s", "tokens_per_s", "mfu")
 """What the JSON of a plan says beside its fields."""
+_NEAR = 3
+"""How many names an error proposes."""
 _WAY_OUT = "write one with plan.save(path)"
 _REASONS = {"extra_forbidden": "there is no such field", "missing": "this field is missing"}
 _FITS = {"fits": True, "borderline": None, "no": False}
@@ -53,7 +51,7 @@ class Plan(PlanRecord):
 
         `autosplit` and `plan`, given such a plan, check it on the model and cost it anew.
         """
-        return self.fingerprint.choices not in (None, choices_of(self))
+        return self.fingerprint.choices not in (None, self.choices)
 
     def move(self, moves: Mapping[str, int]) -> Plan:
         """Return the plan with modules in other stages: ``plan.move({"decoder.3": 1})``.
@@ -61,7 +59,22 @@ class Plan(PlanRecord):
         Names are modules, with all that is in them, or nodes. Its figures stay as they are until it meets the model:
         see `edited`. Raises PlanError for a name or stage that is not there, and where a stage would have nothing left.
         """
-        return moved(self, moves)
+        stage_of = self.stage_of()
+        for name, target in moves.items():
+            nodes = [node for node in stage_of if _lies_in(node, name)]
+            if not nodes:
+                raise PlanError(f"the plan has no module or node {name!r}{_meant(name, stage_of)}")
+            if not 0 <= target < len(self.stages):
+                raise PlanError(f"{name!r} cannot go to stage {target}: there are {len(self.stages)}, 0 on")
+            stage_of.update(dict.fromkeys(nodes, target))
+        stages = []
+        for stage in self.stages:
+            own = tuple(node for node, index in stage_of.items() if index == stage.index)
+            if not own:
+                raise PlanError(f"stage {stage.index} would have nothing left; leave every stage at least one module")
+            paths = dict.fromkeys(node.partition("#")[0] or self.fingerprint.model for node in own)
+            stages.append(stage.model_copy(update={"nodes": own, "modules": tuple(paths)}))
+        return self.model_copy(update={"stages": tuple(stages)})
 
     def diff(self, other: Plan) -> PlanDiff:
         """Return what differs from this plan in another: false where nothing does; ``print`` shows it."""
@@ -110,6 +123,17 @@ class Plan(PlanRecord):
         return plan
 
 
+def _lies_in(node: str, name: str) -> bool:
+    path = node.partition("#")[0]
+    return node == name or path == name or path.startswith(f"{name}.")
+
+
+def _meant(name: str, nodes: Iterable[str]) -> str:
+    paths = dict.fromkeys(prefix for node in nodes for prefix in prefixes(node))
+    near = difflib.get_close_matches(name, [*paths, *nodes], n=_NEAR, cutoff=0.5)
+    return f"; the nearest: {', '.join(near)}" if near else ""
+
+
 def _fields_of(text: str) -> str:
     """Return a plan's JSON without what it derives from its fields; what is no JSON object as it is."""
     try:
@@ -154,7 +178,9 @@ def _contradiction(plan: Plan) -> str | None:
     figure = _wrong_figure(plan)
     if figure is not None:
         return figure
-    return None if plan.edited else _wrong_curve(plan)
+    if plan.curves and not plan.edited and not plan.curves_match(plan.schedule_for(len(plan.microbatch_rows))):
+        return "its curves are not of its devices and their actions"
+    return None
 
 
 def _foreign_stage(plan: Plan) -> str | None:
@@ -172,37 +198,13 @@ def _foreign_stage(plan: Plan) -> str | None:
 
 
 def _wrong_figure(plan: Plan) -> str | None:
-    """Return which figure cannot be one: bytes below none, a range from more to less, words that nobody knows."""
+    """Return which figure cannot be one: a range from more to less, words that nobody knows."""
     for index, stage in enumerate(plan.stages):
         memory, where = stage.memory, f"stages.{index}.memory"
-        counts = {f"{where}.{name}": getattr(memory, name) for name in _NOT_NEGATIVE}
-        counts[f"stages.{index}.parameters"] = stage.parameters
-        below = next((name for name, count in counts.items() if (count or 0) < 0), None)
-        if below is not None:
-            return f"{below} is {counts[below]}, and cannot be below 0"
         if memory.low_bytes is not None and memory.high_bytes is not None and memory.low_bytes > memory.high_bytes:
             return f"{where}.low_bytes is {memory.low_bytes}, more than its high_bytes, {memory.high_bytes}"
-    sent = next((place for place, boundary in enumerate(plan.boundaries) if boundary.bytes < 0), None)
-    if sent is not None:
-        return f"boundaries.{sent}.bytes is {plan.boundaries[sent].bytes}, and cannot be below 0"
-    if not -1e-9 <= plan.bubble <= 1 + 1e-9:
-        return f"bubble is {plan.bubble}, and is a share between 0 and 1"
     if plan.optimizer not in OPTIMIZER_COPIES and not (plan.optimizer.isascii() and plan.optimizer.isdecimal()):
         return f"optimizer is {plan.optimizer!r}, and is one of {', '.join(OPTIMIZER_COPIES)}, or a number of bytes"
     if plan.precision not in (None, *PRECISIONS):
         return f"precision is {plan.precision!r}, and is null or one of {', '.join(PRECISIONS)}"
-    return None
-
-
-def _wrong_curve(plan: Plan) -> str | None:
-    """Return which device's bytes over the step are not of its actions."""
-    if not plan.curves:
-        return None
-    lanes = plan.schedule_for(len(plan.microbatch_rows)).lanes
-    if len(plan.curves) != len(lanes):
-        return f"it has {len(plan.curves)} curves for {len(lanes)} devices"
-    for lane, (curve, actions) in enumerate(zip(plan.curves, lanes, strict=True)):
-        for name in type(curve).model_fields:
-            if len(getattr(curve, name)) != len(actions) + 1:
-                return f"curves.{lane}.{name} has {len(getattr(curve, name))} entries for {len(actions)} actions"
     return None

@@ -1,28 +1,186 @@
-"""What a plan holds: partition, schedule, chunks and prediction for one model, as plain data."""
+"""What a plan holds: partition, schedule, chunks and prediction for one model, as plain data: frozen, strict."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, computed_field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from autosplit.planning.plan.parts import (
-    Alternative,
-    Boundary,
-    Change,
-    Count,
-    Fingerprint,
-    LaneCurve,
-    Record,
-    Seconds,
-    StagePlan,
-    Transfer,
-    Unit,
-)
-from autosplit.planning.request.schedules import schedule_of
+from autosplit.planning.request import schedule_of
 from autosplit.schedule.action import Schedule
 from autosplit.trace.rows.findings import Proof
+
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+"""A time; files come from strangers, and sums of times are to stay numbers."""
+Count = Annotated[int, Field(ge=-(2**60), le=2**60)]
+"""A number of bytes or things, that a float holds nearly and a table shows."""
+Size = Annotated[int, Field(ge=0, le=2**60)]
+"""A number that is never below 0; other counts may be differences."""
+
+
+class Record(BaseModel):
+    """What all parts of a plan are: frozen, and nothing but what is named here."""
+
+    # JSON has no NaN and no infinity: a plan with one would not come back as it was.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class StageMemory(Record):
+    """Bytes of one stage at the moment of the step at which its device holds the most.
+
+    The peak is the device's; the parts of all stages on it add up to that. Gradients are None when the step begins: at
+    an early moment some are not there yet.
+    """
+
+    parameter_bytes: Size
+    buffer_bytes: Size
+    gradient_bytes: Size
+    optimizer_bytes: Size
+    activation_bytes: Count
+    transient_bytes: Count
+    peak_bytes: Size
+    capacity_bytes: Size | None = None
+    reserve_bytes: Size = 0
+    """What of the capacity is kept free: a peak that reaches into it is borderline."""
+    low_bytes: Size | None = None
+    """The least that the peak may come out as, where the prediction has a range; likewise ``high_bytes``, the most."""
+    high_bytes: Size | None = None
+
+
+class StagePlan(Record):
+    """One stage: its device, the stable names of its nodes in model order, its times per microbatch and its memory."""
+
+    index: Count
+    device: str
+    lane: Count = Field(default_factory=lambda fields: fields["index"])
+    """Index into the plan's devices, each of which is one lane; a file without it has one stage per device."""
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    """Qualified names of the modules in whose forward the stage's nodes run, in model order."""
+    parameters: Size
+    """Number of trainable and frozen parameter elements whose home is this stage."""
+    forward_s: Seconds
+    backward_s: Seconds
+    recompute: Literal["never", "always", "except_last", "block"] = "never"
+    """What the stage does again in its backward; ``backward_s`` counts that."""
+    weight_s: Seconds = 0.0
+    """The part of ``backward_s`` that only weight gradients need: W of a backward in two parts."""
+    forward_issue_s: Seconds = 0.0
+    """How long a host thread takes to issue the kernels of one microbatch's forward; 0 where that is not known."""
+    backward_issue_s: Seconds = 0.0
+    """Likewise of its backward, with what is done again in it."""
+    replicas: Count = 1
+    memory: StageMemory
+
+
+class Boundary(Record):
+    """A value that crosses a cut: its producer stage (-1: a model input), its consumer stages, bytes per microbatch."""
+
+    value: str
+    producer: Count
+    consumers: tuple[Count, ...]
+    bytes: Size
+    per_step: bool = False
+    """Sent once per step (a shared value or a tied parameter), not once per microbatch."""
+
+
+class Fingerprint(Record):
+    """What a plan was made for."""
+
+    model: str
+    """Class name of the model."""
+    state: str
+    """Hash over ``entries``."""
+    nodes: str
+    """Hash over the stable node names of the recording that was planned."""
+    torch: str
+    entries: tuple[str, ...] = ()
+    """Name and shape of every parameter and buffer, ``layer.weight[4, 3]``, sorted; older files have none."""
+    choices: str | None = None
+    """Hash over what the plan chose, so that an edit of that shows; older files have none."""
+
+
+class Transfer(Record):
+    """How long one microbatch's values between two stages travel, and their gradients back."""
+
+    producer: Count
+    consumer: Count
+    forward_s: Seconds
+    backward_s: Seconds
+
+
+class Unit(Record):
+    """A run of nodes of one module in model order, the smallest that is moved by hand, and its costs per microbatch.
+
+    ``static_bytes`` are parameters, gradients, buffers and optimizer state; ``kept_bytes`` are what it keeps from its
+    forward to its backward without recompute; ``transient_bytes`` live inside it only; ``sent_bytes`` is what crosses a
+    cut behind it.
+    """
+
+    name: str
+    stage: Count
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_s: Seconds
+    static_bytes: Count
+    kept_bytes: Count
+    transient_bytes: Count
+    sent_bytes: Count
+    block: Count | None = None
+    """Units of one number are recomputed together under "block"; None is a block of its own."""
+
+
+class LaneCurve(Record):
+    """What one device holds over a step: at the fullest moment of each of its actions, in order, the bytes by kind.
+
+    Every tuple has one entry per action and a last one for the optimizer's step.
+    """
+
+    parameter_bytes: tuple[Count, ...]
+    gradient_bytes: tuple[Count, ...]
+    optimizer_bytes: tuple[Count, ...]
+    activation_bytes: tuple[Count, ...]
+    transient_bytes: tuple[Count, ...]
+
+    @property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """The bytes by kind, from what stays to what passes."""
+        return tuple(values for _, values in self)
+
+
+class Alternative(Record):
+    """Another plan that the search weighed: what it chose, its step and its largest peak."""
+
+    chunks: Count
+    schedule: str
+    virtual_stages: Count
+    recompute: tuple[str, ...]
+    """One entry, or one per stage."""
+    step_s: Seconds
+    peak_bytes: Size
+    """The largest of any device."""
+    verdict: Literal["fits", "borderline", "no"]
+    replayed: bool
+    """Whether the peak was replayed, or is the additive formula's."""
+
+
+class Change(Record):
+    """What would make a plan fit that does not, or fit better, and its price."""
+
+    kind: Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device", "pair"]
+    text: str
+    """What to change, in words and with the numbers: ``recompute="block": 61.2 GiB, the step is 31% longer``."""
+    arguments: dict[str, str | int]
+    """The arguments of `plan` that say it."""
+    step_s: Seconds
+    peak_bytes: Size
+    verdict: Literal["fits", "borderline", "no"]
+    planned: bool = False
+    """Whether it was planned anew, as some are in older files; else its figures are estimates."""
+
 
 VERSION = 1
 MOST_CHUNKS = 2**16
@@ -50,7 +208,7 @@ class PlanRecord(Record):
     step_s: Seconds
     overhead_s: Seconds = 0.0
     """The part of ``step_s`` that is no work of the model: the runtime's, and lanes that share the host's memory."""
-    bubble: float
+    bubble: Annotated[float, Field(ge=-1e-9, le=1 + 1e-9)]
     bottleneck_s: Seconds
     lower_bound_s: Seconds
     status: Literal["optimal", "bounded"]
@@ -142,6 +300,26 @@ class PlanRecord(Record):
             virtual_stages=self.virtual_stages,
             actions=self.actions,
         )
+
+    @property
+    def choices(self) -> str:
+        """A hash over what was chosen: where each node runs, in which schedule, and what is recomputed."""
+        chosen = {
+            "stages": [[stage.lane, stage.recompute, sorted(stage.nodes)] for stage in self.stages],
+            "chunks": self.chunks,
+            "microbatch_rows": self.microbatch_rows,
+            "schedule": [self.schedule, self.virtual_stages, self.actions],
+        }
+        return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]
+
+    def sealed(self) -> Self:
+        """Return the plan that knows what it chose: a later edit of that shows."""
+        return self.model_copy(update={"fingerprint": self.fingerprint.model_copy(update={"choices": self.choices})})
+
+    def curves_match(self, schedule: Schedule) -> bool:
+        """Tell whether there are the devices' bytes over a step of this schedule, an entry per action and one more."""
+        lengths = [{len(values) for values in curve.kinds} for curve in self.curves]
+        return lengths == [{len(lane) + 1} for lane in schedule.lanes]
 
     @property
     def gap(self) -> float:

@@ -1,42 +1,40 @@
-"""The solver's answer written down as a plan."""
+"""The solver's answer written down as a plan, and what a plan was made for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import cast
 
+import torch
 from torch import nn
 
-from autosplit.errors import ProfileError
-from autosplit.memory.pieces import Recompute
+from autosplit.errors import PlanError, ProfileError
+from autosplit.memory.pieces import MemoryKind, Recompute
 from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, recompute_fraction
 from autosplit.partition.solve import Partition
-from autosplit.planning.curves import lane_curves
-from autosplit.planning.explain.advice import advice, note_on_training
 from autosplit.planning.explain.verdicts import verdict_of
-from autosplit.planning.memory import Cut, DevicePeak, fullest_moments
-from autosplit.planning.plan.fingerprint import fingerprint
-from autosplit.planning.plan.moves import sealed
-from autosplit.planning.plan.parts import StageMemory, StagePlan, Transfer
+from autosplit.planning.memory import Cut, DevicePeak, fullest_moments, peak_ranges
+from autosplit.planning.plan.diff import entries_that_differ
+from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
+from autosplit.planning.plan.notes import notes_of
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.step_overhead import overhead_s
-from autosplit.planning.plan.throughput import model_flops, parameter_dtype, peak_flops_per_s, tokens_per_row
-from autosplit.planning.profiled.apply import DataflowIndex, assign, boundaries_of, sent_s
+from autosplit.planning.plan.record import Fingerprint, LaneCurve, PlanRecord, StageMemory, StagePlan, Transfer
+from autosplit.planning.profiled.apply import assign, boundaries_of, sent_s
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.problem import ProfiledProblem
-from autosplit.planning.profiled.specs import issue_threads, kernel_issue_s, notes_on_unknown
-from autosplit.planning.ranges import peak_ranges
+from autosplit.planning.profiled.specs import issue_threads, kernel_issue_s
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.types import NodeTimes, Profile, StateProfile
+from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import simulate
-from autosplit.trace.borrowed import side_effects
 from autosplit.trace.graph import NodeClass, TracedGraph
-from autosplit.trace.recording.draw_rules import with_plain_numbers
-from autosplit.trace.reductions.own_loss import note_on_loss
-from autosplit.trace.rows.kinds import norm_notes
+
+MOST_ACTIONS = 40_000
+"""Of a longer step no curves are kept: they would be the larger part of the plan."""
 
 
 class Writer:
@@ -51,8 +49,7 @@ class Writer:
         self.lane = self.schedule.stage_lane
         pairs = zip(case.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
-        self._index = DataflowIndex(self.traced)
-        self.stage_of = assign(self.traced, solved, stages=partition.stages, index=self._index)
+        self.stage_of = assign(case.index, solved, stages=partition.stages)
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
 
     @property
@@ -64,47 +61,31 @@ class Writer:
     def _replayed(self) -> tuple[tuple[DevicePeak, ...], str | None]:
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
-                return fullest_moments(self._cut, memo=self.case.memo), None
+                return fullest_moments(self._cut, memo=self.case.shared.memo), None
         except ProfileError as error:  # a stage that cannot be replayed: the formula's peaks stay
             return (), str(error).partition("\n")[0]
 
-    @property
+    @cached_property
     def _cut(self) -> Cut:
         return Cut(self.traced, self.costs, self.options, self.stage_of, self.sizes, self.schedule, self.recompute)
 
     @cached_property
-    def _ranges(self) -> Mapping[int, PeakRange]:
+    def ranges(self) -> Mapping[int, PeakRange]:
         """The range of each device's peak, by lane, where it has one."""
         with autocast_of(self.options.precision, kernels=self.options.kernels):
-            return peak_ranges(self._cut, self.fullest, memo=self.case.memo)
+            return peak_ranges(self._cut, self.fullest, memo=self.case.shared.memo)
 
+    @cached_property
     def peaks(self) -> list[int]:
-        """Return the peak of every device: replayed, or where that was not possible by the solver's formula."""
+        """The peak of every device: replayed, or where that was not possible by the solver's formula."""
         if self.fullest:
             return [device.peak_bytes for device in self.fullest]
         return list(self.partition.costs.device_bytes)
 
-    def highs(self) -> list[int]:
-        """Return the most that the peak of every device may come out as."""
-        ranges = self._ranges
-        return [ranges[lane].high_bytes if lane in ranges else peak for lane, peak in enumerate(self.peaks())]
-
-    def lows(self) -> list[int]:
-        """Return the least that the peak of every device may come out as."""
-        ranges = self._ranges
-        return [ranges[lane].low_bytes if lane in ranges else peak for lane, peak in enumerate(self.peaks())]
-
-    def over_capacity(self) -> bool:
-        """Tell whether a device needs more than a capacity that the solver kept by its formula."""
-        limits = self.problem.capacity_bytes
-        return limits is not None and any(
-            limit is not None and peak > limit for peak, limit in zip(self.peaks(), limits, strict=False)
-        )
-
-    def plan(self, *notes: str) -> Plan:
-        """Return the plan with its prediction; further notes come behind its own."""
+    def plan(self) -> Plan:
+        """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
-        boundaries = tuple(boundaries_of(self.traced, self.costs, self.stage_of, index=self._index))
+        boundaries = tuple(boundaries_of(self.case.index, self.costs, self.stage_of))
         transfers = self.partition.costs.transfers
         timeline = simulate(
             self.schedule,
@@ -148,15 +129,15 @@ class Writer:
             model_flops=model_flops(self.traced, self.costs, self.sizes, backward=self.schedule.has_backward),
             peak_flops_per_s=peak_flops_per_s(self.options, dtype),
             curves=lane_curves(self.fullest, self.schedule),
-            notes=(*self._notes(), *notes),
+            notes=notes_of(self.case, self.partition, unreplayed=self._replayed[1]),
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
         )
-        return sealed(made)
+        return made.sealed()
 
     def _stage(self, index: int) -> StagePlan:
         names = self._names[index]
-        own = self._works(index)
+        own = self._works_of[index]
         parameters = [s for s in self._states(index) if s.is_parameter]
         devices = self.problem.devices
         slowdown = devices[self.lane[index]].slowdown if devices is not None else 1.0
@@ -191,7 +172,7 @@ class Writer:
     def _memory(self, index: int) -> StageMemory:
         """Return what a stage holds at its device's peak; what is transient then is the running stage's."""
         lane = self.lane[index]
-        peak = self.peaks()[lane]
+        peak = self.peaks[lane]
         own = self._held(index)
         stages = [stage for stage, place in enumerate(self.lane) if place == lane]
         running = self.fullest[lane].running if self.fullest else stages[0]
@@ -202,8 +183,8 @@ class Writer:
             peak_bytes=peak,
             capacity_bytes=self.options.capacity_bytes(lane),
             reserve_bytes=self.options.reserved_bytes(lane),
-            low_bytes=None if lane not in self._ranges else self._ranges[lane].low_bytes,
-            high_bytes=None if lane not in self._ranges else self._ranges[lane].high_bytes,
+            low_bytes=None if lane not in self.ranges else self.ranges[lane].low_bytes,
+            high_bytes=None if lane not in self.ranges else self.ranges[lane].high_bytes,
         )
 
     def _held(self, index: int) -> dict[str, int]:
@@ -224,19 +205,9 @@ class Writer:
             "activation_bytes": activations,
         }
 
-    def _works(self, index: int) -> list[Work]:
-        return self._works_of[index]
-
-    def _states(self, index: int) -> list[StateProfile]:
+    def _states(self, index: int) -> Sequence[StateProfile]:
         """Return the parameters and buffers whose home a stage is."""
-        return self._states_of.get(index, [])
-
-    @cached_property
-    def _states_of(self) -> Mapping[int, list[StateProfile]]:
-        found: dict[int, list[StateProfile]] = {}
-        for state in self.costs.state.values():
-            found.setdefault(self._home(state.uses), []).append(state)
-        return found
+        return self._cut.states.get(index, ())
 
     @cached_property
     def _names(self) -> Sequence[list[str]]:
@@ -257,9 +228,6 @@ class Writer:
     def _classes(self) -> Mapping[str, NodeClass]:
         return {info.name: info.node_class for _, info in self.traced.compute_nodes()}
 
-    def _home(self, uses: Iterable[str]) -> int:
-        return min((self.stage_of[name] for name in uses), default=0)
-
     def _class_flops(self) -> dict[str, float]:
         """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""
         totals = dict.fromkeys((c.value for c in NodeClass), 0.0)
@@ -268,48 +236,6 @@ class Writer:
             totals[info.node_class.value] += times * self.costs.nodes[info.name].forward_flops
         whole = sum(totals.values())
         return {name: total / whole if whole else 0.0 for name, total in totals.items()}
-
-    def _notes(self) -> Iterable[str]:
-        infos = [info for _, info in self.traced.compute_nodes()]
-        if (nothing := note_on_training(self.costs, self.schedule.name)) is not None:
-            yield nothing
-        if self.traced.min_rows > 1:
-            yield "one row alone behaves differently in this model: microbatches have at least two rows"
-        yield from norm_notes(self.traced)
-        if self.traced.changed:
-            yield side_effects.words(self.traced.changed)
-        plain = {info.name for info in with_plain_numbers(infos)} if self.options.rng == "plain" else set()
-        random = [info.name for info in infos if info.random and info.name not in plain]
-        if random:
-            yield (
-                f"{len(random)} random operations draw per microbatch from seeded generators, other numbers than the "
-                f"plain model's (first: {random[0]})"
-            )
-        full = [i.name for i in infos if i.node_class is NodeClass.FULL]
-        if full:
-            yield (
-                f"{len(full)} operation{'s mix' if len(full) > 1 else ' mixes'} rows: once per step, on the whole "
-                "batch, on the last device "
-                f"(first: {full[0]})"
-            )
-            if (loss := note_on_loss(self.traced)) is not None:
-                yield loss
-        yield from advice(self.problem, self.partition, self.options, measured=self.costs.measured)
-        if self._replayed[1] is not None:
-            yield f"peaks are by the additive formula, not replayed: {self._replayed[1]}"
-        if self.costs.estimated:
-            name, why = next(iter(self.costs.estimated.items()))
-            yield f"costs of {len(self.costs.estimated)} operations are estimates (first: {name}: {why})"
-        if self.costs.out_of_memory:
-            name, why = next(iter(self.costs.out_of_memory.items()))
-            yield f"times of {len(self.costs.out_of_memory)} operations are modelled (first: {name}: {why})"
-        elif self.options.measure and self.options.kernels == "cuda" and not self.costs.measured:
-            place = self.options.devices[self.options.leading]
-            yield (
-                f"times are those of {self.costs.device} by its data sheet: nothing was measured on {place}; where the "
-                "model lies there while it is planned, it is"
-            )
-        yield from notes_on_unknown(self.options)
 
 
 def shared_s(traced: TracedGraph, costs: Profile) -> float:
@@ -333,3 +259,79 @@ def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the deepest common description of a stage: the modules whose own operations lie in it, in order."""
     paths = dict.fromkeys(name.split("#")[0] for name in names)
     return [path or type(model).__name__ for path in paths]
+
+
+def lane_curves(fullest: Sequence[DevicePeak], schedule: Schedule) -> tuple[LaneCurve, ...]:
+    """Return what each device holds at the fullest moment of each of its actions, and in the optimizer's step.
+
+    Empty where nothing was replayed, or the step has more than :data:`MOST_ACTIONS` actions.
+    """
+    if sum(map(len, schedule.lanes)) > MOST_ACTIONS:
+        return ()
+    return tuple(_curve(device, actions=len(lane)) for device, lane in zip(fullest, schedule.lanes, strict=False))
+
+
+def _curve(device: DevicePeak, *, actions: int) -> LaneCurve:
+    moments: list[Mapping[MemoryKind, int]] = [*device.over_step]
+    if len(moments) == actions:  # no optimizer's step: what is left stays
+        moments.append(device.left)
+    transient = [moment.get("transient", 0) for moment in moments]
+    most = max(range(len(moments)), key=lambda index: sum(moments[index].values()))
+    transient[most] += device.epilogue_bytes
+
+    def of(*kinds: MemoryKind) -> tuple[int, ...]:
+        return tuple(sum(moment.get(kind, 0) for kind in kinds) for moment in moments)
+
+    return LaneCurve(
+        parameter_bytes=of("parameters"),
+        gradient_bytes=of("gradients"),
+        optimizer_bytes=of("optimizer"),
+        activation_bytes=of("activations", "whole_batch", "casts"),
+        transient_bytes=tuple(transient),
+    )
+
+
+_NAMED = 4
+"""How many entries an error names."""
+
+
+def state_entries(model: nn.Module) -> list[str]:
+    """List names and shapes of all parameters and buffers; dtypes may change under a plan (``.double()``)."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return sorted(f"{name}{list(tensor.shape)}" for name, tensor in tensors)
+
+
+def fingerprint(model: nn.Module, traced: TracedGraph) -> Fingerprint:
+    """Return the fingerprint of a model and of the recording that was planned."""
+    return fingerprint_of(model, [info.name for _, info in traced.compute_nodes()])
+
+
+def fingerprint_of(model: nn.Module, nodes: list[str]) -> Fingerprint:
+    """Return the fingerprint of a model and of the nodes that were planned."""
+    entries = tuple(state_entries(model))
+    return Fingerprint(
+        model=type(model).__name__,
+        state=_hash(entries),
+        nodes=_hash(nodes),
+        torch=str(torch.__version__),
+        entries=entries,
+    )
+
+
+def check_plan(plan: PlanRecord, model: nn.Module, *, devices: int) -> None:
+    """Raise PlanError when a plan was made for another model or for more devices."""
+    found, planned = state_entries(model), plan.fingerprint
+    if planned.state != _hash(found):
+        different = entries_that_differ(planned.entries, found) if planned.entries else []
+        more = f"; {len(different) - _NAMED} more differ" if len(different) > _NAMED else ""
+        which = f": {'; '.join(different[:_NAMED])}{more}" if different else f" ({len(found)} entries)"
+        raise PlanError(
+            f"the plan was made for {planned.model} with other parameters or buffers than this {type(model).__name__} "
+            f"has{which}; plan again: autosplit(model, ...) without plan="
+        )
+    if len(plan.devices) > devices:
+        raise PlanError(f"the plan has {len(plan.devices)} lanes, devices names {devices}; give one device per lane")
+
+
+def _hash(entries: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import fx
 
 from autosplit.options import Options
-from autosplit.planning.plan.parts import Boundary
+from autosplit.planning.plan.record import Boundary
 from autosplit.planning.profiled.specs import link_seconds
 from autosplit.profile.types import Profile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
@@ -31,16 +31,14 @@ class DataflowIndex:
                 self.before[by_name[second]].append(by_name[first])
 
 
-def assign(
-    traced: TracedGraph, stage_of: Mapping[str, int], *, stages: int, index: DataflowIndex | None = None
-) -> dict[str, int]:
+def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) -> dict[str, int]:
     """Return a legal stage for every tensor-computing node of a recording.
 
     A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
     node before). Then stages are raised until data flows forward and colours are together. Shared nodes run where they
-    are used first, full nodes on the last stage. ``index`` are the recording's, where they are known.
+    are used first, full nodes on the last stage.
     """
-    index = index or DataflowIndex(traced)
+    traced = index.traced
     wanted = _wanted(traced, stage_of)
     placed = {node: wanted[info.name] for node, info in index.micro}
     _raise_stages(index, placed)
@@ -120,13 +118,9 @@ def _place_shared(index: DataflowIndex, placed: dict[str, int]) -> None:
                 placed[info.name] = max(placed[info.name], placed[by_name[first].meta[INFO].name])
 
 
-def boundaries_of(
-    traced: TracedGraph, costs: Profile, stage_of: Mapping[str, int], *, index: DataflowIndex | None = None
-) -> Iterator[Boundary]:
+def boundaries_of(index: DataflowIndex, costs: Profile, stage_of: Mapping[str, int]) -> Iterator[Boundary]:
     """Yield the values that cross a cut, in model order: of inputs, of operations, then parameters with copies."""
-    index = index or DataflowIndex(traced)
-    values = (node for node in traced.graph.nodes if INFO in node.meta)
-    yield from _crossing(values, costs, stage_of, index)
+    yield from _crossing((node for node in index.traced.graph.nodes if INFO in node.meta), costs, stage_of, index)
     for state in costs.state.values():
         stages = sorted({stage_of[name] for name in state.uses})
         if len(stages) > 1:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from autosplit.partition.problem import Problem
 from autosplit.planning.profiled.problem import ProfiledProblem
+from autosplit.planning.profiled.units import sent_bytes
 from autosplit.profile.types import Profile
 
 INSIDE = 0.02
@@ -45,7 +45,7 @@ def pieces_of(case: ProfiledProblem, group_of: Sequence[int]) -> Pieces:
     members: list[list[int]] = [[] for _ in range(max(group_of) + 1)]
     for work, group in enumerate(group_of):
         members[group].append(work)
-    owners, crossing = _owners(case.costs), _crossing(case, group_of)
+    owners, crossing = _owners(case.costs), [0, *sent_bytes(case, group_of)]
     entered, modules = [], []
     for group, (before, own) in enumerate(pairwise(members), start=1):
         blocks = [case.problem.works[work].block for work in (before[-1], own[0])]
@@ -72,24 +72,6 @@ def _runs(group_of: Sequence[int], places: Collection[int]) -> tuple[int, ...]:
         starts[place] = 1
     piece = list(accumulate(starts))
     return tuple(piece[group] for group in group_of)
-
-
-def _crossing(case: ProfiledProblem, group_of: Sequence[int]) -> list[int]:
-    """Return the bytes of what crosses a cut in front of each group, and behind the last."""
-    change = [0] * (max(group_of) + 3)
-    for net in case.problem.nets:
-        first, last = group_of[net.producer], max(group_of[consumer] for consumer in net.consumers)
-        if last > first:
-            size = case.costs.nodes[case.names[net.producer][0]].output_bytes
-            change[first + 1] += size
-            change[last + 1] -= size
-    return list(accumulate(change))
-
-
-def in_pieces(problem: Problem, pieces: Sequence[int]) -> Problem:
-    """Return the problem with the works of each piece in one stage."""
-    works = tuple(replace(work, colour=piece) for work, piece in zip(problem.works, pieces, strict=True))
-    return replace(problem, works=works)
 
 
 def note_on_inside(pieces: Sequence[int], assignment: Sequence[int], *, longer: float | None) -> str:

@@ -16,9 +16,9 @@ from torch import fx
 from autosplit.errors import TraceError
 from autosplit.options import Options
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work, devices_of
-from autosplit.planning.profiled.apply import sources
+from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.specs import link_factors, link_seconds
-from autosplit.planning.request.schedules import ResolvedSchedule
+from autosplit.planning.request import ResolvedSchedule
 from autosplit.profile.stage_trace.stage_pieces import block_paths, in_units
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
@@ -32,6 +32,7 @@ class Outline:
     Attributes:
         micro, full: the nodes that run per microbatch, a work each, and those that run once per step.
         count: how many works there are.
+        names: the stable names that each work stands for.
         sources: what the tensors that each micro node takes are called, and then each full one.
         consumers: the works that take the result of each micro node, once per use.
         inputs: the works that take each input with a batch dimension.
@@ -41,6 +42,7 @@ class Outline:
     """
 
     def __init__(self, traced: TracedGraph) -> None:
+        self.index = index = DataflowIndex(traced)
         nodes = list(traced.compute_nodes())
         micro = [(node, info) for node, info in nodes if info.node_class is NodeClass.MICRO]
         full = [(node, info) for node, info in nodes if info.node_class is NodeClass.FULL]
@@ -48,35 +50,25 @@ class Outline:
         self.count = len(micro) + bool(full)
         work_of = {info.name: index for index, info in enumerate(self.micro)}
         work_of.update({info.name: len(micro) for info in self.full})
-        taken = {node: sources(node) for node, _ in nodes}
-        self.sources = [[source.meta[INFO].name for source in taken[node]] for node, _ in (*micro, *full)]
+        self.sources = [[source.meta[INFO].name for source in index.sources[node]] for node, _ in (*micro, *full)]
         users: dict[str, list[int]] = {}
         for info, own in zip((*self.micro, *self.full), self.sources, strict=True):
             for name in own:
                 users.setdefault(name, []).append(work_of[info.name])
         self.consumers = [users.get(info.name, []) for info in self.micro]
         self.inputs = {name: tuple(dict.fromkeys(users.get(name, ()))) for name in _inputs(traced)}
-        self.first = self._first(nodes, taken, work_of)
+        self.first = self._first(nodes, work_of)
         self.blocks = _blocks(traced, micro)
         self.order = self._order(traced, {node.name: work_of[info.name] for node, info in (*micro, *full)})
 
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The stable names that each work stands for."""
-        full = tuple(info.name for info in self.full)
-        return (*((info.name,) for info in self.micro), *((full,) if full else ()))
+        together = tuple(info.name for info in self.full)
+        self.names = (*((info.name,) for info in self.micro), *((together,) if together else ()))
 
-    def _first(
-        self, nodes: list[tuple[fx.Node, TracedNode]], taken: Mapping[fx.Node, list[fx.Node]], work_of: dict[str, int]
-    ) -> dict[str, int | None]:
+    def _first(self, nodes: list[tuple[fx.Node, TracedNode]], work_of: dict[str, int]) -> dict[str, int | None]:
         first: dict[str, int | None] = dict(work_of)
-        users: dict[fx.Node, list[fx.Node]] = {}
-        for node, _ in nodes:
-            for source in taken[node]:
-                users.setdefault(source, []).append(node)
         for node, info in reversed(nodes):
             if info.node_class is NodeClass.SHARED:
-                served = [first.get(u.meta[INFO].name) for u in users.get(node, ())]
+                served = [first.get(u.meta[INFO].name) for u in self.index.consumers.get(node, ())]
                 first[info.name] = min((s for s in served if s is not None), default=0 if self.count else None)
         return first
 

@@ -11,10 +11,11 @@ from torch import nn
 from autosplit.options import Options
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
+from autosplit.planning.paper_loss import PaperLoss, with_loss
+from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.formulate import Outline, formulate, scheduled
 from autosplit.planning.profiled.specs import device_specs, driver_name
-from autosplit.planning.request.paper_loss import PaperLoss, with_loss
-from autosplit.planning.request.schedules import ResolvedSchedule, settle
+from autosplit.planning.request import ResolvedSchedule, settle
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.blocks import CostMemo
 from autosplit.profile.node_costs.combine import profile
@@ -28,10 +29,7 @@ from cost_models.specs import DeviceSpec
 
 @dataclass(frozen=True)
 class ProfiledProblem:
-    """A model that was profiled for its microbatches, as the problem that is to be cut.
-
-    ``names`` are the stable names that each work of the problem stands for.
-    """
+    """A model that was profiled for its microbatches, as the problem that is to be cut."""
 
     model: nn.Module
     found: Trace
@@ -39,10 +37,18 @@ class ProfiledProblem:
     sizes: tuple[int, ...]
     costs: Profile
     problem: Problem
-    names: tuple[tuple[str, ...], ...]
-    memo: TraceMemo
-    """What was traced for cuts of the recording; problems of one recording may share it."""
+    shared: Shared
     warning: str | None = None
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The stable names that each work of the problem stands for."""
+        return self.shared.outline.names
+
+    @property
+    def index(self) -> DataflowIndex:
+        """What feeds the nodes of the recording."""
+        return self.shared.outline.index
 
     def under(self, options: Options, schedule: ResolvedSchedule) -> ProfiledProblem:
         """Return the problem under another schedule than 1F1B, and what else was asked for with it."""
@@ -66,7 +72,7 @@ def prepare(
     costs = profiled(model, found, options, sizes, memo=shared.costs)
     problem = formulate(found.graph, costs, options, microbatches=len(sizes), outline=shared.outline)
     problem = slowed(problem, slowdowns(model, found, options, sizes, costs, memo=shared.costs))
-    return ProfiledProblem(model, found, options, sizes, costs, problem, shared.outline.names, shared.memo)
+    return ProfiledProblem(model, found, options, sizes, costs, problem, shared)
 
 
 def prepare_scheduled(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> ProfiledProblem:

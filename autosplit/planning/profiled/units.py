@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
 
 from autosplit.partition.problem import Problem, Work
-from autosplit.planning.plan.parts import Unit
+from autosplit.planning.plan.record import Unit
 from autosplit.planning.profiled.problem import ProfiledProblem
 
 
@@ -23,7 +23,7 @@ def units_of(case: ProfiledProblem, unit_of: Sequence[int], assignment: Sequence
     members: list[list[int]] = [[] for _ in pieces]
     for work, piece in enumerate(of):
         members[piece].append(work)
-    static, kept, sent = _static(problem, of), _kept(problem, of), _sent(case, of)
+    static, kept, sent = _static(problem, of), _kept(problem, of), sent_bytes(case, of)
     names = _unique([_common([name for work in own for name in case.names[work]]) for own in members])
     found = []
     for index, own in enumerate(members):
@@ -38,7 +38,7 @@ def units_of(case: ProfiledProblem, unit_of: Sequence[int], assignment: Sequence
                 static_bytes=static[index],
                 kept_bytes=kept[index],
                 transient_bytes=max(work.transient_bytes for work in works),
-                sent_bytes=sent.get(index, 0),
+                sent_bytes=sent[index],
                 block=_block(works),
             )
         )
@@ -70,20 +70,16 @@ def _kept(problem: Problem, of: Sequence[int]) -> Counter[int]:
     return kept
 
 
-def _sent(case: ProfiledProblem, of: Sequence[int]) -> Mapping[int, int]:
-    """Return the bytes of what crosses a cut behind each unit."""
-    change: Counter[int] = Counter()
+def sent_bytes(case: ProfiledProblem, of: Sequence[int]) -> list[int]:
+    """Return the bytes of what crosses a cut behind each run of works; ``of`` says the run of each work."""
+    change = [0] * (max(of) + 1)
     for net in case.problem.nets:
         first, last = of[net.producer], max(of[consumer] for consumer in net.consumers)
         if last > first:
             size = case.costs.nodes[case.names[net.producer][0]].output_bytes
             change[first] += size
             change[last] -= size
-    sent, crossing = {}, 0
-    for index in range(max(of) + 1):
-        crossing += change[index]
-        sent[index] = crossing
-    return sent
+    return list(accumulate(change))
 
 
 def _common(names: Sequence[str]) -> str:

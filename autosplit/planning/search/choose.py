@@ -24,9 +24,9 @@ from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.partition.line.search import LineCut
 from autosplit.planning.explain.verdicts import Verdict
-from autosplit.planning.plan.parts import Alternative
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.profiled.apply import DataflowIndex, assign, cut_sent_s
+from autosplit.planning.plan.record import Alternative
+from autosplit.planning.profiled.apply import assign, cut_sent_s
 from autosplit.planning.profiled.between import note_on_inside
 from autosplit.planning.profiled.problem import Shared
 from autosplit.planning.profiled.units import units_of
@@ -138,7 +138,6 @@ class Search:
         self.above: dict[frozenset[str], float] = {}
         self.cut_of: dict[Alternative, tuple[Entry, LineCut]] = {}
         self.sent: dict[tuple[int, LineCut], float] = {}
-        self.index = DataflowIndex(sweep.found.graph)
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -171,10 +170,10 @@ class Search:
                 cuts.append(Candidate(entry, policy, held, tuple(limits)))
         return cuts
 
-    def _fits(self, candidate: Candidate) -> bool:
-        """Tell whether a cut keeps the devices' limits by the formula."""
+    def _fits(self, candidate: Candidate, *, above: float = 1.0) -> bool:
+        """Tell whether a cut that needs so many times what the formula says keeps the devices' limits."""
         limits = self.sweep.memory_limits(candidate.entry.problem)
-        return limits is None or _within(candidate.cut.device_bytes, limits)
+        return limits is None or _within((above * held for held in candidate.cut.device_bytes), limits)
 
     def run(self) -> Finished:
         """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
@@ -206,9 +205,10 @@ class Search:
         return min(self.finished, key=lambda each: each.rank)
 
     def fastest(self) -> Candidate | None:
-        """Return the fastest cut that keeps the limits by the formula; nothing is replayed."""
+        """Return the fastest cut that keeps the limits by the formula, and as much above it as replays came out."""
         self.weigh()
-        return min(filter(self._fits, self.candidates), key=lambda each: each.step_s, default=None)
+        fitting = (each for each in self.candidates if self._fits(each, above=max(self.above.values(), default=1.0)))
+        return min(fitting, key=lambda each: each.step_s, default=None)
 
     def min_memory_cut(self, *, fullest: float = float("inf")) -> Finished | None:
         """Return the best of a few of the cuts that need the least memory when they are replayed.
@@ -305,11 +305,11 @@ class Search:
     def _sent_s(self, entry: Entry, cut: LineCut) -> float:
         """Return how long a cut's values that all microbatches share travel; units know nothing of them."""
         if (id(entry), cut) not in self.sent:
-            graph, sized = self.sweep.found.graph, entry.sized
+            sized, index = entry.sized, entry.sized.case.index
             pairs = zip(sized.case.names, sized.coarse.assignment(cut.bounds), strict=True)
             solved = {name: stage for names, stage in pairs for name in names}
-            stage_of = assign(graph, solved, stages=entry.settled.stages, index=self.index)
-            self.sent[id(entry), cut] = cut_sent_s(self.index, sized.case.costs, stage_of, entry.options)
+            stage_of = assign(index, solved, stages=entry.settled.stages)
+            self.sent[id(entry), cut] = cut_sent_s(index, sized.case.costs, stage_of, entry.options)
         return self.sent[id(entry), cut]
 
     def _alternative(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from autosplit.memory.range import PeakRange
 from autosplit.partition.bounds.step import simple_bound, spread_bound
 from autosplit.partition.checker import check
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineCut, LineSearch
-from autosplit.partition.problem import recompute_fraction
+from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.reduce.coarse import Coarse, coarsened, taken_apart
-from autosplit.partition.solve import Partition
-from autosplit.planning.explain.verdicts import Verdict
+from autosplit.partition.solve import Partition, Status
+from autosplit.planning.explain.verdicts import Verdict, judged
 from autosplit.planning.plan.write import Writer
 from autosplit.planning.profiled.between import INSIDE, WIDE
 from autosplit.planning.profiled.problem import ProfiledProblem
@@ -34,8 +37,6 @@ class Finished:
     writer: Writer
     limits: tuple[float, ...]
     """What each device surely has room for."""
-    capacities: tuple[float, ...]
-    """That and what it keeps in reserve."""
     longer: float | None = None
     """How much longer the step would be with cuts between modules, where it has others for that; else None."""
 
@@ -47,22 +48,31 @@ class Finished:
     @property
     def peaks(self) -> list[int]:
         """The replayed peak of each device."""
-        return self.writer.peaks()
+        return self.writer.peaks
 
-    @property
-    def worst(self) -> float:
-        """The fullest device's peak, relative to its limit."""
-        return max((peak / max(limit, 1.0) for peak, limit in zip(self.peaks, self.limits, strict=False)), default=0.0)
+    @cached_property
+    def ranges(self) -> list[PeakRange]:
+        """Between what each device's peak may come out: itself where it has no range."""
+        known = self.writer.ranges
+        return [known.get(lane, PeakRange(peak, peak)) for lane, peak in enumerate(self.peaks)]
 
     @property
     def highs(self) -> list[int]:
         """The most that each device's peak may come out as."""
-        return self.writer.highs()
+        return [own.high_bytes for own in self.ranges]
+
+    @property
+    def worst(self) -> float:
+        """The fullest device's peak, relative to its limit."""
+        return self._most(self.peaks)
 
     @property
     def fullest(self) -> float:
         """The most that the fullest device may need, relative to its limit."""
-        return max((high / max(limit, 1.0) for high, limit in zip(self.highs, self.limits, strict=False)), default=0.0)
+        return self._most(self.highs)
+
+    def _most(self, held: Sequence[int]) -> float:
+        return max((own / max(limit, 1.0) for own, limit in zip(held, self.limits, strict=False)), default=0.0)
 
     @property
     def sure(self) -> bool:
@@ -73,11 +83,20 @@ class Finished:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it fits, by the ranges of all devices."""
+        """Whether it fits, as its plan will say."""
         if self.sure:
             return "fits"
-        lows = zip(self.writer.lows(), self.capacities, strict=False)
-        return "borderline" if all(low <= own for low, own in lows) else "no"
+        return "no" if "no" in map(self._verdict, range(len(self.peaks))) else "borderline"
+
+    def _verdict(self, lane: int) -> Verdict | None:
+        options, known = self.entry.options, self.writer.ranges.get(lane)
+        return judged(
+            self.peaks[lane],
+            options.capacity_bytes(lane),
+            low=None if known is None else known.low_bytes,
+            high=None if known is None else known.high_bytes,
+            reserve=options.reserved_bytes(lane),
+        )
 
     @property
     def rank(self) -> tuple[float, ...]:
@@ -91,8 +110,8 @@ class Finished:
         if self.worst <= 1.0:
             return (1.0, step_s)
         if self.verdict == "borderline":
-            ranges = zip(self.writer.lows(), self.highs, self.limits, strict=False)
-            risk = max((high - limit) / max(high - low, 1) for low, high, limit in ranges)
+            pairs = zip(self.ranges, self.limits, strict=False)
+            risk = max((own.high_bytes - limit) / max(own.high_bytes - own.low_bytes, 1) for own, limit in pairs)
             return (2.0, round(risk, 1), step_s)
         return (3.0, round(self.worst, 2), step_s)
 
@@ -110,7 +129,7 @@ def refined(sweep: Sweep, finished: Finished) -> Finished:
     first, then narrow places inside for `INSIDE` of the step, then any others for `WIDE`, or for room.
     """
     if sweep.pieces is None:
-        return bounded(_inside(sweep, finished, gain=_GAIN))
+        return _bounded(_inside(sweep, finished, gain=_GAIN))
     best = _inside(sweep, finished, gain=WIDE)
     longer = None
     for pieces, enough in ((sweep.pieces.modules, INSIDE), (sweep.pieces.narrow, WIDE)):
@@ -119,9 +138,9 @@ def refined(sweep: Sweep, finished: Finished) -> Finished:
             continue
         gain = 1 - best.writer.partition.value_s / other.writer.partition.value_s
         if gain < enough:
-            return bounded(replace(other, longer=longer))
+            return _bounded(replace(other, longer=longer))
         longer = max(0.0, 1 / (1 - gain) - 1) if longer is None else longer
-    return bounded(replace(best, longer=longer))
+    return _bounded(replace(best, longer=longer))
 
 
 def _between(sweep: Sweep, best: Finished, pieces: tuple[int, ...]) -> Finished | None:
@@ -174,23 +193,27 @@ def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
 
 
 def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: ProfiledProblem, assignment: tuple[int, ...]) -> Finished:
-    costs = check(case.problem, assignment, recompute=cut.recompute)
-    partition = Partition(assignment, "step_time", costs.step_s, 0.0, "bounded", costs)
+    partition = as_cut(case.problem, assignment, cut.recompute)
     limits = sweep.memory_limits(case.problem) or [float("inf")] * len(sweep.options.devices)
-    capacities = (entry.options.capacity_bytes(lane) for lane in range(len(limits)))
-    whole = tuple(float("inf") if own is None else float(own) for own in capacities)
-    return Finished(entry, cut, Writer(case, partition), tuple(limits), whole)
+    return Finished(entry, cut, Writer(case, partition), tuple(limits))
 
 
-def bounded(finished: Finished) -> Finished:
-    """Return the same with a lower bound: of all cuts whose stages do as much again as the one that does least."""
-    writer, problem = finished.writer, finished.writer.case.problem
-    stages, costs = finished.entry.settled.stages, finished.writer.partition.costs
+def as_cut(problem: Problem, assignment: tuple[int, ...], recompute: Sequence[str]) -> Partition:
+    """Return an assignment with what it costs, and no bound."""
+    costs = check(problem, assignment, recompute=recompute)
+    return Partition(assignment, "step_time", costs.step_s, 0.0, "bounded", costs)
+
+
+def bounded(problem: Problem, partition: Partition) -> Partition:
+    """Return a partition with what no cut of as many stages that recomputes as much can be below."""
+    costs, stages = partition.costs, partition.stages
     least = min(recompute_fraction(option, microbatches=problem.microbatches) for option in costs.recompute)
     lower_s = max(simple_bound(problem, stages=stages), spread_bound(problem, stages=stages, again=least))
-    writer.partition = replace(
-        writer.partition,
-        lower_bound_s=min(lower_s, costs.step_s),
-        status="optimal" if costs.step_s <= lower_s * (1 + 1e-9) else "bounded",
-    )
+    status: Status = "optimal" if costs.step_s <= lower_s * (1 + 1e-9) else "bounded"
+    return replace(partition, lower_bound_s=min(lower_s, costs.step_s), status=status)
+
+
+def _bounded(finished: Finished) -> Finished:
+    writer = finished.writer
+    writer.partition = bounded(writer.problem, writer.partition)
     return finished

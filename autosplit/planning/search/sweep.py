@@ -24,8 +24,7 @@ from autosplit.planning.plan.write import shared_s
 from autosplit.planning.profiled.between import Pieces, pieces_of
 from autosplit.planning.profiled.formulate import scheduled
 from autosplit.planning.profiled.problem import ProfiledProblem, Shared, prepare
-from autosplit.planning.request.schedules import ResolvedSchedule, settle
-from autosplit.planning.request.sizes import sizes_of
+from autosplit.planning.request import ResolvedSchedule, settle, sizes_of
 from autosplit.trace.ladder import Trace
 
 _FEW = 4

@@ -17,8 +17,8 @@ from torch import nn
 
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
+from autosplit.planning.paper_loss import paper_loss
 from autosplit.planning.profiled.problem import Shared
-from autosplit.planning.request.paper_loss import paper_loss
 from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.node_costs.shadow import shadow

@@ -1,0 +1,112 @@
+"""What has to be said of a plan: what its numbers leave out, and where plain execution is the better choice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from autosplit.options import Options
+from autosplit.partition.problem import Problem
+from autosplit.partition.solve import Partition
+from autosplit.planning.profiled.problem import ProfiledProblem
+from autosplit.planning.profiled.specs import notes_on_unknown
+from autosplit.profile.types import Profile
+from autosplit.trace.borrowed import side_effects
+from autosplit.trace.graph import NodeClass
+from autosplit.trace.recording.draw_rules import with_plain_numbers
+from autosplit.trace.reductions.own_loss import note_on_loss
+from autosplit.trace.rows.kinds import norm_notes
+
+PLAIN_ON_TWO = (1.74, 1.83)
+"""How many times as fast as on one thread plain training steps were on two idle cores: conv net, transformer, MLP."""
+
+
+def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | None) -> tuple[str, ...]:
+    """Return what has to be said of a plan; ``unreplayed`` is why its peaks are the formula's, where they are."""
+    return tuple(_notes(case, partition, unreplayed))
+
+
+def _notes(case: ProfiledProblem, partition: Partition, unreplayed: str | None) -> Iterator[str]:
+    traced, costs, options = case.found.graph, case.costs, case.options
+    infos = [info for _, info in traced.compute_nodes()]
+    if (nothing := note_on_training(costs, case.problem.schedule)) is not None:
+        yield nothing
+    if traced.min_rows > 1:
+        yield "one row alone behaves differently in this model: microbatches have at least two rows"
+    yield from norm_notes(traced)
+    if traced.changed:
+        yield side_effects.words(traced.changed)
+    plain = {info.name for info in with_plain_numbers(infos)} if options.rng == "plain" else set()
+    random = [info.name for info in infos if info.random and info.name not in plain]
+    if random:
+        yield (
+            f"{len(random)} random operations draw per microbatch from seeded generators, other numbers than the "
+            f"plain model's (first: {random[0]})"
+        )
+    full = [i.name for i in infos if i.node_class is NodeClass.FULL]
+    if full:
+        yield (
+            f"{len(full)} operation{'s mix' if len(full) > 1 else ' mixes'} rows: once per step, on the whole "
+            "batch, on the last device "
+            f"(first: {full[0]})"
+        )
+        if (loss := note_on_loss(traced)) is not None:
+            yield loss
+    yield from advice(case.problem, partition, options, measured=costs.measured)
+    if unreplayed is not None:
+        yield f"peaks are by the additive formula, not replayed: {unreplayed}"
+    if costs.estimated:
+        name, why = next(iter(costs.estimated.items()))
+        yield f"costs of {len(costs.estimated)} operations are estimates (first: {name}: {why})"
+    if costs.out_of_memory:
+        name, why = next(iter(costs.out_of_memory.items()))
+        yield f"times of {len(costs.out_of_memory)} operations are modelled (first: {name}: {why})"
+    elif options.measure and options.kernels == "cuda" and not costs.measured:
+        place = options.devices[options.leading]
+        yield (
+            f"times are those of {costs.device} by its data sheet: nothing was measured on {place}; where the "
+            "model lies there while it is planned, it is"
+        )
+    yield from notes_on_unknown(options)
+
+
+def advice(problem: Problem, partition: Partition, options: Options, *, measured: bool) -> Iterator[str]:
+    """Yield when plain execution is the better choice; times are those that were measured on one thread."""
+    if measured and all(device.type == "cpu" for device in options.devices) and problem.schedule != "forward":
+        yield from _on_cores(problem, partition)
+
+
+def note_on_training(costs: Profile, schedule: str) -> str | None:
+    """Return that nothing trains, and why; None where something does, and under a schedule without a backward."""
+    parameters = [state for state in costs.state.values() if state.is_parameter and state.uses]
+    if schedule == "forward" or any(state.trainable for state in parameters):
+        return None
+    why = f"all {len(parameters)} parameters that it uses are frozen" if parameters else "the model uses no parameters"
+    backward = any(node.backward_s for node in costs.nodes.values())
+    has = "a backward for the gradients of inputs alone" if backward else "no backward"
+    return (
+        f"nothing trains: {why}, and the plan has {has} and no gradients of parameters; "
+        "requires_grad_() on what is to be trained changes that, schedule='forward' plans an evaluation"
+    )
+
+
+def _on_cores(problem: Problem, partition: Partition) -> Iterator[str]:
+    """Say when lanes have to share cores, and when the plan is predicted below what plain execution reached on two."""
+    cores, lanes = _cores(), len(set(partition.costs.lane))
+    if lanes > cores:
+        yield f"{lanes} lanes share {cores} cores of this machine: the predicted step is for a core per lane"
+    alone_s = problem.microbatches * sum(work.forward_s + work.backward_s for work in problem.works)
+    step_s = partition.costs.step_s
+    faster = min(alone_s / step_s if step_s else 1.0, cores)
+    if cores > 1 and lanes > 1 and faster < PLAIN_ON_TWO[0]:
+        yield (
+            "plain execution is likely the better choice on this CPU where the model fits: the plan is predicted to be "
+            f"{faster:.2f} times as fast as one thread; plain PyTorch on two threads was {PLAIN_ON_TWO[0]} to "
+            f"{PLAIN_ON_TWO[1]} times as fast in reference measurements of other models; this one's was not measured"
+        )
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -1,1 +1,0 @@
-"""What the caller asks for, checked and made complete."""
