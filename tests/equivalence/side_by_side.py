@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from tests.equivalence.equality import difference
+from tests.equivalence.equality import LANES, difference
 from tests.models.named import CASES, WIDTH, numbers
 
 Run = Callable[[nn.Module], Sequence[Any]]
@@ -37,6 +38,19 @@ def check(run: Run, name: str, lanes: str, *, chunks: int = 4, tolerance: float 
     """Assert that ``run`` gives for the pipe what it gives for the plain model."""
     plain, pipe = pair(name, lanes, chunks=chunks)
     assert_equal(run(pipe), run(plain), tolerance=tolerance)
+
+
+def as_plain(name: str, *, tolerance: float = 1e-12) -> Callable[[Run], Callable[[str], None]]:
+    """Make a test of a run: on both kinds of lanes a pipe gives what the plain model gives."""
+
+    def made(run: Run) -> Callable[[str], None]:
+        @pytest.mark.parametrize("lanes", LANES)
+        def test(lanes: str) -> None:
+            check(run, name, lanes, tolerance=tolerance)
+
+        return test
+
+    return made
 
 
 def value_of(rows: int = 9, *, seed: int = 0, gradient: bool = True) -> Tensor:

@@ -14,46 +14,41 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
+from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, pair, value_of
 from tests.models.named import WIDTH, Chain, numbers
 from tests.pairwise import in_turn
 
-pytestmark = pytest.mark.parametrize("lanes", LANES)
+both = pytest.mark.parametrize("lanes", LANES)
 
 
 # -- what is differentiated ------------------------------------------------------------------------------------------
-def test_a_subset_of_the_parameters(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        parameters = list(module.parameters())
-        loss = probe_loss(module(value_of()))
-        found = [torch.autograd.grad(loss, [p], retain_graph=True)[0] for p in parameters]
-        assert grads(module) == [None] * len(parameters)
-        return [*found, *torch.autograd.grad(loss, parameters[1:3])]
-
-    check(run, "shared weight", lanes)
+@as_plain("shared weight")
+def test_a_subset_of_the_parameters(module: nn.Module) -> Sequence[Any]:
+    parameters = list(module.parameters())
+    loss = probe_loss(module(value_of()))
+    found = [torch.autograd.grad(loss, [p], retain_graph=True)[0] for p in parameters]
+    assert grads(module) == [None] * len(parameters)
+    return [*found, *torch.autograd.grad(loss, parameters[1:3])]
 
 
-def test_backward_with_inputs_adds_to_those_only(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        some = [p for index, p in enumerate(module.parameters()) if index % 2]
-        probe_loss(module(value)).backward(inputs=some)
-        return [value.grad, *grads(module)]
-
-    check(run, "shared weight", lanes)
+@as_plain("shared weight")
+def test_backward_with_inputs_adds_to_those_only(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    some = [p for index, p in enumerate(module.parameters()) if index % 2]
+    probe_loss(module(value)).backward(inputs=some)
+    return [value.grad, *grads(module)]
 
 
-def test_values_of_the_callers_graph_before_and_behind_the_pipe(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        before = torch.tanh(value * 2)
-        output = module(before)
-        behind = output.pow(2)
-        return torch.autograd.grad(probe_loss(behind), [behind, output, before, value, *module.parameters()])
-
-    check(run, "nested skips", lanes)
+@as_plain("nested skips")
+def test_values_of_the_callers_graph_before_and_behind_the_pipe(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    before = torch.tanh(value * 2)
+    output = module(before)
+    behind = output.pow(2)
+    return torch.autograd.grad(probe_loss(behind), [behind, output, before, value, *module.parameters()])
 
 
+@both
 def test_a_tensor_that_was_not_used(lanes: str) -> None:
     plain, pipe = pair("chain", lanes)
     other = torch.ones(3, dtype=torch.float64, requires_grad=True)
@@ -63,6 +58,7 @@ def test_a_tensor_that_was_not_used(lanes: str) -> None:
         assert torch.autograd.grad(probe_loss(module(value_of())), [other], allow_unused=True) == (None,)
 
 
+@both
 def test_gradients_in_batches(lanes: str) -> None:
     found = []
     plain = Chain(36).double()
@@ -87,6 +83,7 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["call", "train_step"])
+@both
 def test_two_parameters_with_one_gradient(step: bool, lanes: str) -> None:
     plain = nn.Sequential(Doubled(), nn.Tanh(), Doubled())
     pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, lanes=lanes)
@@ -100,6 +97,7 @@ def test_two_parameters_with_one_gradient(step: bool, lanes: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["hidden", "logits"])
+@both
 def test_one_output_of_several(key: str, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         value = value_of()
@@ -123,6 +121,7 @@ class Mixed(nn.Module):
         return self.last(hidden) * beside, hidden.argmax(1), beside, hidden.detach() * 2, hidden
 
 
+@both
 def test_outputs_without_gradients(lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         outputs = module(value_of(), value_of(seed=1, gradient=False))
@@ -136,23 +135,22 @@ def test_outputs_without_gradients(lanes: str) -> None:
 
 
 # -- several calls, several backwards --------------------------------------------------------------------------------
-def test_a_graph_that_is_kept_gives_the_same_bits_again(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        found = []
-        value = value_of()
-        loss = probe_loss(module(value))
-        for keep in (True, True, False):
-            module.zero_grad()
-            value.grad = None
-            loss.backward(retain_graph=keep)
-            found.append([value.grad.clone(), *grads(module)])
-        for later in found[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(later, found[0], strict=True))
-        return found[0]
-
-    check(run, "shared weight", lanes)
+@as_plain("shared weight")
+def test_a_graph_that_is_kept_gives_the_same_bits_again(module: nn.Module) -> Sequence[Any]:
+    found = []
+    value = value_of()
+    loss = probe_loss(module(value))
+    for keep in (True, True, False):
+        module.zero_grad()
+        value.grad = None
+        loss.backward(retain_graph=keep)
+        found.append([value.grad.clone(), *grads(module)])
+    for later in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(later, found[0], strict=True))
+    return found[0]
 
 
+@both
 def test_a_loss_that_is_kept_after_its_backward_does_not_keep_the_batch(lanes: str) -> None:
     pipe = pair("nested skips", lanes)[1]
     value = value_of(gradient=False)
@@ -164,6 +162,7 @@ def test_a_loss_that_is_kept_after_its_backward_does_not_keep_the_batch(lanes: s
 
 
 @pytest.mark.parametrize("create", [False, True])
+@both
 def test_a_second_backward_of_a_freed_graph_says_retain_graph(create: bool, lanes: str) -> None:
     plain, pipe = pair("shared weight", lanes)
     for module in (plain, pipe):
@@ -179,6 +178,7 @@ def test_a_second_backward_of_a_freed_graph_says_retain_graph(create: bool, lane
 
 
 @pytest.mark.parametrize("order", ["ab", "ba", "sum"])
+@both
 def test_two_forwards_before_their_backwards(order: str, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         values = {"a": value_of(), "b": value_of(7, seed=2)}
@@ -193,15 +193,14 @@ def test_two_forwards_before_their_backwards(order: str, lanes: str) -> None:
     check(run, "shared weight", lanes)
 
 
-def test_the_output_of_one_call_is_the_input_of_the_next(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        probe_loss(module(module(value)) + module(value)).backward()
-        return [value.grad, *grads(module)]
-
-    check(run, "repeated block", lanes)
+@as_plain("repeated block")
+def test_the_output_of_one_call_is_the_input_of_the_next(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    probe_loss(module(module(value)) + module(value)).backward()
+    return [value.grad, *grads(module)]
 
 
+@both
 def test_gradients_accumulate_over_calls_and_steps(lanes: str) -> None:
     plain, pipe = pair("shared weight", lanes)
     target = numbers(9, WIDTH, seed=3)
@@ -215,22 +214,21 @@ def test_gradients_accumulate_over_calls_and_steps(lanes: str) -> None:
     assert_equal(grads(pipe), grads(plain))
 
 
-def test_the_output_lives_on_after_the_backward_and_may_be_changed(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        output = module(value)
-        changed = output.mul(1)
-        changed.mul_(2).add_(1)
-        output.mul_(3)
-        (probe_loss(changed) + probe_loss(output)).backward()
-        output.detach().zero_()
-        changed.detach().add_(1)
-        return [output, changed, value.grad, *grads(module)]
-
-    check(run, "shared weight", lanes)
+@as_plain("shared weight")
+def test_the_output_lives_on_after_the_backward_and_may_be_changed(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    output = module(value)
+    changed = output.mul(1)
+    changed.mul_(2).add_(1)
+    output.mul_(3)
+    (probe_loss(changed) + probe_loss(output)).backward()
+    output.detach().zero_()
+    changed.detach().add_(1)
+    return [output, changed, value.grad, *grads(module)]
 
 
 @pytest.mark.parametrize("what", ["parameter", "input"])
+@both
 def test_a_change_in_place_between_forward_and_backward_is_an_error(what: str, lanes: str) -> None:
     plain, pipe = pair("shared weight", lanes)
     for module in (plain, pipe):
@@ -249,6 +247,7 @@ FROZEN = {"all": "0123", "first": "01", "middle": "12", "last": "3"}
 
 
 @in_turn(frozen=list(FROZEN), gradient=(True, False))
+@both
 def test_frozen_stages_and_unfreezing_later(frozen: str, gradient: bool, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         for name, parameter in module.named_parameters():
@@ -266,50 +265,43 @@ def test_frozen_stages_and_unfreezing_later(frozen: str, gradient: bool, lanes: 
     check(run, "chain", lanes)
 
 
-def test_frozen_between_forward_and_backward(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        loss = probe_loss(module(value))
-        module.requires_grad_(False)
-        loss.backward()
-        module.requires_grad_(True)
-        return [value.grad]
-
-    check(run, "shared weight", lanes)
+@as_plain("shared weight")
+def test_frozen_between_forward_and_backward(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    loss = probe_loss(module(value))
+    module.requires_grad_(False)
+    loss.backward()
+    module.requires_grad_(True)
+    return [value.grad]
 
 
-def test_modes_one_after_another(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        found: list[Any] = []
-        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad, torch.no_grad):
-            with mode():
-                output = module(value_of())
-            found += [output.requires_grad, output.is_inference(), output.detach().clone()]
-        return found
-
-    check(run, "nested skips", lanes)
+@as_plain("nested skips")
+def test_modes_one_after_another(module: nn.Module) -> Sequence[Any]:
+    found: list[Any] = []
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad, torch.no_grad):
+        with mode():
+            output = module(value_of())
+        found += [output.requires_grad, output.is_inference(), output.detach().clone()]
+    return found
 
 
-def test_inference_mode_as_the_first_call(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        with torch.inference_mode():
-            first = module(value).clone()
-        probe_loss(module(value)).backward()
-        return [first, value.grad, *grads(module)]
-
-    check(run, "residual chain", lanes)
+@as_plain("residual chain")
+def test_inference_mode_as_the_first_call(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    with torch.inference_mode():
+        first = module(value).clone()
+    probe_loss(module(value)).backward()
+    return [first, value.grad, *grads(module)]
 
 
-def test_a_part_in_eval_mode(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        module.get_submodule("blocks.1").eval()
-        probe_loss(module(value_of())).backward()
-        return grads(module)
-
-    check(run, "residual chain", lanes)
+@as_plain("residual chain")
+def test_a_part_in_eval_mode(module: nn.Module) -> Sequence[Any]:
+    module.get_submodule("blocks.1").eval()
+    probe_loss(module(value_of())).backward()
+    return grads(module)
 
 
+@both
 def test_a_batch_that_was_made_in_inference_mode(lanes: str) -> None:
     with torch.inference_mode():
         value = value_of(gradient=False)
@@ -323,6 +315,7 @@ def test_a_batch_that_was_made_in_inference_mode(lanes: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["data", "object"])
+@both
 def test_parameters_that_are_replaced_between_calls(what: str, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         found: list[Any] = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.side_by_side import assert_equal, check, grads, value_of
+from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, value_of
 from tests.models.named import CASES, WIDTH
 
 both = pytest.mark.parametrize("lanes", LANES)
@@ -53,44 +53,35 @@ def test_second_order_equals_the_plain_model(name: str, lanes: str) -> None:
     check(lambda module: second_order(module, CASES[name].batch(9).args[0]), name, lanes, tolerance=1e-10)
 
 
-@both
-def test_gradient_penalty(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        loss = probe_loss(module(value))
-        (gradient,) = torch.autograd.grad(loss, [value], create_graph=True)
-        (loss + (gradient.norm(dim=1) - 1).pow(2).mean()).backward()
-        return [value.grad, *grads(module)]
-
-    check(run, "nested skips", lanes, tolerance=1e-10)
+@as_plain("nested skips", tolerance=1e-10)
+def test_gradient_penalty(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    loss = probe_loss(module(value))
+    (gradient,) = torch.autograd.grad(loss, [value], create_graph=True)
+    (loss + (gradient.norm(dim=1) - 1).pow(2).mean()).backward()
+    return [value.grad, *grads(module)]
 
 
-@both
-def test_third_order(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        (first,) = torch.autograd.grad(probe_loss(module(value)), [value], create_graph=True)
-        (second,) = torch.autograd.grad(first.pow(2).sum(), [value], create_graph=True)
-        return [first, second, *torch.autograd.grad(second.pow(2).sum(), [value, *module.parameters()])]
-
-    check(run, "hub", lanes, tolerance=1e-10)
+@as_plain("hub", tolerance=1e-10)
+def test_third_order(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    (first,) = torch.autograd.grad(probe_loss(module(value)), [value], create_graph=True)
+    (second,) = torch.autograd.grad(first.pow(2).sum(), [value], create_graph=True)
+    return [first, second, *torch.autograd.grad(second.pow(2).sum(), [value, *module.parameters()])]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True:UserWarning")
-@both
-def test_backward_with_create_graph_and_a_plain_backward_after_it(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        loss = probe_loss(module(value))
-        loss.backward(create_graph=True)
-        first = [value.grad, *(p.grad for p in module.parameters())]
-        value.grad = None
-        module.zero_grad()
-        torch.stack([g.pow(2).sum() for g in first]).sum().backward(retain_graph=True)
-        loss.backward()
-        return [*first, value.grad, *grads(module)]
-
-    check(run, "shared weight", lanes, tolerance=1e-10)
+@as_plain("shared weight", tolerance=1e-10)
+def test_backward_with_create_graph_and_a_plain_backward_after_it(module: nn.Module) -> Sequence[Any]:
+    value = value_of()
+    loss = probe_loss(module(value))
+    loss.backward(create_graph=True)
+    first = [value.grad, *(p.grad for p in module.parameters())]
+    value.grad = None
+    module.zero_grad()
+    torch.stack([g.pow(2).sum() for g in first]).sum().backward(retain_graph=True)
+    loss.backward()
+    return [*first, value.grad, *grads(module)]
 
 
 @both
@@ -101,15 +92,12 @@ def test_gradgradcheck(name: str, lanes: str) -> None:
     assert torch.autograd.gradgradcheck(pipe, [value], fast_mode=True, nondet_tol=0)
 
 
-@both
-def test_hooks_of_parameters_see_each_order_once(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        seen: list[str] = []
-        for name, parameter in module.named_parameters():
-            parameter.register_hook(lambda gradient, name=name: seen.append(name) or gradient * 2)
-        return [*second_order(module, value_of()), *sorted(seen)]
-
-    check(run, "shared weight", lanes, tolerance=1e-10)
+@as_plain("shared weight", tolerance=1e-10)
+def test_hooks_of_parameters_see_each_order_once(module: nn.Module) -> Sequence[Any]:
+    seen: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.append(name) or gradient * 2)
+    return [*second_order(module, value_of()), *sorted(seen)]
 
 
 def normed() -> nn.Module:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.side_by_side import assert_equal, check, grads, pair, value_of
+from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, pair, value_of
 from tests.models.named import WIDTH, numbers
 from tests.pairwise import in_turn, pairwise
 
@@ -93,17 +93,14 @@ def test_a_loss_with_parameters_of_its_own_and_a_penalty_on_all_of_the_models(la
         check(run, name, lanes)
 
 
-@both
-def test_hooks_hold_for_autograd_grad_and_stay_in_place(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        seen: list[Any] = []
-        for key, parameter in module.named_parameters():
-            _hook(parameter, key, seen)
-        first = torch.autograd.grad(probe_loss(module(value_of())), list(module.parameters()))
-        second = torch.autograd.grad(probe_loss(module(value_of())), list(module.parameters()))
-        return [*first, *second, *sorted(entry[:2] for entry in seen)]
-
-    check(run, "shared weight", lanes)
+@as_plain("shared weight")
+def test_hooks_hold_for_autograd_grad_and_stay_in_place(module: nn.Module) -> Sequence[Any]:
+    seen: list[Any] = []
+    for key, parameter in module.named_parameters():
+        _hook(parameter, key, seen)
+    first = torch.autograd.grad(probe_loss(module(value_of())), list(module.parameters()))
+    second = torch.autograd.grad(probe_loss(module(value_of())), list(module.parameters()))
+    return [*first, *second, *sorted(entry[:2] for entry in seen)]
 
 
 @both
@@ -125,20 +122,17 @@ def test_hooks_are_back_after_an_error_in_the_backward(lanes: str) -> None:
     assert_equal(grads(pipe), grads(plain))
 
 
-@both
-def test_hooks_of_several_gradients_and_of_the_nodes_that_accumulate(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        seen: list[Any] = []
-        parameters = list(module.parameters())
-        torch.autograd.graph.register_multi_grad_hook(parameters, lambda found: seen.append(len(found)))
-        nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters]
-        for index, node in enumerate(nodes):
-            node.register_hook(lambda *_, index=index: seen.append((index, "behind")))
-            node.register_prehook(lambda *_, index=index: seen.append((index, "before")))
-        probe_loss(module(value_of())).backward()
-        return sorted(map(str, seen))
-
-    check(run, "shared weight", lanes)
+@as_plain("shared weight")
+def test_hooks_of_several_gradients_and_of_the_nodes_that_accumulate(module: nn.Module) -> Sequence[Any]:
+    seen: list[Any] = []
+    parameters = list(module.parameters())
+    torch.autograd.graph.register_multi_grad_hook(parameters, lambda found: seen.append(len(found)))
+    nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters]
+    for index, node in enumerate(nodes):
+        node.register_hook(lambda *_, index=index: seen.append((index, "behind")))
+        node.register_prehook(lambda *_, index=index: seen.append((index, "before")))
+    probe_loss(module(value_of())).backward()
+    return sorted(map(str, seen))
 
 
 @both
@@ -247,13 +241,10 @@ def test_forward_mode(model: str, lanes: str) -> None:
     check(run, model, lanes)
 
 
-@both
-def test_functional_call_with_parameters_of_the_callers_graph(lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        module(value_of())
-        leaves = {name: (p.detach() * 2).requires_grad_() for name, p in module.named_parameters()}
-        given = {name: leaf * 1.5 for name, leaf in leaves.items()}
-        loss = probe_loss(torch.func.functional_call(module, given, (value_of(),)))
-        return [*torch.autograd.grad(loss, list(leaves.values())), *grads(module)]
-
-    check(run, "shared weight", lanes)
+@as_plain("shared weight")
+def test_functional_call_with_parameters_of_the_callers_graph(module: nn.Module) -> Sequence[Any]:
+    module(value_of())
+    leaves = {name: (p.detach() * 2).requires_grad_() for name, p in module.named_parameters()}
+    given = {name: leaf * 1.5 for name, leaf in leaves.items()}
+    loss = probe_loss(torch.func.functional_call(module, given, (value_of(),)))
+    return [*torch.autograd.grad(loss, list(leaves.values())), *grads(module)]

@@ -102,6 +102,12 @@ LOSSES: dict[str, Case] = {
         partial(classes, ROWS, TIME, ignored=-100),
     ),
     "cross entropy, tokens": ("tokens", nn.CrossEntropyLoss(), partial(classes, ROWS * TIME, ignored=-100)),
+    "cross entropy, tokens in a sum": (
+        "tokens",
+        nn.CrossEntropyLoss(reduction="sum"),
+        partial(classes, ROWS * TIME, ignored=-100),
+    ),
+    "cross entropy, smoothing": ("classes", nn.CrossEntropyLoss(label_smoothing=0.2), padded),
     "cross entropy, probabilities": (
         "classes",
         nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
@@ -132,6 +138,11 @@ LOSSES: dict[str, Case] = {
         "time major logs",
         nn.KLDivLoss(reduction="batchmean"),
         lambda: numbers(TIME, ROWS, CLASSES).softmax(-1),
+    ),
+    "kl, batchmean of tokens": (
+        "tokens",
+        lambda o, t: F.kl_div(o.log_softmax(-1), t, reduction="batchmean"),
+        lambda: numbers(ROWS * TIME, CLASSES).softmax(-1),
     ),
     "poisson": ("classes", nn.PoissonNLLLoss(full=True), lambda: numbers(ROWS, CLASSES).exp()),
     "gaussian": ("moments", lambda o, t: F.gaussian_nll_loss(o["mean"], t, o["var"], full=True), ROW_VALUES),

@@ -312,6 +312,6 @@ def free_sources(raw: RawGraph) -> None:
         if isinstance(typed, fx.Node) and INFO in typed.meta:
             dtype = typed.meta[INFO].tensors[0].dtype
             name = f"_constant_{str(dtype).removeprefix('torch.')}"
-            raw.root.__dict__[name] = torch.empty((), dtype=dtype, device=next(iter(devices)))
+            raw.root.__dict__[name] = torch.zeros((), dtype=dtype, device=next(iter(devices)))
             with raw.graph.inserting_before(node):
                 node.update_arg(place, raw.graph.get_attr(name))

@@ -24,8 +24,6 @@ from autosplit.trace.recording.calls import under
 from autosplit.trace.reductions import decompose
 from autosplit.trace.rows.kinds import function_of
 
-_MOST = 200
-"""How many operations on labels may run on the whole batch before the step."""
 _LINEAR = frozenset("add sub neg to float double clone contiguous iadd radd rsub".split())
 _SCALED = frozenset("mul rmul imul multiply div truediv true_divide divide".split())
 
@@ -152,7 +150,7 @@ class Form:
     def _fix(self, node: fx.Node) -> None:
         """Take an operand that the batch gives without the model's parameters."""
         behind = _behind(node)
-        if self._varies(node) or len(behind) > _MOST:
+        if self._varies(node):
             raise _Refused(f"{_name(node)} is known only behind the model's layers")
         for operand in behind:
             _check_pure(operand)
