@@ -3,9 +3,43 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field, replace
 
 from autosplit.partition.problem import Problem
+
+
+class OutOfTime(Exception):
+    """The search ends with what it has."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time that a search may take: without a limit no clock is read, so the answer depends on the input alone.
+
+    It runs until ``deadline`` on the clock of time.monotonic.
+    """
+
+    deadline: float | None = None
+
+    @classmethod
+    def start(cls, limit_s: float | None) -> Clock:
+        """Return a clock that runs for so many seconds from now on, without a limit for None."""
+        return cls(None if limit_s is None else time.monotonic() + limit_s)
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def check(self) -> None:
+        """Raise OutOfTime when the time is over."""
+        if self.over:
+            raise OutOfTime
+
+
+FOREVER = Clock()
+"""No limit."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +53,15 @@ class Terms:
 
 
 PLAIN = Terms()
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the cost of one stage depends on: stages on equal places cost the same."""
+
+    terms: Terms
+    capacity_bytes: float
+    in_flight: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +135,14 @@ class Goal:
     def plain(self) -> bool:
         """Whether stage ``i`` is on device ``i``, all equally fast, and nothing but works and tensors costs."""
         return self.terms is None and self.extras is None and not self.free_order
+
+    def place(self, slot: int, *, stage: int) -> Place:
+        """Return what a stage on a slot costs by."""
+        return Place(
+            terms=PLAIN if self.terms is None else self.terms[slot],
+            capacity_bytes=math.inf if self.capacity_bytes is None else self.capacity_bytes[slot],
+            in_flight=self.in_flight[stage] if self.needs_bytes else 0,
+        )
 
     def relaxed(self) -> Goal:
         """Return the goal without capacities and extras: no load is larger, so its best value is a lower bound."""

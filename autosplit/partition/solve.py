@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import Costs, check
-from autosplit.partition.clock import FOREVER, Clock
+from autosplit.partition.goal import FOREVER, Clock
 from autosplit.partition.infeasible import no_fit
 from autosplit.partition.problem import Problem, Work, recompute_fraction, without_room
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
-    from autosplit.partition.ideals.uneven import Answer
+    from autosplit.partition.ideals.search import Answer
 
 IDEAL_LIMIT = 20_000
 _PROVEN = 1 + 3e-9
@@ -80,9 +80,9 @@ class Partition:
 
 
 def _find(problem: Problem, **how: Any) -> Answer:
-    from autosplit.partition.ideals.uneven import find
+    from autosplit.partition.ideals.search import search
 
-    return find(problem, **how)
+    return search(problem, **how)
 
 
 @phase("solving")

@@ -8,9 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from autosplit.partition.line.hops import Hops
 from autosplit.partition.line.line import Line
-from autosplit.partition.line.moves import Paths, Redone, _Changes, paired, rows, stages_of
+from autosplit.partition.line.moves import Hops, Paths, Redone, _Changes, paired, rows, stages_of
 from autosplit.partition.line.search import LineSearch
 from autosplit.partition.problem import RECOMPUTE, TensorEdge
 from tests.partition.test_line_search import all_cuts, random_problem

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from autosplit.partition.bounds import elimination as bounds
-from autosplit.partition.bounds.elimination import bound
-from autosplit.partition.bounds.labelling import labelling
-from autosplit.partition.bounds.profile import ideal, profile
-from autosplit.partition.bounds.skipping import PRICES, SHARES, skips
-from autosplit.partition.clock import Clock, OutOfTime
+from autosplit.partition.bounds.elimination import bound, ideal, profile
+from autosplit.partition.bounds.labelling import PRICES, SHARES, labelling, skips
+from autosplit.partition.goal import Clock, OutOfTime
 from autosplit.partition.graph import Graph, Tensor
 
 
@@ -190,9 +188,9 @@ def test_a_stage_that_a_tensor_skips_gains_no_more_than_is_said(seed: int) -> No
 
 
 def test_thinned_profiles_still_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autosplit.partition.bounds.profile._POINTS", 3)
-    monkeypatch.setattr("autosplit.partition.bounds.profile._SUMS", 5)
-    monkeypatch.setattr("autosplit.partition.bounds.profile._MANY", 4)
+    monkeypatch.setattr("autosplit.partition.bounds.elimination._POINTS", 3)
+    monkeypatch.setattr("autosplit.partition.bounds.elimination._SUMS", 5)
+    monkeypatch.setattr("autosplit.partition.bounds.elimination._MANY", 4)
     for seed in range(40):
         graph = long_graph(seed, groups=3 + seed % 5)
         least = Stages(graph).least_load(3)

@@ -13,10 +13,10 @@ import pytest
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.chains import best_chain
+from autosplit.partition.ideals.condense import MergeObjective, condense, merge_inseparable
 from autosplit.partition.ideals.enumerate import all_ideals, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.ideals.table import Table
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Work
-from autosplit.partition.reduce.condense import MergeObjective, condense, merge_inseparable
 
 GOALS = {
     "load": (Goal((2, 1, 1)), MergeObjective(loads=True, bytes=False)),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
 from autosplit.partition.ideals import enumerate as ideals
-from autosplit.partition.ideals import uneven
+from autosplit.partition.ideals import search
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import brute_force, most_stages
@@ -133,7 +133,7 @@ def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pyt
     problem = replace(random_problem(seed, Mix(24)), devices=(Device(), Device(2.0), Device()))
     exact = solve(problem)
     monkeypatch.setattr(ideals, "_MOST_GROUPS", 8)
-    monkeypatch.setattr(uneven, "_ENTRIES", 200)
+    monkeypatch.setattr(search, "_ENTRIES", 200)
     rough = solve(problem)
     assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)
     assert exact.bottleneck_s * (1 - 1e-9) <= rough.bottleneck_s < 1.5 * exact.bottleneck_s

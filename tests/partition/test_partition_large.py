@@ -8,16 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from autosplit.partition.clock import FOREVER, Clock, OutOfTime
-from autosplit.partition.goal import Goal
+from autosplit.partition.goal import FOREVER, Clock, Goal, OutOfTime
 from autosplit.partition.graph import Graph, base_graph
-from autosplit.partition.ideals import lattice as lattice_module
 from autosplit.partition.ideals import thresholds as large
+from autosplit.partition.ideals import thresholds as lattice_module
 from autosplit.partition.ideals.chains import best_chain
 from autosplit.partition.ideals.enumerate import all_ideals
-from autosplit.partition.ideals.lattice import Lattice, lattice
 from autosplit.partition.ideals.table import Table
-from autosplit.partition.ideals.thresholds import threshold_search
+from autosplit.partition.ideals.thresholds import Lattice, lattice, threshold_search
 from autosplit.partition.problem import Problem, TensorEdge, Work
 
 NEAR = 1 + 1e-8

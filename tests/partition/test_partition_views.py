@@ -11,10 +11,10 @@ import pytest
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.chains import best_chain
+from autosplit.partition.ideals.condense import glued, lossless, without_small
 from autosplit.partition.ideals.enumerate import all_ideals
 from autosplit.partition.ideals.table import Table
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
-from autosplit.partition.reduce.views import glued, lossless, without_small
 
 STAGES = 3
 

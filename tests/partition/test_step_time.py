@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from autosplit.partition.checker import Costs, check
-from autosplit.partition.clock import Clock
+from autosplit.partition.goal import Clock
 from autosplit.partition.graph import base_graph
 from autosplit.partition.line.step_time import Step, least_step
 from autosplit.partition.problem import Device, Problem, TensorEdge, Work, recompute_fraction

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.partition.fast_simulate import FastSimulator, StepTimes
+from autosplit.partition.step_model import FastSimulator, StepTimes
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.simulate import TransferTime, simulate
 

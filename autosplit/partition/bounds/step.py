@@ -30,8 +30,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autosplit.partition.fast_simulate import FastSimulator, Floats, Ints
 from autosplit.partition.problem import Device, Problem
+from autosplit.partition.step_model import FastSimulator, Floats, Ints
 from autosplit.schedule.action import Action, Kind, Schedule
 
 _ROUNDING = 1 - 4e-10

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autosplit.partition.clock import FOREVER, Clock
+from autosplit.partition.goal import FOREVER, Clock
 from autosplit.partition.graph import Graph, merge
 
 _MOST_GROUPS = 2_000

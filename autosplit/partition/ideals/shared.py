@@ -13,7 +13,7 @@ from itertools import combinations, permutations
 from typing import Literal
 
 from autosplit.partition.checker import Costs, check
-from autosplit.partition.clock import FOREVER, Clock
+from autosplit.partition.goal import FOREVER, Clock
 from autosplit.partition.graph import Graph
 from autosplit.partition.problem import Device, Problem, without_room
 

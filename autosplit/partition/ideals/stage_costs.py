@@ -13,8 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autosplit.partition.goal import PLAIN, Goal, Terms
-from autosplit.partition.ideals.moves import Place
+from autosplit.partition.goal import PLAIN, Goal, Place, Terms
 from autosplit.partition.ideals.table import Floats, Ints, Pins, Row, Table, Worst
 from autosplit.partition.problem import RECOMPUTE, Hold, Problem, recompute_fraction
 

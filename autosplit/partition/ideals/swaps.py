@@ -11,8 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from autosplit.partition.clock import Clock
-from autosplit.partition.goal import Goal
+from autosplit.partition.goal import Clock, Goal
 from autosplit.partition.graph import Graph
 from autosplit.partition.ideals.chains import Chain
 

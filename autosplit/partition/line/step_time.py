@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autosplit.partition.checker import Costs, check
-from autosplit.partition.clock import FOREVER, Clock
+from autosplit.partition.goal import FOREVER, Clock
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.enumerate import some_orders
+from autosplit.partition.line.coarse import coarsened, runs
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineSearch
 from autosplit.partition.problem import Problem, recompute_fraction
-from autosplit.partition.reduce.coarse import coarsened, runs
 from autosplit.partition.step_model import StepModel
 
 _DEVICE_ORDERS = 6

@@ -10,10 +10,10 @@ from functools import cached_property
 from autosplit.memory.range import PeakRange
 from autosplit.partition.bounds.step import simple_bound, spread_bound
 from autosplit.partition.checker import check
+from autosplit.partition.line.coarse import Coarse, coarsened, taken_apart
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineCut, LineSearch
 from autosplit.partition.problem import Problem, recompute_fraction
-from autosplit.partition.reduce.coarse import Coarse, coarsened, taken_apart
 from autosplit.partition.solve import Partition, Status
 from autosplit.planning.explain.verdicts import Verdict, judged
 from autosplit.planning.plan.write import Writer

@@ -11,7 +11,7 @@ from autosplit.errors import PlanError
 from autosplit.options import Options
 from autosplit.partition.graph import base_graph
 from autosplit.partition.infeasible import over_capacity
-from autosplit.partition.reduce.coarse import runs
+from autosplit.partition.line.coarse import runs
 from autosplit.partition.solve import Partition
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import Writer, check_plan, fingerprint_of

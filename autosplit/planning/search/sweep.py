@@ -16,10 +16,10 @@ from torch import nn
 from autosplit.errors import ScheduleError
 from autosplit.options import Options
 from autosplit.partition.graph import Graph, base_graph
+from autosplit.partition.line.coarse import Coarse, coarsened, runs
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineCut, LineSearch
 from autosplit.partition.problem import RECOMPUTE, Problem
-from autosplit.partition.reduce.coarse import Coarse, coarsened, runs
 from autosplit.planning.plan.write import shared_s
 from autosplit.planning.profiled.between import Pieces, pieces_of
 from autosplit.planning.profiled.formulate import scheduled
