@@ -1,22 +1,30 @@
-"""What the caller of a pipe is told of it: the plan's report, and what steps really did beside it."""
+"""What the caller of a pipe is told of it: the plan's report, and what steps really did beside it.
+
+The logs of steps tell a step's timeline, what lanes held, and what every action takes alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
+from autosplit.devices import Allocations
 from autosplit.errors import InputError, PlanError
 from autosplit.files import write_text
-from autosplit.planning.timeline import StagesAlone, StepTimeline
+from autosplit.planning.timeline import Bar, HeldBytes, Sent, SentAlone, StagesAlone, StepTimeline, by_stage
 from autosplit.report.beside import render_json
 from autosplit.report.page import page
 from autosplit.report.sections import render, render_markdown
 from autosplit.report.trace_file import write_trace
 from autosplit.runtime.lanes.ambient import one_intra_op_thread
-from autosplit.runtime.step_log import StepLog
-from autosplit.runtime.timing import lane_memory, least_issue_s, stages_alone, timeline
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.step_log import MARK, Began, Copied, Ended, StepLog
+from autosplit.schedule.action import Action, Kind, Schedule
 from autosplit.trace.borrowed.state import left_alone, random_state_on_refusal
 
 if TYPE_CHECKING:
@@ -157,3 +165,221 @@ def _together(before: StepTimeline | None, found: StepTimeline) -> StepTimeline:
     if not found.timed:
         return replace(before, memory=found.memory) if before.timed else found
     return found if found.memory else replace(found, memory=before.memory)
+
+
+_Way = tuple[int, int, int, bool]
+"""Values of one microbatch from one stage to another: source, target, microbatch, and whether backward."""
+
+
+def timeline(log: StepLog, stage_lane: Sequence[int]) -> StepTimeline:
+    """Return a step; ``stage_lane`` has the number of each stage's lane. Seconds count from its first action."""
+    first, last, ends = _actions(log)
+    times = {a: (_host_s(log, a.stage, last[a].stamp), _host_s(log, a.stage, end.stamp)) for a, end in ends.items()}
+    first_s = min((begun for begun, _ in times.values()), default=log.started_s)
+    last_s = max((end for _, end in times.values()), default=log.started_s + log.whole_s)
+    bars = [
+        Bar(
+            stage_lane[a.stage],
+            a.stage,
+            a.kind,
+            a.microbatch,
+            begun - first_s,
+            end - first_s,
+            held_bytes=ends[a].held_bytes,
+            issue_s=ends[a].host_s - first[a].host_s if log.lanes[a.stage].asynchronous else None,
+        )
+        for a, (begun, end) in times.items()
+    ]
+    sent = _sent(log, {action: end - first_s for action, (_, end) in times.items()}, first_s, stage_lane)
+    return StepTimeline(
+        tuple(sorted(bars, key=lambda bar: (bar.start_s, bar.lane, bar.end_s))),
+        tuple(sorted(sent, key=lambda way: (way.start_s, way.source, way.target))),
+        last_s - first_s,
+        measured=True,
+        once_s=max(0.0, log.whole_s - (last_s - first_s)),
+        loss=None if log.loss is None else float(log.loss),
+        whole=log.whole,
+        memory=lane_memory(log, stage_lane),
+        rows=log.rows,
+        timed=not log.in_turn,
+    )
+
+
+def lane_memory(log: StepLog, stage_lane: Sequence[int]) -> tuple[HeldBytes | None, ...]:
+    """Return what each lane's device held: as the log counted on the CPU, as the device's allocator did elsewhere.
+
+    Nothing where nobody counted.
+    """
+    found: list[HeldBytes | None] = [None] * (max(stage_lane) + 1)
+    grown = {} if log.allocations is None else _allocated_bytes(log.allocations, stage_lane)
+    for number, lane in zip(stage_lane, log.lanes, strict=False):
+        before, peak = log.before_bytes.get(lane), log.peak_bytes.get(lane)
+        if before is not None and peak is not None:
+            found[number] = HeldBytes(before, peak - before)
+        elif log.allocations is not None and lane.device.type == "cpu":
+            found[number] = HeldBytes(None, grown.get(number, 0))
+    return tuple(found) if any(found) else ()
+
+
+def least_issue_s(logs: Iterable[StepLog]) -> dict[Action, float]:
+    """Return how long actions take to issue: the least of several steps, since a full queue makes a host wait."""
+    found: dict[Action, float] = {}
+    for log in logs:
+        _, last, ends = _actions(log)
+        for action, end in ends.items():
+            issue_s = end.host_s - last[action].host_s if log.lanes[action.stage].asynchronous else 0.0
+            found[action] = min(found.get(action, issue_s), issue_s)
+    return found
+
+
+def stages_alone(logs: Sequence[StepLog], schedule: Schedule, grown_bytes: Sequence[int | None] = ()) -> StagesAlone:
+    """Return what actions took that ran alone; the first of the steps warmed up and counts for issue times only.
+
+    ``grown_bytes`` are by lane where somebody else counted them, else empty.
+    """
+    *stages, _ = logs[0].lanes
+    waits = any(lane.asynchronous for lane in stages)
+    seconds: dict[Action, list[float]] = defaultdict(list)
+    once_s = []
+    for log in logs[1:]:
+        first, last, ends = _actions(log)
+        for action, end in ends.items():
+            lane, begun = stages[action.stage], last[action]
+            own_s = end.thread_s - begun.thread_s
+            seconds[action].append(lane.seconds(begun.stamp, end.stamp) if lane.asynchronous else own_s)
+        once_s.append(max(0.0, log.whole_s - sum(end.done_s - first[action].host_s for action, end in ends.items())))
+    held = _held_peaks(logs)
+    return StagesAlone(
+        schedule,
+        by_stage({action: median(times) for action, times in seconds.items()}, stages=schedule.stages),
+        by_stage(least_issue_s(logs), stages=schedule.stages) if waits else {},
+        tuple(_sent_alone(logs[1:])),
+        median(once_s),
+        tuple(grown_bytes or [held.get(lane) for lane in dict.fromkeys(stages)]),
+        frozenset(stage for stage, lane in enumerate(stages) if not lane.asynchronous) if waits else frozenset(),
+    )
+
+
+def _actions(log: StepLog) -> tuple[dict[Action, Began], dict[Action, Began], dict[Action, Ended]]:
+    """Return by action its first and its last beginning, and its end."""
+    begins = [event for event in log.events if isinstance(event, Began)]
+    first = {event.action: event for event in reversed(begins)}
+    last = {event.action: event for event in begins}
+    return first, last, {event.action: event for event in log.events if isinstance(event, Ended)}
+
+
+def _copies(log: StepLog) -> list[Copied]:
+    return [event for event in log.events if isinstance(event, Copied)]
+
+
+def _host_s(log: StepLog, stage: int, stamp: Any) -> float:
+    lane = log.lanes[stage]
+    zero = log.zeros[lane]
+    return zero.host_s + lane.seconds(zero.stamp, stamp)
+
+
+def _sent(log: StepLog, ends: Mapping[Action, float], first_s: float, stage_lane: Sequence[int]) -> list[Sent]:
+    """Return what went from lane to lane; tensors that went the same way are one, as they travel together."""
+    spans: dict[_Way, tuple[float, float]] = {}
+    for copy in _copies(log):
+        if stage_lane[copy.source] == stage_lane[copy.target]:
+            continue
+        if copy.begun is None:
+            kinds: tuple[Kind, ...] = ("I", "B") if copy.backward else ("F",)
+            made = [Action(copy.source, kind, copy.microbatch) for kind in kinds]
+            start_s = end_s = next((ends[action] for action in made if action in ends), 0.0)
+        else:
+            start_s, end_s = (_host_s(log, copy.target, stamp) - first_s for stamp in (copy.begun, copy.ended))
+        way = copy.source, copy.target, copy.microbatch, copy.backward
+        low, high = spans.get(way, (start_s, end_s))
+        spans[way] = min(low, start_s), max(high, end_s)
+    return [Sent(*way, *span) for way, span in spans.items()]
+
+
+def _sent_alone(logs: Sequence[StepLog]) -> list[SentAlone]:
+    """Return bytes and seconds per microbatch between stages; the gradients of several values come back one by one."""
+    sizes: dict[_Way, int] = defaultdict(int)
+    times: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+    for log in logs:
+        for copy in _copies(log):
+            giver, taker = log.lanes[copy.source], log.lanes[copy.target]
+            if giver is not taker:
+                sizes[copy.source, copy.target, copy.microbatch, copy.backward] += copy.size_bytes
+            if copy.begun is not None:
+                times[copy.source, copy.target, copy.backward].append(taker.seconds(copy.begun, copy.ended))
+
+    def most_bytes(*way: Any) -> int:
+        return max((size for (s, t, _, back), size in sizes.items() if (s, t, back) == way), default=0) // len(logs)
+
+    def copy_s(*way: Any) -> float:
+        microbatches = sum((s, t, back) == way for s, t, _, back in sizes)
+        return fmean(times[way]) * len(times[way]) / (microbatches * len(logs)) if way in times else 0.0
+
+    pairs = sorted({(t, s) if back else (s, t) for s, t, _, back in sizes})
+    return [
+        SentAlone(
+            producer,
+            consumer,
+            most_bytes(producer, consumer, False),
+            most_bytes(consumer, producer, True),
+            copy_s(producer, consumer, False),
+            copy_s(consumer, producer, True),
+        )
+        for producer, consumer in pairs
+    ]
+
+
+def _held_peaks(logs: Iterable[StepLog]) -> dict[Lane, int]:
+    """Return the most bytes of its own that each lane held in steps whose actions ran alone.
+
+    They are what its device's allocator held before and after each action, and what it was sent. Between devices
+    allocators count copies themselves. On one there is none: what a forward was sent stays the giver's, and would be
+    the taker's too until its backward; a gradient goes over to the taker.
+    """
+    peaks: dict[Lane, int] = {}
+    for log in logs:
+        level: dict[Lane, int] = defaultdict(int)
+        arrived: dict[tuple[int, int], int] = defaultdict(int)
+        began: tuple[int | None, int] = (None, 0)
+        for event in log.events:
+            if isinstance(event, Copied):
+                giver, taker = log.lanes[event.source], log.lanes[event.target]
+                if giver is taker:
+                    continue
+                level[taker] += event.size_bytes
+                if giver.device == taker.device and event.backward:
+                    level[giver] -= event.size_bytes
+                elif giver.device == taker.device:
+                    arrived[event.target, event.microbatch] += event.size_bytes
+                continue
+            lane, before = log.lanes[event.action.stage], began[0]
+            if isinstance(event, Began):
+                began = event.held_bytes, level[lane]
+            elif before is not None and event.held_bytes is not None and event.peak_bytes is not None:
+                peaks[lane] = max(peaks.get(lane, 0), began[1] + event.peak_bytes - before)
+                level[lane] += event.held_bytes - before
+                if event.action.kind in "BI":
+                    level[lane] -= arrived.pop((event.action.stage, event.action.microbatch), 0)
+    return peaks
+
+
+def _allocated_bytes(run: Allocations, stage_lane: Sequence[int]) -> dict[int, int]:
+    """Return by lane the most bytes that it had at once: of blocks that its actions, and copies to it, allocated.
+
+    lane 0   ──[0F0]──────[0F1]────────────[0B0]──      its own blocks, from the first action on
+    lane 1   ────────[1F0]─────[1F1][1B0]─────────      the innermost mark says whose a block is
+    """
+    owner: list[int | None] = [None] * len(run.changes)
+    marks = [operation for operation in run.operations if operation.name.startswith(MARK)]
+    for mark in sorted(marks, key=lambda operation: operation.depth):
+        lane = stage_lane[int(mark.name.removeprefix(MARK))]
+        owner[mark.first : mark.last] = [lane] * (mark.last - mark.first)
+    lane_of: dict[int, int | None] = {}
+    live: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for place, (block, size) in enumerate(run.changes):
+        held_by = lane_of.setdefault(block, owner[place])
+        if held_by is not None:
+            live[held_by] = live.get(held_by, 0) + size
+            most[held_by] = max(most.get(held_by, 0), live[held_by])
+    return most

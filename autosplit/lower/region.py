@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,13 +19,6 @@ from autosplit.trace.recording.calls import under
 from autosplit.trace.rows.kinds import counts_by_microbatch
 
 ROOT = "model"
-
-
-class Unit(NamedTuple):
-    """Recorded nodes that follow each other and run again as one; ``place`` is what to call them."""
-
-    place: str
-    nodes: tuple[fx.Node, ...]
 
 
 class Region:
@@ -43,7 +36,8 @@ class Region:
         self.slots: dict[Slot, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
         self.functions: dict[str, Any] = {}
-        self.units: list[Unit] = []
+        self.units: list[tuple[str, tuple[fx.Node, ...]]] = []
+        """What to call recorded nodes that follow each other and run again as one, and these."""
         self.made: dict[fx.Node, list[fx.Node]] = {}
         """What each recorded node became: its copy, and what that takes or forks alone."""
 
@@ -78,7 +72,7 @@ class Region:
         for path, own in pieces:
             nodes += own
             if path:
-                self.units.append(Unit(f"{path!r} of {place}", tuple(own)))
+                self.units.append((f"{path!r} of {place}", tuple(own)))
         self.copy(nodes)
 
     def value(self, slot: Slot) -> fx.Node:
@@ -187,7 +181,7 @@ class Region:
         for node in (self.key, self.rows, *self.lengths.values()):
             if not node.users:
                 self.graph.erase_node(node)
-        units = {f"unit{number}": self._taken_out(unit, number) for number, unit in enumerate(self.units)}
+        units = {f"unit{number}": self._taken_out(*unit, number) for number, unit in enumerate(self.units)}
         return self._module(self.graph, kind, units)
 
     def _module(
@@ -202,12 +196,12 @@ class Region:
         module.graph = graph
         return module
 
-    def _taken_out(self, unit: Unit, number: int) -> Recomputed:
+    def _taken_out(self, place: str, nodes: tuple[fx.Node, ...], number: int) -> Recomputed:
         """Put a call of a unit in the place of its nodes."""
-        own = [made for node in unit.nodes for made in self.made[node]]
+        own = [made for node in nodes for made in self.made[node]]
         region = self._module(take_out(self.graph, own, attribute=f"unit{number}"), f"Unit{number}")
-        run = None if self.compiled is None else Compiled(region, unit.place, self.compiled)
-        return recomputed(region, self.layout, unit.nodes, place=unit.place, run=run)
+        run = None if self.compiled is None else Compiled(region, place, self.compiled)
+        return recomputed(region, self.layout, nodes, place=place, run=run)
 
 
 class RegionModule(fx.GraphModule):

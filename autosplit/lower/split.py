@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out
+from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out, tensor_operands
 from autosplit.lower.region import Region, RegionModule, recomputed
 from autosplit.profile.stage_trace.stage_pieces import block_paths, in_units
 from autosplit.runtime.optimizers import move
@@ -199,23 +199,12 @@ def _prologue(layout: Layout, index: int, device: torch.device, names: Mapping[s
 def _epilogue_inputs(layout: Layout) -> tuple[Slot, ...]:
     wanted: dict[Slot, None] = {}
     nodes = set(layout.epilogue)
-    for node in layout.epilogue:
-        for operand in node.all_input_nodes:
-            if operand.op == "get_attr":
-                if (str(operand.target), EPILOGUE) in layout.alias_of:
-                    wanted[Slot(str(operand.target))] = None
-            elif INFO in operand.meta and operand not in nodes:
-                wanted[Slot(operand.name)] = None
-            elif operand.op == "call_function" and INFO not in operand.meta:
-                wanted.update({Slot(n.name): None for n in _behind(operand) if n not in nodes})
+    for operand in (operand for node in layout.epilogue for operand in tensor_operands(node) if operand not in nodes):
+        if operand.op != "get_attr":
+            wanted[Slot(operand.name)] = None
+        elif (str(operand.target), EPILOGUE) in layout.alias_of:
+            wanted[Slot(str(operand.target))] = None
     return tuple(wanted)
-
-
-def _behind(node: fx.Node) -> list[fx.Node]:
-    """Return the tensor nodes behind a piece of plumbing."""
-    if INFO in node.meta:
-        return [node]
-    return [found for operand in node.all_input_nodes for found in _behind(operand)]
 
 
 def _epilogue(

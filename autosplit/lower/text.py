@@ -143,37 +143,28 @@ class Locate:
 
     def __call__(self, error: BaseException, *, action: Action | None = None) -> None:
         """Add the notes; without an action it is read from the line of the program that failed."""
-        found = add_location(error, lowered=self.lowered, action=action)
+        names = {n.name: n.meta[INFO].name for n in self.lowered.traced.graph.nodes if INFO in n.meta}
+        cell = operation = None
+        traceback = error.__traceback__
+        while traceback is not None:
+            filename = traceback.tb_frame.f_code.co_filename
+            if "eval_with_key" in filename:
+                match = _ASSIGNMENT.match(linecache.getline(filename, traceback.tb_lineno))
+                if match is not None:
+                    cell = match[1] if cell is None else cell
+                    operation = names.get(match[1], operation)
+            traceback = traceback.tb_next
+        found = action or _cell(cell)
+        where = f"pipeline step {cell}" if found is None else f"pipeline {describe(found)}"
+        if operation is not None:
+            module, _, inside = operation.partition("#")
+            place = f"module {module!r}" if module else "the model's own forward"
+            error.add_note(f"raised in {place} ({operation if inside else module}), {where}")
+        elif action is not None:
+            error.add_note(f"raised in {where}")
         if self.plan is not None and is_out_of_memory(error):
             held = None if found is None else self.lanes[found.stage].held_bytes()
             error.add_note(short_of_memory(self.plan, action=found, sizes=self.sizes, held_bytes=held))
-
-
-def add_location(error: BaseException, *, lowered: Lowered, action: Action | None = None) -> Action | None:
-    """Add a note with the action and the recorded operation to an exception of a program, or of one action alone.
-
-    Returns the action, None where it was raised between cells.
-    """
-    names = {n.name: n.meta[INFO].name for n in lowered.traced.graph.nodes if INFO in n.meta}
-    cell = operation = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if "eval_with_key" in filename:
-            match = _ASSIGNMENT.match(linecache.getline(filename, traceback.tb_lineno))
-            if match is not None:
-                cell = match[1] if cell is None else cell
-                operation = names.get(match[1], operation)
-        traceback = traceback.tb_next
-    given, action = action, action or _cell(cell)
-    where = f"pipeline step {cell}" if action is None else f"pipeline {describe(action)}"
-    if operation is not None:
-        module, _, inside = operation.partition("#")
-        place = f"module {module!r}" if module else "the model's own forward"
-        error.add_note(f"raised in {place} ({operation if inside else module}), {where}")
-    elif given is not None:
-        error.add_note(f"raised in {where}")
-    return action
 
 
 def _cell(name: str | None) -> Action | None:

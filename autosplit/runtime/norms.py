@@ -140,21 +140,22 @@ def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any)
     ``name`` is that of the call in the model's forward. A norm that takes no statistics is called as it is.
     """
     if not isinstance(norm, nn.Module):
-        return _Call(key, name)(norm, *args, **kwargs)
+        return _Norms(key, name).normalise(norm, *args, **kwargs)
     counts = isinstance(norm, _BatchNorm) and norm.num_batches_tracked is not None
-    call = _Call(key, name, norm.num_batches_tracked if counts else None, cumulative=counts and norm.momentum is None)
-    with _copied_counter(norm) if counts else contextlib.nullcontext(), _Norms(call):
+    mode = _Norms(key, name, norm.num_batches_tracked if counts else None, cumulative=counts and norm.momentum is None)
+    with _copied_counter(norm) if counts else contextlib.nullcontext(), mode:
         return norm(*args, **kwargs)
 
 
-class _Call:
-    """Calls functional norms for a recorded call, also those inside a module that has hooks or its own Python."""
+class _Norms(TorchFunctionMode):
+    """Calls functional norms for a recorded call, also those inside a module's own forward."""
 
     def __init__(self, key: CellContext, name: str, counter: Any = None, *, cumulative: bool = False) -> None:
+        super().__init__()
         self.key, self.name, self.counter, self.cumulative = key, name, counter, cumulative
         self.calls = 0
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def normalise(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = _SIGNATURES[function].bind(*args, **kwargs)
         bound.apply_defaults()
         value, mean, var, weight, bias, takes_statistics, momentum, eps = bound.arguments.values()
@@ -167,16 +168,8 @@ class _Call:
         note = Note(self.key.state.statistics, self.key.microbatch, name, use)
         return norm_and_collect_stats(note, function, value, mean, var, weight, bias, eps)
 
-
-class _Norms(TorchFunctionMode):
-    """Hands the functional norms inside a module's own forward to a :class:`_Call`."""
-
-    def __init__(self, call: _Call) -> None:
-        super().__init__()
-        self.call = call
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (partial(self.call, func) if func in _SIGNATURES else func)(*args, **(kwargs or {}))
+        return (partial(self.normalise, func) if func in _SIGNATURES else func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ A log of actions ``alone`` waits after each action and each copy, so that nothin
 A device that is kept busy while an action is issued then runs it in one go: its time is the device's, and the host's
 time to issue it stands beside it.
 
-What comes out of a log is worked out in :mod:`autosplit.runtime.timing`.
+What comes out of a log is worked out in :mod:`autosplit.measured`.
 """
 
 from __future__ import annotations

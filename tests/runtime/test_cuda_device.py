@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +15,9 @@ from autosplit.runtime import ops
 from autosplit.runtime.lanes.lanes import caller_lane, lane
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Skips, assert_close, loss, plain
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("double")]
 CPU = torch.device("cpu")
 DEVICES = [["cuda:0"] * 3, ["cpu", "cuda:0"], ["cuda:0", "cpu", "cuda:0"]]
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def own(output: Any, target: torch.Tensor) -> torch.Tensor:

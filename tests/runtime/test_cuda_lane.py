@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,12 +10,7 @@ from tests.runtime.happens_before import Keep, Op, Wait, is_before, problems
 from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Chain, Skips, loss
 from tests.runtime.recorded_pipe import RecordedPipe
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def operations(run: RecordedPipe, name: str) -> list[Op]:

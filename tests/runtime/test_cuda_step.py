@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -25,6 +25,8 @@ from tests.runtime.happens_before import Keep, problems
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Chain, Frozen, Positions, Skips, assert_close, loss, plain
 from tests.runtime.recorded_pipe import RecordedPipe
 
+pytestmark = pytest.mark.usefixtures("double")
+
 PLACES = lane_models.PLACES | {
     "from a card to the CPU": (["cuda:0", "cpu"], "cuda:0"),
     "CPU lanes under a card": (["cpu", "cpu"], "cuda:0"),
@@ -35,13 +37,6 @@ STEP_PLACES = ["one card", "back and forth", "from the CPU", "CPU and cards", "f
 
 place_of = pytest.mark.parametrize("place", PLACES)
 schedule_of = pytest.mark.parametrize("schedule", SCHEDULES)
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Several(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,12 +16,7 @@ from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Skips, assert_close
 from tests.runtime.recorded_pipe import RecordedPipe
 from tests.runtime.test_cuda_step import CASES, others_of
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Norms(nn.Module):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import InputError, autosplit, measured
-from autosplit.runtime import timing
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import Began, Copied, Ended, StepLog
 from autosplit.schedule.action import Action
@@ -186,4 +185,4 @@ def test_a_lanes_bytes_are_its_own_and_what_it_was_sent():
     back = Copied(1, 0, 0, True, 4, None, None)  # their gradient, made in this action
     run(Action(1, "B", 0), grows=-2, most=5, sends=(back,))
     run(Action(0, "B", 0), grows=-14, most=1)
-    assert timing._held_peaks([log]) == {first: 15, last: 15}
+    assert measured._held_peaks([log]) == {first: 15, last: 15}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -228,13 +228,6 @@ def test_a_failed_step_raises_as_ever_and_the_next_is_not_timed(monkeypatch: pyt
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @dataclass(frozen=True)
 class Clocked:
     """A step on recording lanes, and the log of it."""
@@ -263,7 +256,7 @@ def clocked(devices: list[str], schedule: str, monkeypatch: pytest.MonkeyPatch) 
 PLACES = (["cuda:0", "cuda:1", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:0"])
 
 
-@pytest.mark.usefixtures("_double")
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("devices", "schedule"), [(PLACES[0], "1f1b"), (PLACES[1], "zb_h1"), (PLACES[2], "zb_h1")])
 def test_streams_keep_their_order_and_take_the_times(
     devices: list[str], schedule: str, monkeypatch: pytest.MonkeyPatch
@@ -288,7 +281,7 @@ def test_streams_keep_their_order_and_take_the_times(
     assert all(torch.equal(own, other) for own, other in zip(found.left, expected, strict=True))
 
 
-@pytest.mark.usefixtures("_double")
+@pytest.mark.usefixtures("double")
 def test_the_host_waits_for_no_stamp_before_the_step_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
     found = clocked(["cuda:0", "cuda:1"], "1f1b", monkeypatch)
     log = found.pipe.streams.log
@@ -297,7 +290,7 @@ def test_the_host_waits_for_no_stamp_before_the_step_is_issued(monkeypatch: pyte
     assert not [e for e in log[places[0] : places[-1]] if isinstance(e, Wait) and e.stream == HOST]
 
 
-@pytest.mark.usefixtures("_double")
+@pytest.mark.usefixtures("double")
 def test_a_forward_begins_when_its_lane_has_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = clocked(["cuda:0", "cuda:1"], "gpipe", monkeypatch)
     log, streams = found.pipe.streams.log, found.pipe.streams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from tests.runtime.lane_models import assert_close
 from tests.runtime.recorded_pipe import RecordedPipe
 from tests.runtime.recording_lane import CPU, RecordingStreams
 
+pytestmark = pytest.mark.usefixtures("double")
+
 WIDTH, SEED, PROGRAMS = 3, 0, 9
 PLACES = [
     ["cuda:0"] * 3,
@@ -28,13 +30,6 @@ PLACES = [
     ["cpu", "cuda:0", "cuda:0"],
     ["cuda:0", "cpu", "cuda:0"],
 ]
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def case(number: int) -> Case:

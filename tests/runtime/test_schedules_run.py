@@ -210,13 +210,6 @@ def test_weights_that_cannot_wait_are_made_with_the_input_and_nothing_twice() ->
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def _double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def recorded(model: nn.Module, schedule: str) -> tuple[RecordedPipe, list[Tensor], list[Tensor]]:
     value, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     twin = copy.deepcopy(model)
@@ -227,7 +220,7 @@ def recorded(model: nn.Module, schedule: str) -> tuple[RecordedPipe, list[Tensor
     return run, run.train(value, target, nn.MSELoss()), expected
 
 
-@pytest.mark.usefixtures("_double")
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("schedule", ["zb_h1", "interleaved", "zb_v"])
 @pytest.mark.parametrize("model", [Chain, Skips])
 def test_streams_of_any_schedule_wait_for_each_other(model: Callable[[], nn.Module], schedule: str) -> None:
@@ -237,7 +230,7 @@ def test_streams_of_any_schedule_wait_for_each_other(model: Callable[[], nn.Modu
     assert run.engine.mismatches == []
 
 
-@pytest.mark.usefixtures("_double")
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("part", ["input_gradient", "weight_gradients"])
 def test_a_part_of_a_backward_off_its_stream_is_found(part: str) -> None:
     kept = getattr(Cells, part)

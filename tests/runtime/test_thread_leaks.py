@@ -29,11 +29,7 @@ from tests.runtime.watching import (
     watch,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_watch_yet() -> Iterator[None]:
-    with Watch.fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("no_watch_yet")
 
 
 # -- hooks on saved tensors ------------------------------------------------------------------------------------------

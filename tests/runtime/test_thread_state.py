@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,11 +33,7 @@ from tests.runtime.watching import (
     watch,
 )
 
-
-@pytest.fixture(autouse=True)
-def _no_watch_yet() -> Iterator[None]:
-    with Watch.fresh():
-        yield
+pytestmark = pytest.mark.usefixtures("no_watch_yet")
 
 
 def in_all(observe: Callable[[], Any], context: Callable[[], Any] = contextlib.nullcontext) -> dict[str, Any]:

@@ -32,17 +32,10 @@ from torch.overrides import TorchFunctionMode
 from autosplit.errors import InputError
 from autosplit.trace.reductions.losses import LossCall, class_weights, is_loss
 
-REDUCTIONS = ("auto", "mean", "sum")
 WAY_OUT = (
     "pass loss_reduction='mean' or 'sum' if that is what you want, or call pipe(x) and loss.backward(), which computes "
     "it on the whole batch"
 )
-
-
-def check_reduction(reduction: str) -> None:
-    """Raise InputError for a reduction that there is not."""
-    if reduction not in REDUCTIONS:
-        raise InputError(f"loss_reduction={reduction!r} is not available; valid: {', '.join(map(repr, REDUCTIONS))}")
 
 
 def check_target(loss_fn: Any, target: Any) -> None:

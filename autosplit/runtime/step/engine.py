@@ -26,7 +26,10 @@ from autosplit.trace.borrowed import state
 from autosplit.trace.inputs.structure import flatten_output
 from autosplit.trace.reductions.own_loss import own_loss as loss_of
 
+REDUCTIONS = ("auto", "mean", "sum")
 _KIND = "kind"
+_Found = tuple[losses.Parts, WholeCheck | None]
+"""What each microbatch adds to the loss, and what holds that against the whole batch."""
 
 
 def train_step(
@@ -56,16 +59,8 @@ def train_step(
     if outputs.by_rows(wants) and len(step.sizes) > 1 and not _has_graph(target):
         found = _Loss(step, outputs, loss_fn, target, targets, wants).find(reduction, proofs, whole)
         if found is not None:
-            return train_cells.run(step, found.parts, found.check, threads)
+            return train_cells.run(step, *found, threads)
     return _in_one_piece(step, whole, target=target, loss_fn=loss_fn)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What each microbatch adds to the loss, and what holds that against the whole batch."""
-
-    parts: losses.Parts
-    check: WholeCheck | None = None
 
 
 @dataclass(frozen=True)
@@ -82,35 +77,29 @@ class _Loss:
     def find(self, reduction: str, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
         """Return how the losses of microbatches add up: by the caller's word, or as known or proved."""
         if reduction != "auto":
-            return _Found(self._parts(reduction))
+            return self._parts(reduction), None
         return self.known() if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
 
     def known(self) -> _Found | None:
         """Return torch's own loss where every value of it belongs to one row."""
         counted = self._count()
-        return _Found(self._parts("counted", counted)) if counted is not None and self._adds_up(counted) else None
+        return (self._parts("counted", counted), None) if counted is not None and self._adds_up(counted) else None
 
     def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
         """Return a loss that is proved on this batch or was on an earlier one."""
-        kind, counted = proofs.find(self.loss_fn, _KIND), None
-        if kind == WRITES:
-            return None
+        kind = proofs.find(self.loss_fn, _KIND)
         if kind is None:
             proof = _prove(self, whole)
-            if proof is not None and proof.kinds == (WRITES,):
-                proofs.keep(self.loss_fn, _KIND, WRITES)
-                return None
             if proof is None or not proof.conclusive:
                 return None
-            counted = self._count() if "counted" in proof.kinds[0] else None
-            kinds = [kind for kind in proof.kinds if counted or "counted" not in kind]
+            counts = "counted" in proof.kinds[0] and self._count()
+            kinds = [kind for kind in proof.kinds if counts or "counted" not in kind]
             kind = proofs.keep(self.loss_fn, _KIND, (kinds or proof.kinds)[0])
-        elif "counted" in kind:
-            counted = self._count()
-        if "counted" in kind and counted is None:
+        counted = self._count() if "counted" in kind else ()
+        if kind == WRITES or counted is None:
             return None
-        parts = self._parts(kind, counted or ())
-        return _Found(parts, WholeCheck(parts, self.target))
+        parts = self._parts(kind, counted)
+        return parts, WholeCheck(parts, self.target)
 
     def _parts(self, kind: str, counted: Sequence[Counted] = ()) -> losses.Parts:
         return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted, self.wants)
@@ -188,7 +177,8 @@ def _in_one_piece(step: Step, whole: Callable[[], Any], *, target: Any, loss_fn:
 
 def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:
     """Raise InputError for a reduction that there is not, and for a target or a loss without the other."""
-    losses.check_reduction(reduction)
+    if reduction not in REDUCTIONS:
+        raise InputError(f"loss_reduction={reduction!r} is not available; valid: {', '.join(map(repr, REDUCTIONS))}")
     if loss_fn is not None:
         losses.check_target(loss_fn, target)
         return
