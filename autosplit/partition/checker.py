@@ -94,14 +94,14 @@ def check(
     last with a work; empty ones at the end, each alone on its device, are left out of the costs.
     """
     _check_legal(problem, assignment)
-    shared = problem.shared or problem.own is not None
+    shared = problem.shared or problem.custom_schedule is not None
     used = max(max(assignment) + 1, stages or 0) if shared else max(assignment) + 1
     positions = problem.places(used)
     order = tuple(range(positions)) if order is None else tuple(order[:positions])
     known = positions if problem.devices is None else len(problem.devices)
     if len(order) < positions or len(set(order)) < positions or not all(0 <= device < known for device in order):
         raise ValueError(f"order is {order}; it names {positions} of {known} devices, each once")
-    count = positions * problem.virtual_stages if problem.own is None else problem.own.stages
+    count = positions * problem.virtual_stages if problem.custom_schedule is None else problem.custom_schedule.stages
     cut = _Cut(problem, tuple(assignment), max(count, stages or 0))
     chosen = list(recompute) if recompute is not None else [""] * count
     if recompute is None:
@@ -131,10 +131,12 @@ def _check_legal(problem: Problem, assignment: Sequence[int]) -> None:
                 f"{problem.works[before].name!r} in stage {assignment[before]} must not come after "
                 f"{problem.works[after].name!r} in stage {assignment[after]}"
             )
-    colours: dict[object, int] = {}
+    stage_of: dict[object, int] = {}
     for work, stage in zip(problem.works, assignment, strict=True):
-        if work.colour is not None and colours.setdefault(work.colour, stage) != stage:
-            raise ValueError(f"colour {work.colour!r} is in stages {colours[work.colour]} and {stage}")
+        if work.colocation_group is not None and stage_of.setdefault(work.colocation_group, stage) != stage:
+            raise ValueError(
+                f"colocation group {work.colocation_group!r} is in stages {stage_of[work.colocation_group]} and {stage}"
+            )
 
 
 def _on(lane: Sequence[int], place: int) -> list[int]:

@@ -83,7 +83,7 @@ class Graph:
 
 
 def base_graph(problem: Problem) -> Graph:
-    """Return the problem's graph with colours merged and the cycles that this makes closed."""
+    """Return the problem's graph with colocation groups merged and the cycles that this makes closed."""
     count = len(problem.works)
     plain = Graph(
         times_s=tuple(work.forward_s + work.backward_s for work in problem.works),
@@ -101,10 +101,8 @@ def base_graph(problem: Problem) -> Graph:
         group_of=tuple(range(count)),
     )
     first: dict[object, int] = {}
-    colours = (work.colour for work in problem.works)
-    return merge(
-        plain, [index if colour is None else first.setdefault(colour, index) for index, colour in enumerate(colours)]
-    )
+    names = (work.colocation_group for work in problem.works)
+    return merge(plain, [index if name is None else first.setdefault(name, index) for index, name in enumerate(names)])
 
 
 def merge(graph: Graph, labels: Sequence[int]) -> Graph:

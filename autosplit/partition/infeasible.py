@@ -16,8 +16,8 @@ from autosplit.units import format_bytes
 
 _SHOWN = 3
 _SHOWN_CHARACTERS = 60
-_TRIED_COLOURS = 64
-"""Of a great many colours only the largest are tried for whether one alone binds."""
+_TRIED = 64
+"""Of a great many colocation groups only the largest are tried for whether one alone binds."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,20 @@ def over_capacity(problem: Problem, assignment: Sequence[int], *, stage_bytes: S
 
 
 def require_separable(problem: Problem, *, stages: int) -> None:
-    """Raise InfeasibleError where several stages are asked for and colours leave nothing to cut."""
-    held = any(work.colour is not None for work in problem.works) or bool(problem.order)
+    """Raise InfeasibleError where several stages are asked for and colocation groups leave nothing to cut."""
+    held = any(work.colocation_group is not None for work in problem.works) or bool(problem.order)
     if stages == 1 or len(problem.works) == 1 or not held:
         return
     groups = _groups(problem)
     if len(groups) == 1:
         raise InfeasibleError(
             f"{stages} stages were asked for, and there is nothing to cut: {_held(problem, groups[0])}; "
-            "ask for 1 stage, or give fewer nodes that colour"
+            "ask for 1 stage, or make that colocation group smaller"
         )
 
 
 def _groups(problem: Problem) -> list[_Group]:
-    """Return what colours and cycles leave to be separated, with the bytes that no use of a device goes below."""
+    """Return what may be separated, with the bytes that no use of a device goes below."""
     members: dict[int, list[int]] = {}
     group_of = base_graph(problem).group_of
     for work, group in enumerate(group_of):
@@ -125,43 +125,39 @@ def _needs(problem: Problem, group: _Group) -> str:
 
 
 def _held(problem: Problem, group: _Group) -> str:
-    """Return which colours hold a group together, and its works."""
-    colours = _binding_colours(problem, group.works)
-    shown = ", ".join(_short(colour) for colour in colours[:_SHOWN])
-    more = f" and {len(colours) - _SHOWN} more" if len(colours) > _SHOWN else ""
+    """Return which colocation groups hold works together, and the works."""
+    holding = _holding(problem, group.works)
+    shown = ", ".join(_short(name) for name in holding[:_SHOWN])
+    more = f" and {len(holding) - _SHOWN} more" if len(holding) > _SHOWN else ""
     names = ", ".join(_named(problem, work) for work in group.works[:_SHOWN])
     rest = f" and {len(group.works) - _SHOWN} more" if len(group.works) > _SHOWN else ""
-    who = f"colour{'s' if len(colours) > 1 else ''} {shown}{more} hold{'' if len(colours) > 1 else 's'}"
-    if not colours:
+    who = f"colocation group{'s' if len(holding) > 1 else ''} {shown}{more} hold{'' if len(holding) > 1 else 's'}"
+    if not holding:
         who = "their order, a cycle, holds"
     return f"{who} {len(group.works)} nodes together ({names}{rest})"
 
 
-def _binding_colours(problem: Problem, works: Sequence[int]) -> list[Hashable]:
-    """Return the colours that hold works together: one that does so alone where there is one, else all, largest first.
+def _holding(problem: Problem, works: Sequence[int]) -> list[Hashable]:
+    """Return the colocation groups that hold works together: one that does so alone if there is one, else all.
 
-    A colour that is met once holds nothing.
+    The largest come first; one with a single work holds nothing.
     """
-    counts = Counter(colour for work in works if (colour := problem.works[work].colour) is not None)
-    colours = [colour for colour, count in counts.most_common() if count > 1]
+    counts = Counter(name for work in works if (name := problem.works[work].colocation_group) is not None)
+    several = [name for name, count in counts.most_common() if count > 1]
     inside = set(works)
     pairs = [pair for pair in problem.precedence if inside.issuperset(pair)]
-    if _connected(problem, works, pairs, colours=()):
-        return []
-    for colour in colours[:_TRIED_COLOURS]:
-        if _connected(problem, works, pairs, colours=(colour,)):
-            return [colour]
-    return colours
+    alone = ([], *([name] for name in several[:_TRIED]))
+    return next((names for names in alone if _connected(problem, works, pairs, names=names)), several)
 
 
 def _connected(
-    problem: Problem, works: Sequence[int], pairs: Iterable[tuple[int, int]], *, colours: Collection[Hashable]
+    problem: Problem, works: Sequence[int], pairs: Iterable[tuple[int, int]], *, names: Collection[Hashable]
 ) -> bool:
-    """Tell whether works hang together in a cycle when those of these colours are one."""
+    """Tell whether works hang together in a cycle when those of each of these colocation groups are one."""
     label: dict[int, object] = {}
     for work in works:
-        colour = problem.works[work].colour
-        label[work] = (colour,) if colour in colours else work
+        name = problem.works[work].colocation_group
+        label[work] = (name,) if name in names else work
     graph = nx.DiGraph()
     graph.add_nodes_from(label.values())
     graph.add_edges_from((label[tail], label[head]) for tail, head in pairs)

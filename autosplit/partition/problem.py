@@ -21,8 +21,8 @@ RECOMPUTE = ("never", "except_last", "always", "block")
 class Work:
     """One node, or one group of nodes that must stay together; times are per microbatch.
 
-    ``static_bytes`` adds up over a stage, of ``transient_bytes`` the largest counts. Works of equal ``colour`` share a
-    stage. ``weight_s`` is the part of ``backward_s`` that only weight gradients need (W of a split backward), and
+    ``static_bytes`` adds up over a stage, of ``transient_bytes`` the largest counts. Works of equal
+    ``colocation_group`` share a stage. ``weight_s`` is the part of ``backward_s`` that only weight gradients need (W of a split backward), and
     ``sync_s`` what all-reducing the work's gradients among very many replicas would take, per step. Works of equal
     ``block`` are recomputed together under ``recompute="block"``; None is a block of its own. ``step_bytes`` add up
     beside ``static_bytes`` in the optimizer's step, when nothing else is held; only the search in units counts them.
@@ -33,7 +33,7 @@ class Work:
     backward_s: float
     static_bytes: int = 0
     transient_bytes: int = 0
-    colour: Hashable | None = None
+    colocation_group: Hashable | None = None
     weight_s: float = 0.0
     sync_s: float = 0.0
     block: Hashable | None = None
@@ -108,8 +108,8 @@ class Problem:
         ties: parameters that several works use.
         microbatches, schedule, virtual_stages: set how many microbatches each stage holds in flight, and which stages
             share a device (more than one under interleaved, looped_bfs and zb_v).
-        own: a schedule that no name stands for, with its own stages and their devices; ``microbatches`` are as many as
-            it has, and ``virtual_stages`` the most stages that it puts on one device.
+        custom_schedule: a schedule that no name stands for, with its own stages and their devices;
+            ``microbatches`` are as many as it has, and ``virtual_stages`` the most stages that it puts on one device.
         devices: in pipeline order; None stands for equal ones without a limit, as many as stages are asked for.
         free_order: the devices may be put in any order; they are of few kinds.
         links: how many times slower than what nets say the link between neighbouring devices is, one fewer than
@@ -125,7 +125,7 @@ class Problem:
     microbatches: int = field(kw_only=True)
     schedule: str = field(default="1f1b", kw_only=True)
     virtual_stages: int = field(default=1, kw_only=True)
-    own: Schedule | None = field(default=None, kw_only=True)
+    custom_schedule: Schedule | None = field(default=None, kw_only=True)
     devices: tuple[Device, ...] | None = field(default=None, kw_only=True)
     free_order: bool = field(default=False, kw_only=True)
     links: tuple[float, ...] | None = field(default=None, kw_only=True)
@@ -136,12 +136,12 @@ class Problem:
             raise ValueError("a problem needs at least one work")
         if self.microbatches < 1:
             raise ValueError(f"microbatches is {self.microbatches}; it is at least 1")
-        if self.own is None and self.schedule not in SCHEDULES:
+        if self.custom_schedule is None and self.schedule not in SCHEDULES:
             raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
         unknown = [option for option in self.recompute if option not in RECOMPUTE]
         if unknown or not self.recompute:
             raise ValueError(f"recompute is {self.recompute!r}; choose among {', '.join(RECOMPUTE)}")
-        if self.own is None:
+        if self.custom_schedule is None:
             self._check_virtual_stages()
         self._check_devices()
         self._check_links()
@@ -206,8 +206,8 @@ class Problem:
 
     def schedule_of(self, stages: int) -> Schedule:
         """Return the schedule of so many stages."""
-        if self.own is not None:
-            return self.own
+        if self.custom_schedule is not None:
+            return self.custom_schedule
         return build(self.schedule, stages=stages, microbatches=self.microbatches, virtual_stages=self.virtual_stages)
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
@@ -216,24 +216,25 @@ class Problem:
 
     def lanes(self, stages: int) -> tuple[int, ...]:
         """Return the position of each stage's device."""
-        in_order = self.own is None and self.virtual_stages == 1
+        in_order = self.custom_schedule is None and self.virtual_stages == 1
         return tuple(range(stages)) if in_order else self.schedule_of(stages).stage_lane
 
     def places(self, stages: int) -> int:
         """Return how many devices so many stages take, the last perhaps not full."""
-        return -(-stages // self.virtual_stages) if self.own is None else len(self.own.lanes)
+        return -(-stages // self.virtual_stages) if self.custom_schedule is None else len(self.custom_schedule.lanes)
 
     def max_stages(self, stages: int) -> int:
         """Return the most stages, up to ``stages``, that the schedule can be made for; 0 where there are none."""
-        if self.own is None:
+        if self.custom_schedule is None:
             return stages // self.virtual_stages * self.virtual_stages
-        return self.own.stages if self.own.stages <= stages else 0
+        return self.custom_schedule.stages if self.custom_schedule.stages <= stages else 0
 
     @property
     def shared(self) -> bool:
         """Whether a device may hold several stages, or another stage than that of its own number."""
         return self.virtual_stages > 1 or (
-            self.own is not None and self.own.stage_lane != tuple(range(self.own.stages))
+            self.custom_schedule is not None
+            and self.custom_schedule.stage_lane != tuple(range(self.custom_schedule.stages))
         )
 
     @property

@@ -97,8 +97,8 @@ def solve(
 ) -> Partition:
     """Return the partition into ``stages`` non-empty stages with the least objective that fits the capacities.
 
-    ``stages`` is by default what fills the problem's devices. Fewer come back only when colours and cycles leave fewer
-    groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs the
+    ``stages`` is by default what fills the problem's devices. Fewer come back only when colocation and cycles leave
+    fewer groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs the
     fewest bytes is preferred. Raises InfeasibleError when no partition fits. The least bottleneck is exact where the
     ideals of the condensed graph number at most ``ideal_limit``; from its cut the search for the shortest step starts,
     whose answer is the best of many that are simulated. After ``time_limit_s`` the best so far comes back.
@@ -174,8 +174,8 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -
 def _stages(problem: Problem, stages: int | None) -> int:
     """Return how many stages are asked for, when that fits the problem's devices."""
     filled = None if problem.devices is None else len(problem.devices) * problem.virtual_stages
-    if problem.own is not None:
-        filled = problem.own.stages
+    if problem.custom_schedule is not None:
+        filled = problem.custom_schedule.stages
     if stages is None:
         if filled is None:
             raise ValueError("the problem has no devices: say how many stages there are to be")

@@ -1,4 +1,4 @@
-"""Problems from files: the format ``autosplit-workload/1``, a graph of nodes with times, bytes, tensors and colours.
+"""Problems from files: the format ``autosplit-workload/1``, a graph of nodes with times, bytes and tensors.
 
 Files come from strangers: what is read is data only, checked before anything is made of it.
 """
@@ -142,7 +142,7 @@ def _workload(file: _File) -> Workload:
                 forward_s=node.fwd / _MS_PER_S,
                 backward_s=node.bwd / _MS_PER_S,
                 static_bytes=math.ceil(node.mem),
-                colour=node.color,
+                colocation_group=node.color,
             )
             for node in file.nodes
         ),

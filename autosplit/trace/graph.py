@@ -129,8 +129,8 @@ class TracedNode:
     """Where the model's code calls the operation: ``file:line``; "" when not known."""
     whole: str = ""
     """Why the node must run once per step whatever its values say, or "": the whole batch at once, or nothing."""
-    colour: int | None = None
-    """Nodes of equal colour must share a stage."""
+    colocation_group: int | None = None
+    """Nodes of one group must share a stage."""
 
 
 @dataclass(frozen=True)

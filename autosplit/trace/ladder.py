@@ -1,6 +1,6 @@
 """From a model and its inputs to an accepted :class:`TracedGraph`.
 
-record at three sizes ─► merge ─► fx graph ─► value probe (eval mode, real rows) ─► node classes ─► colours, order
+record at three sizes ─► merge ─► fx graph ─► value probe (eval mode, real rows) ─► node classes ─► colocation, order
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, raw: RawGraph,
     batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
     classes = classify(raw.graph, raw.root, found, batched, findings, whole_norms=merged.scope.whole_norms)
     with_classes(raw.graph, classes)
-    _colour(raw, merged.recording)
+    _colocate(raw, merged.recording)
     note_rewritten(raw.graph, raw.root)
     dims = tuple(
         v.meta[INFO].tensors[0].batch_dim
@@ -278,8 +278,8 @@ def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
     return tuple(name for name, count in users.items() if count > 1)
 
 
-def _colour(raw: RawGraph, merged: MergedRecording) -> None:
-    """Colour nodes that must share a stage alike: parts of one result, users of changed state, shared leaves."""
+def _colocate(raw: RawGraph, merged: MergedRecording) -> None:
+    """Number the groups that must share a stage: parts of one result, users of changed state, shared leaves."""
     leader: dict[fx.Node, fx.Node] = {}
 
     def find(node: fx.Node) -> fx.Node:
@@ -309,8 +309,8 @@ def _colour(raw: RawGraph, merged: MergedRecording) -> None:
         sizes[find(node)] += 1
     for node in raw.graph.nodes:
         if INFO in node.meta and node.op != "placeholder" and (node in leader or sizes[find(node)]):
-            colour = numbers.setdefault(find(node), len(numbers))
-            node.meta[INFO] = replace(node.meta[INFO], colour=colour)
+            group = numbers.setdefault(find(node), len(numbers))
+            node.meta[INFO] = replace(node.meta[INFO], colocation_group=group)
 
 
 def _holds_state(node: fx.Node, root: nn.Module) -> bool:

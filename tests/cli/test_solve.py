@@ -149,7 +149,10 @@ def test_colours_that_leave_nothing_to_cut_exit_with_1(run: Run, written: Callab
     data["nodes"][0]["color"] = data["nodes"][2]["color"] = "blue"
     result = run(written(data), "--stages", 2)
     assert answer(result, code=1)["smallest_memory_cap"] is None
-    assert "there is nothing to cut: colour 'blue' holds 3 nodes together (0 'n0', 1 'n1', 2 'n2')" in result.stderr
+    assert (
+        "there is nothing to cut: colocation group 'blue' holds 3 nodes together (0 'n0', 1 'n1', 2 'n2')"
+        in result.stderr
+    )
     assert answer(run(written(data), "--stages", 1))["assignment"] == [0, 0, 0]
 
 

@@ -116,8 +116,8 @@ def _flows(problem: Problem) -> set[tuple[int, int]]:
 
 def _same(problem: Problem) -> Iterator[tuple[int, int]]:
     for tail, head in itertools.permutations(range(len(problem.works)), 2):
-        colour = problem.works[tail].colour
-        if colour is not None and colour == problem.works[head].colour:
+        colour = problem.works[tail].colocation_group
+        if colour is not None and colour == problem.works[head].colocation_group:
             yield tail, head
 
 

@@ -95,7 +95,11 @@ class Rules:
         flows = [(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers]
         if any(assignment[tail] > assignment[head] for tail, head in [*flows, *problem.order]):
             return False
-        pairs = {(w.colour, stage) for w, stage in zip(problem.works, assignment, strict=True) if w.colour is not None}
+        pairs = {
+            (w.colocation_group, stage)
+            for w, stage in zip(problem.works, assignment, strict=True)
+            if w.colocation_group is not None
+        }
         return len({colour for colour, _ in pairs}) == len(pairs)
 
     def net_s(self, inside: int) -> float:

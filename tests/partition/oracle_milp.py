@@ -102,7 +102,9 @@ def _flows(problem: Problem) -> list[tuple[int, int]]:
 def _same(problem: Problem) -> list[tuple[int, int]]:
     first: dict[object, int] = {}
     pairs = [
-        (first.setdefault(w.colour, index), index) for index, w in enumerate(problem.works) if w.colour is not None
+        (first.setdefault(w.colocation_group, index), index)
+        for index, w in enumerate(problem.works)
+        if w.colocation_group is not None
     ]
     return [(left, right) for left, right in pairs if left != right]
 

@@ -16,11 +16,11 @@ from tests.partition.oracle_brute import assignments, brute_force, most_stages
 from tests.partition.oracle_problems import Mix, random_problem, with_devices, with_extras
 
 
-def chain(*sizes: int, colours: str = "", limit: int, stages: int) -> Problem:
+def chain(*sizes: int, colocated: str = "", limit: int, stages: int) -> Problem:
     """Works in a row, of one second and these bytes; a dot is no colour."""
-    names = colours or "." * len(sizes)
+    names = colocated or "." * len(sizes)
     works = tuple(
-        Work(f"w{index}", 1.0, 0.0, size, colour=None if names[index] == "." else names[index])
+        Work(f"w{index}", 1.0, 0.0, size, colocation_group=None if names[index] == "." else names[index])
         for index, size in enumerate(sizes)
     )
     nets = tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(len(sizes) - 1))
@@ -49,10 +49,10 @@ def test_a_node_binds_alone_only_above_the_limit(size: int, why: str) -> None:
 
 
 def test_a_colour_that_fits_nowhere_is_named_with_what_lies_between_its_works() -> None:
-    error = refusal(chain(30, 40, 10, 30, 1, colours="r..rb", limit=80, stages=3), stages=3)
+    error = refusal(chain(30, 40, 10, 30, 1, colocated="r..rb", limit=80, stages=3), stages=3)
     assert str(error) == (
-        "no partition fits 3 stages: colour 'r' holds 4 nodes together (0 'w0', 1 'w1', 2 'w2' and 1 more), which need "
-        "at least 110 B (110 bytes) on one device, none has more than 80 B (80 bytes); the smallest limit that can be "
+        "no partition fits 3 stages: colocation group 'r' holds 4 nodes together (0 'w0', 1 'w1', 2 'w2' and 1 more), "
+        "which need at least 110 B (110 bytes) on one device, none has more than 80 B (80 bytes); the smallest limit that can be "
         "met is 110 B (110 bytes) per device"
     )
 
@@ -96,7 +96,7 @@ def test_a_name_from_a_stranger_is_short_and_harmless() -> None:
 def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
     refused = 0
     for seed in range(80):
-        problem = random_problem(seed, Mix(count=3 + seed % 5, colours=0.2))
+        problem = random_problem(seed, Mix(count=3 + seed % 5, colocated=0.2))
         stages = most_stages(problem, stages=1 + seed % 3)
         every = [
             max(check(problem, assignment).stage_bytes)
@@ -118,7 +118,7 @@ def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
 def test_the_smallest_limit_is_the_smallest_with_ties_recompute_replicas_and_uneven_devices(empty: bool) -> None:
     refused = 0
     for seed in range(36):
-        problem = random_problem(seed, Mix(count=3 + seed % 4, colours=0.2, unordered=0.2))
+        problem = random_problem(seed, Mix(count=3 + seed % 4, colocated=0.2, unordered=0.2))
         stages = most_stages(problem, stages=2 + seed % 2)
         problem = with_devices(problem, seed, stages=stages, capacities=(0,) * stages)
         problem = with_extras(problem, seed, ties=seed % 2 == 0, recompute=seed % 3 > 0, replicas=True)
@@ -150,12 +150,12 @@ def test_an_incomplete_search_names_a_limit_that_it_can_meet() -> None:
 
 
 def test_stages_over_a_replayed_peak_name_their_largest_part() -> None:
-    problem = chain(5, 30, 20, 20, colours=".rr.", limit=60, stages=2)
+    problem = chain(5, 30, 20, 20, colocated=".rr.", limit=60, stages=2)
     error = over_capacity(problem, (0, 1, 1, 1), stage_bytes=(9, 77))
     assert str(error) == (
         "no partition was found that fits 2 stages: with the most even use of memory stage 1 needs 77 B (77 bytes) "
-        "(its largest part that cannot be cut: colour 'r' holds 2 nodes together (1 'w1', 2 'w2')), its device has "
-        "60 B (60 bytes); devices of 77 B (77 bytes) each would hold it, or use more devices or smaller microbatches"
+        "(its largest part that cannot be cut: colocation group 'r' holds 2 nodes together (1 'w1', 2 'w2')), its "
+        "device has 60 B (60 bytes); devices of 77 B (77 bytes) each would hold it, or use more devices or smaller microbatches"
     )
     assert error.smallest_bytes == 77
 
@@ -167,17 +167,17 @@ def test_the_error_survives_a_process() -> None:
 
 def test_one_colour_that_leaves_nothing_to_cut_is_named() -> None:
     with pytest.raises(InfeasibleError) as caught:
-        require_separable(chain(1, 1, 1, 1, colours="rbbr", limit=9, stages=3), stages=3)
+        require_separable(chain(1, 1, 1, 1, colocated="rbbr", limit=9, stages=3), stages=3)
     assert str(caught.value) == (
-        "3 stages were asked for, and there is nothing to cut: colour 'r' holds 4 nodes together (0 'w0', 1 'w1', "
-        "2 'w2' and 1 more); ask for 1 stage, or give fewer nodes that colour"
+        "3 stages were asked for, and there is nothing to cut: colocation group 'r' holds 4 nodes together (0 'w0', "
+        "1 'w1', 2 'w2' and 1 more); ask for 1 stage, or make that colocation group smaller"
     )
     assert caught.value.smallest_bytes is None
 
 
 def test_colours_that_only_together_leave_nothing_to_cut_are_named() -> None:
-    with pytest.raises(InfeasibleError, match="colours 'r', 'b' hold 4 nodes together"):
-        require_separable(chain(1, 1, 1, 1, colours="rbrb", limit=9, stages=2), stages=2)
+    with pytest.raises(InfeasibleError, match="colocation groups 'r', 'b' hold 4 nodes together"):
+        require_separable(chain(1, 1, 1, 1, colocated="rbrb", limit=9, stages=2), stages=2)
 
 
 def test_a_cycle_of_order_needs_no_colour() -> None:
@@ -186,7 +186,7 @@ def test_a_cycle_of_order_needs_no_colour() -> None:
         require_separable(problem, stages=2)
 
 
-@pytest.mark.parametrize(("colours", "stages"), [("rbbr", 1), ("rbr.", 2), ("....", 9)])
-def test_what_can_be_cut_is_left_alone(colours: str, stages: int) -> None:
-    require_separable(chain(1, 1, 1, 1, colours=colours, limit=9, stages=stages), stages=stages)
+@pytest.mark.parametrize(("colocated", "stages"), [("rbbr", 1), ("rbr.", 2), ("....", 9)])
+def test_what_can_be_cut_is_left_alone(colocated: str, stages: int) -> None:
+    require_separable(chain(1, 1, 1, 1, colocated=colocated, limit=9, stages=stages), stages=stages)
     require_separable(chain(1, limit=9, stages=2), stages=2)

@@ -45,7 +45,12 @@ def test_a_saved_input_is_held_where_it_is_used() -> None:
 
 
 def test_colours_and_the_cycles_they_make_leave_fewer_stages() -> None:
-    works = (Work("a", 1.0, 0.0, colour=1), Work("b", 1.0, 0.0), Work("c", 1.0, 0.0, colour=1), Work("d", 1.0, 0.0))
+    works = (
+        Work("a", 1.0, 0.0, colocation_group=1),
+        Work("b", 1.0, 0.0),
+        Work("c", 1.0, 0.0, colocation_group=1),
+        Work("d", 1.0, 0.0),
+    )
     problem = Problem(works, tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(3)), microbatches=2)
     partition = solve(problem, stages=4)
     assert (partition.assignment, partition.stages) == ((0, 0, 0, 1), 2)
@@ -115,8 +120,10 @@ def test_the_checker_refuses_what_is_no_order_of_devices(order: tuple[int, ...])
 
 
 def test_the_checker_refuses_a_torn_colour() -> None:
-    problem = Problem((Work("a", 1.0, 0.0, colour="red"), Work("b", 1.0, 0.0, colour="red")), (), microbatches=1)
-    with pytest.raises(ValueError, match="colour 'red' is in stages 0 and 1"):
+    problem = Problem(
+        (Work("a", 1.0, 0.0, colocation_group="red"), Work("b", 1.0, 0.0, colocation_group="red")), (), microbatches=1
+    )
+    with pytest.raises(ValueError, match="colocation group 'red' is in stages 0 and 1"):
         check(problem, (0, 1))
 
 

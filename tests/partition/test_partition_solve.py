@@ -34,7 +34,7 @@ def problems(draw: st.DrawFn, *, largest: int = 7, capacities: bool = False) -> 
             draw(small),
             static_bytes=draw(small),
             transient_bytes=draw(small),
-            colour=draw(st.sampled_from((None, None, None, None, "red", "blue"))),
+            colocation_group=draw(st.sampled_from((None, None, None, None, "red", "blue"))),
         )
         for number in range(count)
     )
@@ -64,7 +64,7 @@ def problems(draw: st.DrawFn, *, largest: int = 7, capacities: bool = False) -> 
 def legal_assignments(problem: Problem, *, stages: int) -> Iterator[tuple[int, ...]]:
     """Yield every legal assignment to exactly ``stages`` non-empty stages, by plain enumeration."""
     precedence = problem.precedence
-    colours = [work.colour for work in problem.works]
+    colours = [work.colocation_group for work in problem.works]
     for assignment in itertools.product(range(stages), repeat=len(problem.works)):
         if len(set(assignment)) == stages and all(
             assignment[before] <= assignment[after] for before, after in precedence

@@ -26,7 +26,7 @@ SHARED = tuple(name for name in SCHEDULES if name not in ONE_EACH)
 
 
 def mixed_problem(seed: int, *, count: int, stages: int, features: bool = True) -> Problem:
-    problem = random_problem(seed, Mix(count, colours=0.1, unordered=0.2 * features, whole=False, schedules=ONE_EACH))
+    problem = random_problem(seed, Mix(count, colocated=0.1, unordered=0.2 * features, whole=False, schedules=ONE_EACH))
     if not features:
         return problem
     problem = with_devices(problem, seed, stages=stages)
@@ -35,7 +35,7 @@ def mixed_problem(seed: int, *, count: int, stages: int, features: bool = True) 
 
 def legal_cuts(problem: Problem, *, stages: int) -> list[tuple[int, ...]]:
     """Every legal cut into so many non-empty stages, fewer where there is none."""
-    colours = [work.colour for work in problem.works]
+    colours = [work.colocation_group for work in problem.works]
     for count in range(stages, 0, -1):
         found = []
         for cut in itertools.product(range(count), repeat=len(problem.works)):

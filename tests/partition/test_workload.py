@@ -52,7 +52,7 @@ def refused(**fields: Any) -> str:
 
 def test_times_become_seconds_and_a_tensor_one_net() -> None:
     problem = parsed()
-    assert [(work.forward_s, work.backward_s, work.static_bytes, work.colour) for work in problem.works] == [
+    assert [(work.forward_s, work.backward_s, work.static_bytes, work.colocation_group) for work in problem.works] == [
         (0.001, 0.002, 10, None),
         (0.001, 0.002, 10, 7),
         (0.001, 0.002, 10, 7),

@@ -45,7 +45,7 @@ def lowest(traced: TracedGraph, wanted: dict[str, int]) -> dict[str, int]:
              if source.name in name_of]  # fmt: skip
     pairs += [(name_of[one], name_of[two]) for one, two in traced.order if one in name_of and two in name_of]
     pairs += [(one, two) for one, (_, a) in nodes.items() for two, (_, b) in nodes.items()
-              if a.colour is not None and a.colour == b.colour]  # fmt: skip
+              if a.colocation_group is not None and a.colocation_group == b.colocation_group]  # fmt: skip
     placed = {name: wanted[name] for name in nodes}
     while wrong := [(one, two) for one, two in pairs if placed[one] > placed[two]]:
         for one, two in wrong:
@@ -62,4 +62,4 @@ def test_stages_are_the_lowest_that_are_legal(traced: TracedGraph, seed: int) ->
     expected = lowest(traced, wanted)
     assert {name: placed[name] for name in expected} == expected
     assert placed.keys() == set(names)
-    assert len({info.colour for _, info in traced.compute_nodes()} - {None}) == 2
+    assert len({info.colocation_group for _, info in traced.compute_nodes()} - {None}) == 2

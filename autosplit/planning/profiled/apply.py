@@ -35,8 +35,8 @@ def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) ->
     """Return a legal stage for every tensor-computing node of a recording.
 
     A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
-    node before). Then stages are raised until data flows forward and colours are together. Shared nodes run where they
-    are used first, full nodes on the last stage.
+    node before). Then stages are raised until data flows forward and colocation groups are together. Shared nodes
+    run where they are used first, full nodes on the last stage.
     """
     traced = index.traced
     wanted = _wanted(traced, stage_of)
@@ -49,11 +49,11 @@ def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) ->
 
 
 def _raise_stages(index: DataflowIndex, placed: dict[fx.Node, int]) -> None:
-    """Raise stages until no node is before what feeds it, and nodes of one colour are on one stage."""
+    """Raise stages until no node is before what feeds it, and nodes of one colocation group are on one stage."""
     together: dict[int, int] = {}
     for node, info in index.micro:
-        if info.colour is not None:
-            together[info.colour] = max(placed[node], together.get(info.colour, 0))
+        if info.colocation_group is not None:
+            together[info.colocation_group] = max(placed[node], together.get(info.colocation_group, 0))
     changed = True
     while changed:
         changed = False
@@ -61,8 +61,8 @@ def _raise_stages(index: DataflowIndex, placed: dict[fx.Node, int]) -> None:
             lowest = placed[node]
             for source in index.before[node]:
                 lowest = max(lowest, placed[source])
-            if info.colour is not None:
-                lowest = together[info.colour] = max(lowest, together[info.colour])
+            if info.colocation_group is not None:
+                lowest = together[info.colocation_group] = max(lowest, together[info.colocation_group])
             if lowest != placed[node]:
                 placed[node] = lowest
                 changed = True

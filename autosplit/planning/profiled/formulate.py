@@ -130,7 +130,9 @@ def formulate(
 
 def scheduled(problem: Problem, settled: ResolvedSchedule) -> Problem:
     """Return the problem under another schedule."""
-    return replace(problem, schedule=settled.schedule, virtual_stages=settled.virtual_stages, own=settled.own)
+    return replace(
+        problem, schedule=settled.schedule, virtual_stages=settled.virtual_stages, custom_schedule=settled.own
+    )
 
 
 def held_copies(
@@ -208,7 +210,7 @@ class _Formulator:
             backward_s,
             static_bytes,
             transient,
-            info.colour,
+            info.colocation_group,
             weight_s=self._weight_share(info.name) * backward_s,
             block=self.outline.blocks.get(info.name),
             step_bytes=step_bytes,

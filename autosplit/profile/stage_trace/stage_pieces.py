@@ -110,10 +110,10 @@ def _joins(pieces: Sequence[tuple[str, Sequence[fx.Node]]]) -> list[bool]:
     changed: set[int] = set()
     for number, (_, own) in enumerate(pieces):
         for info in (node.meta[INFO] for node in own if INFO in node.meta):
-            if info.colour is not None:
-                spans[info.colour] = spans.get(info.colour, (number, number))[0], number
-                changed |= {info.colour} if info.mutated or info.writes else set()
-    own_spans = [spans[colour] for colour in changed]
+            if info.colocation_group is not None:
+                spans[info.colocation_group] = spans.get(info.colocation_group, (number, number))[0], number
+                changed |= {info.colocation_group} if info.mutated or info.writes else set()
+    own_spans = [spans[group] for group in changed]
     return [any(first < number <= last for first, last in own_spans) for number in range(len(pieces))]
 
 

@@ -125,7 +125,7 @@ class _Key:
         self.places: list[int] = []
         self.units: dict[str, int] = {"": 0}
         self.unit_of: dict[str, int] = {}
-        self.colours: dict[int | None, int] = {None: 0}
+        self.colocated: dict[int | None, int] = {None: 0}
         self.names: list[str] = []
 
     def made(self) -> StageKey:
@@ -150,8 +150,8 @@ class _Key:
         self.names.extend(info.reads)
         roots = self.how.roots
         ends = (leaves, roots is None or info.name in roots, info.name == self.how.averaged) if leaves else ()
-        colour = self.colours.setdefault(info.colour, len(self.colours))
-        return kind, takes, state, ends, self._unit(info.module), colour
+        together = self.colocated.setdefault(info.colocation_group, len(self.colocated))
+        return kind, takes, state, ends, self._unit(info.module), together
 
     def _given(self, info: TracedNode | None) -> Hashable:
         if info is None:
