@@ -4,8 +4,8 @@
 
 Every workload is cut as its references ask (stages, memory cap). ``ours`` is the largest load in ms, counted by the
 checker and not by the search, ``bound`` what no cut can go below, ``s`` the CPU seconds of :func:`solve` on one core,
-the reference what an earlier search found or proved. The peers cut the same graph in the same run, with colocation groups
-merged, in topological order:
+the reference what an earlier search found or proved. The peers cut the same graph in the same run, with colocation
+groups merged, in topological order:
 
     torchgpipe   its block partition (Bárány et al.) of the nodes' times, from the installed package
     equal        as many nodes for every stage

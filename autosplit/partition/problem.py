@@ -22,10 +22,11 @@ class Work:
     """One node, or one group of nodes that must stay together; times are per microbatch.
 
     ``static_bytes`` adds up over a stage, of ``transient_bytes`` the largest counts. Works of equal
-    ``colocation_group`` share a stage. ``weight_s`` is the part of ``backward_s`` that only weight gradients need (W of a split backward), and
-    ``sync_s`` what all-reducing the work's gradients among very many replicas would take, per step. Works of equal
-    ``block`` are recomputed together under ``recompute="block"``; None is a block of its own. ``step_bytes`` add up
-    beside ``static_bytes`` in the optimizer's step, when nothing else is held; only the search in units counts them.
+    ``colocation_group`` share a stage. ``weight_s`` is the part of ``backward_s`` that only weight gradients need (W of
+    a split backward), and ``sync_s`` what all-reducing the work's gradients among very many replicas would take, per
+    step. Works of equal ``block`` are recomputed together under ``recompute="block"``; None is a block of its own.
+    ``step_bytes`` add up beside ``static_bytes`` in the optimizer's step, when nothing else is held; only the search in
+    units counts them.
     """
 
     name: str

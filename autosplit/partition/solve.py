@@ -98,10 +98,10 @@ def solve(
     """Return the partition into ``stages`` non-empty stages with the least objective that fits the capacities.
 
     ``stages`` is by default what fills the problem's devices. Fewer come back only when colocation and cycles leave
-    fewer groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs the
-    fewest bytes is preferred. Raises InfeasibleError when no partition fits. The least bottleneck is exact where the
-    ideals of the condensed graph number at most ``ideal_limit``; from its cut the search for the shortest step starts,
-    whose answer is the best of many that are simulated. After ``time_limit_s`` the best so far comes back.
+    fewer groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs
+    the fewest bytes is preferred. Raises InfeasibleError when no partition fits. The least bottleneck is exact where
+    the ideals of the condensed graph number at most ``ideal_limit``; from its cut the search for the shortest step
+    starts, whose answer is the best of many that are simulated. After ``time_limit_s`` the best so far comes back.
     """
     stages = _stages(problem, stages)
     clock = Clock.start(time_limit_s)

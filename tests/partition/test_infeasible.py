@@ -52,8 +52,8 @@ def test_a_colour_that_fits_nowhere_is_named_with_what_lies_between_its_works() 
     error = refusal(chain(30, 40, 10, 30, 1, colocated="r..rb", limit=80, stages=3), stages=3)
     assert str(error) == (
         "no partition fits 3 stages: colocation group 'r' holds 4 nodes together (0 'w0', 1 'w1', 2 'w2' and 1 more), "
-        "which need at least 110 B (110 bytes) on one device, none has more than 80 B (80 bytes); the smallest limit that can be "
-        "met is 110 B (110 bytes) per device"
+        "which need at least 110 B (110 bytes) on one device, none has more than 80 B (80 bytes); the smallest limit "
+        "that can be met is 110 B (110 bytes) per device"
     )
 
 
@@ -155,7 +155,8 @@ def test_stages_over_a_replayed_peak_name_their_largest_part() -> None:
     assert str(error) == (
         "no partition was found that fits 2 stages: with the most even use of memory stage 1 needs 77 B (77 bytes) "
         "(its largest part that cannot be cut: colocation group 'r' holds 2 nodes together (1 'w1', 2 'w2')), its "
-        "device has 60 B (60 bytes); devices of 77 B (77 bytes) each would hold it, or use more devices or smaller microbatches"
+        "device has 60 B (60 bytes); devices of 77 B (77 bytes) each would hold it, or use more devices or smaller "
+        "microbatches"
     )
     assert error.smallest_bytes == 77
 
