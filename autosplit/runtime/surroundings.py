@@ -176,10 +176,15 @@ def _put(table: Table, name: str, value: Any) -> None:
 
 
 class Observers:
-    """Tells which hooks of some modules return None and write to no tensor that they are given."""
+    """Tells which hooks of some modules return None, write to no tensor that they are given, and make none to be used.
+
+    A hook that runs before a forward may make a tensor of the module's for it, as pruning and weight norms do.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         tables = [module.__dict__[name] for module in modules for name in _HOOK_TABLES]
+        self._before = {number for module in modules for number in module._forward_pre_hooks}
         self._tables: list[dict[int, Hook]] = [table for table in tables if table]
         self._called: set[int] = set()
         self._changing: set[int] = set()
@@ -195,10 +200,12 @@ class Observers:
 
     def _watch(self, number: int, hook: Hook, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensor for tensor in tensors_in((args[1:], kwargs)) if not tensor.is_inference()]
-        versions = [tensor._version for tensor in tensors]
+        versions, held = [tensor._version for tensor in tensors], dict(vars(args[0]))
         result = hook(*args, **kwargs)
         self._called.add(number)
-        if result is not None or versions != [tensor._version for tensor in tensors]:
+        own = vars(args[0]).items() if number in self._before else ()
+        makes = any(isinstance(value, torch.Tensor) and value is not held.get(name) for name, value in own)
+        if makes or result is not None or versions != [tensor._version for tensor in tensors]:
             self._changing.add(number)
         return result
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES
@@ -60,3 +61,20 @@ def test_a_hook_that_computes_runs_again(lanes: str) -> None:
         net[1][1].register_forward_hook(lambda module, args, output: output * 2)
 
     seen_in_steps("train_step", register, lanes=lanes, recompute="always")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("recompute", ["always", "block"])
+@pytest.mark.parametrize("make", [nn.utils.weight_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.4)])
+def test_a_hook_that_makes_a_weight_runs_again(make: Callable[[nn.Module], Any], recompute: str) -> None:
+    """As ``torch.nn.utils`` has it: a plain attribute, made before each forward."""
+    plain, split = model(), model()
+    for net in (plain, split):
+        torch.manual_seed(1)
+        make(net[1][0])
+    pipe, x = autosplit(split, devices=2, chunks=3, recompute=recompute), torch.randn(6, 6, dtype=torch.float64)
+    for _ in range(2):
+        F.mse_loss(plain(x), x).backward()
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)

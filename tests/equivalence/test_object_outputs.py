@@ -215,3 +215,26 @@ def test_an_object_that_the_forward_changes_is_the_callers_own() -> None:
     assert pipe.plan is not None
     assert pipe.plan.rung == "module tree"
     assert any("object that it is given" in note for note in pipe.plan.notes)
+
+
+class Sized(nn.Module):
+    """Returns the shape of its result beside it, and is given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.double()
+
+    def forward(self, x: torch.Tensor, like: torch.Size) -> tuple[torch.Tensor, Any]:
+        out = self.last(self.first(x)).reshape(-1, like[1], 2)
+        return out, {"shape": out.shape, "like": like}
+
+
+def test_a_shape_stays_a_shape() -> None:
+    model = Sized()
+    pipe = autosplit(model, devices=2, chunks=3)
+    for rows in (8, 5):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        made = pipe(x, torch.Size((1, 3)))[1]
+        assert made == {"shape": torch.Size((rows, 3, 2)), "like": torch.Size((1, 3))}
+        assert {type(value) for value in made.values()} == {torch.Size}

@@ -286,7 +286,8 @@ def fake_mode() -> FakeTensorMode:
 def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """Return a fake twin of a tensor, on the CPU."""
     if tensor.device.type == "cpu":
-        return mode.from_tensor(tensor, static_shapes=True)
+        own = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+        return mode.from_tensor(own, static_shapes=True)
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     twin = FakeTensor(mode, empty.requires_grad_(tensor.requires_grad), _CPU)
     if isinstance(tensor, nn.Parameter):

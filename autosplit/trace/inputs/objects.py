@@ -35,7 +35,7 @@ _WHOLE = (
     np.ndarray,
     np.generic,
 )
-_OF_THE_LIBRARY = (types.SimpleNamespace, UserDict, UserList)
+_OF_THE_LIBRARY = (types.SimpleNamespace, UserDict, UserList, torch.Size)
 _BUILT_ON = (object, list, tuple, dict, OrderedDict, types.SimpleNamespace)
 
 
@@ -191,11 +191,11 @@ def _build(form: Any, leaves: Iterator[Any], built: list[Any]) -> Any:
         return pytree.tree_unflatten([_build(part, leaves, built) for part in form.parts], form.spec)
     place = len(built)
     base: Any = _built_on(form.kind)
-    made: Any = None if base is tuple else base.__new__(form.kind)
+    made: Any = None if issubclass(base, tuple) else base.__new__(form.kind)
     built.append(made)
     items = None if form.items is None else _build(form.items, leaves, built)
-    if base is tuple:
-        made = built[place] = tuple.__new__(form.kind, items or ())
+    if issubclass(base, tuple):
+        made = built[place] = base.__new__(form.kind, items or ())
     elif base is list:
         list.extend(made, items or ())
     elif items is not None:
