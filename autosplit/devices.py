@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -178,22 +178,18 @@ _WINDOW = 64
 
 @dataclass(frozen=True, slots=True)
 class OperationMemory:
-    """Bytes of one operation that was called: beside what was alive when it began.
+    """Which changes one operation made that was called.
 
     Attributes:
         name: as the profiler names it: ``aten::mm``, or a backward node.
         depth: 0 for what was called directly, 1 for what that called, and so on.
         first: index of the first of its changes in ``Allocations.changes``; ``last`` is one past its last.
-        peak_bytes: the most that it held at once.
-        left_bytes: what it left (its results, less what it freed).
     """
 
     name: str
     depth: int
     first: int
     last: int
-    peak_bytes: int
-    left_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +244,7 @@ class Allocations:
             live.append(live[-1] + change[1])
         self.changes = tuple(changes)
         self.peak_bytes, self.left_bytes = max(live), live[-1]
-        self.operations = tuple(
-            _operation(name, depth, [place[id(event)] for event in inside if id(event) in place], live)
-            for name, depth, inside in calls
-        )
+        self.operations = tuple(_operation(name, depth, inside, place) for name, depth, inside in calls)
 
 
 def _read(roots: Iterable[Any]) -> tuple[list[_Event], list[tuple[str, int, list[_Event]]]]:
@@ -301,9 +294,6 @@ def _numbered(events: Iterable[_Event]) -> Iterable[tuple[_Event, tuple[int, int
             yield event, (number, -size)
 
 
-def _operation(name: str, depth: int, places: Sequence[int], live: Sequence[int]) -> OperationMemory:
-    if not places:
-        return OperationMemory(name, depth, 0, 0, 0, 0)
-    first, last = min(places), max(places) + 1
-    before = live[first]
-    return OperationMemory(name, depth, first, last, max(live[first : last + 1]) - before, live[last] - before)
+def _operation(name: str, depth: int, inside: Iterable[_Event], place: Mapping[int, int]) -> OperationMemory:
+    places = [place[id(event)] for event in inside if id(event) in place]
+    return OperationMemory(name, depth, min(places, default=0), max(places, default=-1) + 1)

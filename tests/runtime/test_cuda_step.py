@@ -19,7 +19,7 @@ from autosplit.runtime.step import step as steps
 from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.cells import Cells
 from autosplit.runtime.transport import Message, SharedMemory, Way
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 from tests.runtime import lane_models
 from tests.runtime.happens_before import Keep, problems
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Chain, Frozen, Positions, Skips, assert_close, loss, plain
@@ -35,7 +35,6 @@ SCHEDULES = ["gpipe", "1f1b"]
 
 STEP_PLACES = ["one card", "back and forth", "from the CPU", "CPU and cards", "from a card to the CPU"]
 
-place_of = pytest.mark.parametrize("place", PLACES)
 schedule_of = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
@@ -113,8 +112,7 @@ def others_of(loss_fn: Any) -> tuple[nn.Module, ...]:
     return (loss_fn,) if isinstance(loss_fn, nn.Module) else ()
 
 
-@place_of
-@pytest.mark.parametrize("model", MODELS)
+@in_turn(place=list(PLACES), model=MODELS)
 def test_a_call_and_its_backward(model: Callable[[], nn.Module], place: str) -> None:
     run = RecordedPipe(own_model := model(), *PLACES[place], wants_gradient=True)
     value = torch.randn(ROWS, WIDTH, requires_grad=True)

@@ -21,6 +21,7 @@ from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turn, turns
 from autosplit.schedule.action import Action, describe
 from autosplit.schedule.orders import forward_only
+from tests.pairwise import in_turn
 from tests.runtime.gates import (
     HOWS,
     MARK,
@@ -39,7 +40,6 @@ SENDERS: dict[str, Callable[[], None]] = {
     "to the lane's thread": lambda: signal.raise_signal(signal.SIGINT),
 }
 how_of = pytest.mark.parametrize("how", HOWS)
-action_of = pytest.mark.parametrize("action", ACTIONS, ids=str)
 
 
 def press() -> None:
@@ -72,8 +72,7 @@ def copies(case: Case) -> dict[str, Any]:
     return {name: None if leaf.grad is None else leaf.grad.tolist() for name, leaf in case.leaves().items()}
 
 
-@how_of
-@action_of
+@in_turn(how=HOWS, action=ACTIONS)
 def test_ctrl_c_on_threads(draining: threading.Event, how: str, action: Action) -> None:
     case, ended = case_of("threads", how), []
     threads = case.threads()
@@ -97,8 +96,7 @@ def test_ctrl_c_on_threads(draining: threading.Event, how: str, action: Action) 
     assert case.threads() == threads
 
 
-@how_of
-@action_of
+@in_turn(how=HOWS, action=ACTIONS)
 def test_ctrl_c_inline(how: str, action: Action) -> None:
     case = case_of("inline", how)
     case.run(how)
@@ -223,6 +221,7 @@ atexit.register(lambda: say("lanes at exit:", len(lane_threads())))  # runs last
 import threading
 from autosplit.runtime.lanes.threads import LaneThreads
 from autosplit.schedule.action import Action
+from tests.pairwise import in_turn
 from tests.runtime.gates import Case, lane_threads
 
 def say(*words):

@@ -20,6 +20,7 @@ from autosplit.runtime.lanes.threads import LaneThreads, Turn, turns
 from autosplit.schedule.action import Action, describe
 from autosplit.schedule.catalog import build
 from autosplit.schedule.orders import forward_only
+from tests.pairwise import in_turn
 from tests.runtime.gates import HOWS, SAFETY_S, Case, case_of, hold, split
 
 SHORT_S = 0.3
@@ -39,10 +40,7 @@ def short() -> Any:
         pipe.lane_timeout_s = before
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize(
-    "action", [Action(0, "F", 0), Action(1, "F", 2), Action(2, "B", 1), Action(0, "B", 3)], ids=str
-)
+@in_turn(how=HOWS, action=[Action(0, "F", 0), Action(1, "F", 2), Action(2, "B", 1), Action(0, "B", 3)])
 def test_an_action_that_hangs_is_named_and_left(short: Callable[[Any], None], how: str, action: Action) -> None:
     case, release = case_of("threads", how), threading.Event()
     case.run(how)

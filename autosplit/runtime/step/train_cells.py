@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,6 +18,8 @@ from autosplit.errors import InputError
 from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turns, turns
 from autosplit.runtime.loss.outputs import Outputs, with_placeholders
+from autosplit.runtime.loss.own_loss import OwnLoss
+from autosplit.runtime.loss.parts import Parts
 from autosplit.runtime.loss.proof import WholeCheck
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, rows_along, transfer
@@ -27,16 +29,8 @@ from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, NodeClass
 
-
-class Loss(Protocol):
-    """What a microbatch adds to the loss: of the model's output, or of all that stages give, by name."""
-
-    takes_values: bool
-    wants: frozenset[str] | None
-    """The names of the values of stages that it uses; None: all."""
-
-    def __call__(self, output: Any, microbatch: int, /) -> torch.Tensor:
-        """Return what a microbatch adds."""
+Loss = OwnLoss | Parts
+"""What a microbatch adds to the loss: of all that stages give, by name, or of the model's output."""
 
 
 def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
