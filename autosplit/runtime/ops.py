@@ -302,12 +302,6 @@ class _Fork(torch.autograd.Function):
         return total, None
 
 
-def seed_of(key: CellContext, name: str) -> int:
-    """Return the seed of a random operation, by its name, in one cell."""
-    call = key.state.seed
-    return zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
-
-
 def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a random operation with its numbers on the tape, else with a seed per step, node and microbatch.
 
@@ -317,7 +311,8 @@ def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, 
     tape = key.state.tape
     if tape is not None and tape.holds(name):
         return tape.run(name, key.microbatch, function, args, kwargs)
-    seed = seed_of(key, name)
+    call = key.state.seed
+    seed = zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
     generators = generators_of((args, kwargs))
     with DRAWING:
         states = [generator.get_state() for generator in generators]

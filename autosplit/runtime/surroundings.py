@@ -80,7 +80,11 @@ class Surroundings:
             (f"{path}.{key}", t) for path, m in modules for table in _TABLES for key, t in m.__dict__[table].items()
         ]
         named += places.items()
-        held = [(_word(t), t) for name, t in named if name not in written and isinstance(t, torch.Tensor)]
+        held = [
+            ("a parameter" if isinstance(t, nn.Parameter) else "a buffer", t)
+            for name, t in named
+            if name not in written and isinstance(t, torch.Tensor)
+        ]
         held += [("an input", value) for value in inputs if isinstance(value, torch.Tensor)]
         copies: dict[int, torch.Tensor] = {}
         copied = []
@@ -158,10 +162,6 @@ def _place(root: nn.Module, full: str) -> tuple[Table, str]:
     path, _, name = full.rpartition(".")
     holder = root.get_submodule(path).__dict__
     return next((holder[table] for table in _TABLES if name in holder[table]), holder), name
-
-
-def _word(tensor: torch.Tensor) -> str:
-    return "a parameter" if isinstance(tensor, nn.Parameter) else "a buffer"
 
 
 def _same(now: Table, found: Table) -> bool:
