@@ -21,6 +21,8 @@ from autosplit.units import format_bytes, format_seconds
 
 MOST_ROWS = 2**20
 """Of one microbatch."""
+_GUESSES, _GRAINS = 4, 128
+"""How often the cuts that need the least say where the largest batch is; it is found to about so many parts."""
 
 SpaceOf = Callable[[OnPaper], Space]
 
@@ -90,7 +92,7 @@ def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
 
 
 def largest_batch(paper: OnPaper, space: Space) -> Extreme:
-    """Return the plan for the largest batch that surely fits, in the plan's number of microbatches.
+    """Return the plan for the largest batch that surely fits, in the plan's number of microbatches, to about 1%.
 
     The number is the one that was asked for, else the one that is best for the sample's batch. Where not even the
     smallest batch fits, it is the plan for that. Raises InputError for a sample without a batch.
@@ -100,19 +102,22 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
     if all(stage.memory.capacity_bytes is None for stage in first.stages):
         raise InputError("no capacity is known, so any batch fits; give memory_limit=, or devices with a known memory")
     edge = _Edge(lambda each: Request(paper, replace(space, chunks=(chunks,)), each * chunks))
-    fewest, present = paper.found.graph.min_rows, max(first.microbatch_rows)
-    guess = int(present / max(edge.ratio(present, like=first), 0.01)) + 1
-    near = least(lambda each: edge.ratio(each, like=first) > 1.0, guess=guess, low=fewest, high=MOST_ROWS)
-    beyond = least(lambda each: not edge.fits(each), guess=near or MOST_ROWS, low=fewest, high=MOST_ROWS)
+    fewest, near = paper.found.graph.min_rows, max(first.microbatch_rows)
+    for _ in range(_GUESSES):
+        near = min(max(int(near / max(edge.ratio(near, like=first), 1e-6)), fewest), MOST_ROWS)
+    grain = max(1, near // _GRAINS)
+    low, high = -(-fewest // grain), MOST_ROWS // grain
+    beyond = least(lambda each: not edge.fits(each * grain), guess=near // grain + 1, low=low, high=high)
     if beyond is None:
-        return Extreme(edge.plan(MOST_ROWS), paper, f"{MOST_ROWS * chunks} rows still fit")
-    binds, most = _binds(edge.plan(beyond)), beyond - 1
-    if most < fewest:
-        words = f"not even {fewest * chunks} rows in {_microbatches(chunks)} fit: {binds}"
-        return Extreme(edge.plan(fewest), paper, words)
+        return Extreme(edge.plan(high * grain), paper, f"{high * grain * chunks} rows still fit")
+    binds, most = _binds(edge.plan(beyond * grain)), (beyond - 1) * grain
+    if beyond == low:
+        words = f"not even {low * grain * chunks} rows in {_microbatches(chunks)} fit: {binds}"
+        return Extreme(edge.plan(low * grain), paper, words)
+    rows = f"{'about ' * (grain > 1)}{most * chunks} rows, {most} in each"
     words = (
-        f"the largest batch that fits in {_microbatches(chunks)} is {most * chunks} rows, {most} in each: with "
-        f"{beyond}, {binds}; more microbatches of as many rows need hardly more memory"
+        f"the largest batch that fits in {_microbatches(chunks)} is {rows}: with {beyond * grain}, {binds}; more "
+        "microbatches of as many rows need hardly more memory"
     )
     return Extreme(edge.plan(most), paper, words)
 
