@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autosplit.partition.line.line import Line
-from autosplit.partition.line.moves import Hops, Paths, Redone, _Changes, paired, rows, stages_of
+from autosplit.partition.line.moves import moved, paired, stages_of
 from autosplit.partition.line.search import LineSearch
 from autosplit.partition.problem import RECOMPUTE, TensorEdge
 from tests.partition.test_line_search import all_cuts, random_problem
@@ -61,16 +61,11 @@ def test_no_move_is_left_out_that_is_shorter(seed: int, schedule: str, virtual: 
     kept = every = 0
     for chain in some_cuts(search, seed, 6):
         now = chance.random(search.stages)
-        least = now * (chance.random(search.stages) < 0.5)
         below = float(search._steps(chain[None], now[None])[0])
-        moves = rows(search.stages, further=True).legal(chain)
-        shorter = search.paths.shorter(moves, chain, Redone(now, least, search.mates), below=below)
-        found = {tuple(each) for each in shorter.chains(chain).tolist()}
-        chains = moves.chains(chain)
-        # Where a stage's run changed, all stages of its device may do the least; the others do what they did.
-        changed = (chains != chain)[:, :-1] | (chains != chain)[:, 1:]
-        lanes = (changed @ search.mates) > 0
-        steps = search.model.steps(stages_of(chains, search.line.size), np.where(lanes, least, now))
+        chains = moved(chain, further=True)
+        again = np.tile(now, (len(chains), 1))
+        found = {tuple(each) for each in search.paths.shorter(chains, again, below=below).tolist()}
+        steps = search.model.steps(stages_of(chains, search.line.size), again)
         wanted = {tuple(each) for each in chains[steps < below * (1 - 1e-9)].tolist()}
         assert wanted <= found
         kept, every = kept + len(found), every + len(chains)
@@ -90,9 +85,7 @@ def test_what_comes_out_no_move_makes_shorter(seed: int, schedule: str, virtual:
         room = [(least + max(free.device_bytes)) / 2] * 3
     found = search.fastest(options, room)
     assert found is not None
-    bounds = np.array(found.bounds)
-    moves = rows(search.stages, further=True).legal(bounds)
-    chains = np.concatenate([moves.chains(bounds), paired(found.bounds)])
+    chains = np.concatenate([moved(found.bounds, further=True), paired(found.bounds)])
     assert all(left < right for chain in chains.tolist() for left, right in pairwise(chain))
     ranked = sorted(options, key=search.share)
     chosen = search._fitting(chains, ranked, room)
@@ -108,7 +101,7 @@ def test_options_beside_a_cut_are_those_from_nothing(seed: int) -> None:
     room = [1.15 * least] * 3
     found = search.fastest(ranked, room)
     assert found is not None
-    chains = rows(search.stages, further=True).legal(np.array(found.bounds)).chains(np.array(found.bounds))
+    chains = moved(found.bounds, further=True)
     beside, alone = search._fitting(chains, ranked, room, beside=found), search._fitting(chains, ranked, room)
     assert np.array_equal(beside.chains, alone.chains)
     assert np.array_equal(beside.options, alone.options)
@@ -124,23 +117,3 @@ def test_without_limits_what_takes_the_same_time_is_the_same_cut() -> None:
     assert (block.bounds, block.step_s) == (always.bounds, always.step_s)
     assert block.device_bytes == search.cut(block.bounds, block.recompute).device_bytes
     assert set(block.recompute) == {"block"}
-
-
-@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
-def test_a_path_after_a_move_is_what_it_is_in_the_moved_cut(schedule: str, virtual: int) -> None:
-    search = searched(4, schedule, virtual)
-    for chain in some_cuts(search, 4, 8):
-        again = np.random.default_rng(4).random(search.stages)
-        search._steps(chain[None], again[None])
-        moves = rows(search.stages, further=True).legal(chain)
-        chains = moves.chains(chain)
-        once_s = search.model.once_s(stages_of(chains, search.line.size))
-        shifted = np.clip(chain + np.array([-2, -1, 1, 2])[:, None], 0, search.line.size)
-        hops = Hops(search.line, search.model).moved(chain, shifted)
-        for path in search.paths.found[-2:]:
-            one = Paths(search.line, search.model)
-            one.add(path)
-            along = _Changes(one, [path], chain, shifted, Redone(again, again, search.mates)).lengths(moves)
-            along += hops.along(path.hops[None], moves.start, moves.stop, moves.by)
-            whole = one.bounds(chains, np.tile(again, (len(chains), 1)))
-            assert along[0] + once_s == pytest.approx(whole, rel=1e-12)

@@ -6,18 +6,17 @@ way through the actions of every other, and takes there
     sum over stages and kinds of  how many actions of the stage it has x what they take,  and its hops to next stages
 
 A move that leaves that as long as the step is now makes nothing shorter. The paths of cuts that were simulated are
-kept. What a row of boundaries that moves together changes is a difference of running sums over the boundaries:
+kept. Boundaries move alone or in a row:
 
     | 0 | 1 | 2 | 3 | 4 |       boundaries 2 and 3 a unit to the right: stage 1 has one more, 3 one less, 2 another one
-    | 0 |  1  | 2 | 3| 4 |      hops change at 1 and 4 too, whose values may now come from, or go to, another stage
+    | 0 |  1  | 2 | 3| 4 |
 
 `Hops` tells what values take from stage to stage from the boundaries next to each cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations
 
@@ -30,6 +29,17 @@ from autosplit.partition.step_model import Path, StepModel
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_PAIRED = 16
+"""Of at most so many stages two boundaries move apart or towards each other."""
+RANGED = 64
+"""Of at most so many stages any row of boundaries moves."""
+_MOST = 512
+"""Moves that are looked at closely."""
+_BY = (-2, -1, 1, 2)
+_PATHS = 48
+"""Paths that are kept, the latest."""
+_ENTRIES = 2**20
+"""Numbers that are looked at together, about."""
 _NETS = 16
 """Nets of a boundary that are counted, the longest: without the others a bound is only lower."""
 
@@ -61,88 +71,12 @@ class Hops:
         tail = np.arange(model.stages - 1)
         self.link: Floats = model.link[tail, tail + 1] * model.simulator.travels[tail, tail + 1]
 
-    def of(self, before: Ints, at: Ints, behind: Ints) -> tuple[Floats, Floats]:
-        """Return what values take to the next stage, and gradients back, at least: [.., boundary] each.
-
-        Boundaries lie at ``at``, the ones before and behind each of them where the others say.
-        """
-        crosses = (self.producer[at] >= before[..., None]) & (self.consumer[at] < behind[..., None])
+    def of(self, chains: Ints) -> tuple[Floats, Floats]:
+        """Return what values take over each inner boundary of cuts, and gradients back, at least: [cut, boundary]."""
+        before, at, behind = chains[:, :-2, None], chains[:, 1:-1], chains[:, 2:, None]
+        crosses = (self.producer[at] >= before) & (self.consumer[at] < behind)
         there_s, back_s = ((crosses * each[at]).sum(axis=-1) * self.link for each in (self.there_s, self.back_s))
         return there_s, back_s
-
-    def moved(self, bounds: Ints, shifted: Ints) -> MovedHops:
-        """Return the hops of a cut after moves of rows of its boundaries; ``shifted`` has the bounds by each step."""
-        still, last = np.broadcast_to(bounds, shifted.shape), len(bounds) - 1
-        sides: dict[str, tuple[Ints, Ints, Ints]] = {
-            "none": (still, still, still),
-            "all": (shifted, shifted, shifted),
-            "at": (still, shifted, still),
-            "first": (still, shifted, shifted),
-            "last": (shifted, shifted, still),
-            "before": (still, still, shifted),
-            "behind": (shifted, still, still),
-        }
-        found = {}
-        for name, (before, at, behind) in sides.items():
-            found[name] = np.zeros((2, len(shifted), last + 1))
-            found[name][:, :, 1:-1] = self.of(before[:, :-2], at[:, 1:-1], behind[:, 2:])
-        return MovedHops(found)
-
-
-@dataclass(frozen=True)
-class MovedHops:
-    """What goes over each boundary, there and back, by which of it and its neighbours moved: [way, step, boundary]."""
-
-    taken: Mapping[str, Floats]
-
-    def along(self, counts: Floats, start: Ints, stop: Ints, by: Ints) -> Floats:
-        """Return what paths' hops take after moves from boundary ``start`` to before ``stop``, by the ``by``-th step.
-
-        ``counts`` is per path how often it takes each hop, there and then back. The result is [path, move].
-        """
-        ways = np.zeros((len(counts), 2, 1, next(iter(self.taken.values())).shape[2]))
-        ways[:, :, 0, 1:-1] = counts.reshape(len(counts), 2, -1)
-        taken = {name: (own * ways).sum(axis=1) for name, own in self.taken.items()}
-        none, every = (running_sums(taken[name]) for name in ("none", "all"))
-        alone, end = stop == start + 1, none.shape[2] - 1
-        found = none[:, by, start - 1] + none[:, by, -1] - none[:, by, np.minimum(stop + 1, end)]
-        found += np.where(alone, 0.0, every[:, by, stop - 1] - every[:, by, start + 1])
-        found += taken["before"][:, by, start - 1] + taken["behind"][:, by, stop]
-        several = taken["first"][:, by, start] + taken["last"][:, by, stop - 1]
-        found += np.where(alone, taken["at"][:, by, start], several)
-        return found
-
-
-def running_sums(each: Floats) -> Floats:
-    """Return sums over the places before each: [.., places + 1]."""
-    return np.concatenate([np.zeros((*each.shape[:-1], 1)), each.cumsum(axis=-1)], axis=-1)
-
-
-_PAIRED = 16
-"""Of at most so many stages two boundaries move apart or towards each other."""
-RANGED = 64
-"""Of at most so many stages any row of boundaries moves."""
-_FIRST = 8
-"""So many paths, the latest, are looked at before the others."""
-_MOST = 512
-"""Moves that are looked at closely."""
-_BY = (-2, -1, 1, 2)
-_PATHS = 48
-"""Paths that are kept, the latest."""
-_ENTRIES = 2**20
-"""Numbers that are looked at together, about."""
-
-
-@dataclass(frozen=True)
-class Redone:
-    """Which part of its forwards each stage of a cut does again, and what it may do at least once its device changes.
-
-    ``mates`` says per stage which stages are on its device.
-    """
-
-    now: Floats
-    least: Floats
-    mates: NDArray[np.bool_]
 
 
 def stages_of(chains: Ints, size: int) -> Ints:
@@ -153,58 +87,43 @@ def stages_of(chains: Ints, size: int) -> Ints:
     return stages
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of boundaries that move together: from ``start`` to before ``stop``, ``_BY[by]`` units."""
+def moved(bounds: Sequence[int], *, further: bool) -> Ints:
+    """Return the cuts with a row of boundaries elsewhere: one by a unit or two, or all from one on or up to one.
 
-    start: Ints
-    stop: Ints
-    by: Ints
-
-    def of(self, places: Ints | NDArray[np.bool_]) -> Rows:
-        """Return some of them."""
-        return Rows(self.start[places], self.stop[places], self.by[places])
-
-    def chains(self, bounds: Ints) -> Ints:
-        """Return the cuts that they make of one: [row, bound]."""
-        index = np.arange(len(bounds))
-        inside = (index >= self.start[:, None]) & (index < self.stop[:, None])
-        return bounds + inside * np.array(_BY)[self.by][:, None]
-
-    def legal(self, bounds: Ints) -> Rows:
-        """Return those that leave every stage a unit."""
-        by, width = np.array(_BY)[self.by], np.diff(bounds)
-        return self.of((width[self.start - 1] + by > 0) & (width[self.stop - 1] - by > 0))
-
-
-@lru_cache(maxsize=16)
-def rows(stages: int, *, further: bool) -> Rows:
-    """Return the moves of one boundary a unit or two, or all from one on or up to one; ``further``: of any row."""
-    found: list[tuple[int, int, int]] = []
-    for start, stop in combinations(range(1, stages + 1), 2):
-        end = start == 1 or stop == stages
-        if further or stop == start + 1 or end:
-            sizes = range(4) if further or stop == start + 1 else (1, 2)
-            found += ((start, stop, by) for by in sizes)
-    table = np.array(found, dtype=np.int64).reshape(-1, 3)
-    return Rows(table[:, 0], table[:, 1], table[:, 2])
+    ``further``: any row of them.
+    """
+    return _legal(bounds, _rows(len(bounds) - 1, further=further))
 
 
 def paired(bounds: Sequence[int]) -> Ints:
     """Return the cuts with two boundaries a unit apart or towards each other, where there are few."""
-    moved = np.array(bounds, dtype=np.int64) + _pairs(len(bounds) - 1)
-    legal: Ints = moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
+    return _legal(bounds, _pairs(len(bounds) - 1))
+
+
+def _legal(bounds: Sequence[int], offsets: Ints) -> Ints:
+    """Return the cuts with boundaries moved so that leave every stage a unit."""
+    chains = np.array(bounds, dtype=np.int64) + offsets
+    legal: Ints = chains[(np.diff(chains, axis=1) > 0).all(axis=1)]
     return legal
 
 
 @lru_cache(maxsize=16)
-def _pairs(last: int) -> Ints:
-    def offsets() -> Iterator[list[int]]:
-        for first, second in combinations(range(1, last), 2) if last <= _PAIRED else ():
-            for by in (-1, 1):
-                yield [by * (index == first) - by * (index == second) for index in range(last + 1)]
+def _rows(last: int, *, further: bool) -> Ints:
+    index, offsets = np.arange(last + 1), []
+    for start, stop in combinations(range(1, last + 1), 2):
+        alone, end = stop == start + 1, start == 1 or stop == last
+        if further or alone or end:
+            inside = (index >= start) & (index < stop)
+            offsets += [inside * by for by in (_BY if further or alone else (-1, 1))]
+    return np.array(offsets, dtype=np.int64).reshape(-1, last + 1)
 
-    return np.array(list(offsets()), dtype=np.int64).reshape(-1, last + 1)
+
+@lru_cache(maxsize=16)
+def _pairs(last: int) -> Ints:
+    pairs = list(combinations(range(1, last), 2)) if last <= _PAIRED else []
+    index = np.arange(last + 1)
+    offsets = [by * ((index == first) * 1 - (index == second)) for first, second in pairs for by in (-1, 1)]
+    return np.array(offsets, dtype=np.int64).reshape(-1, last + 1)
 
 
 class Paths:
@@ -236,24 +155,11 @@ class Paths:
         ]
         return np.concatenate(parts) + self._once_s(chains)
 
-    def shorter(self, moved: Rows, bounds: Ints, redone: Redone, *, below: float) -> Rows:
-        """Return the moves of a cut along which no known path is as long as ``below``, of very many the shortest."""
-        own = moved.legal(bounds)
-        shifted = np.clip(bounds + np.array(_BY)[:, None], 0, self.line.size)
-        hops = self._hops.moved(bounds, shifted)
-        once_s = np.where(self._keeps_once(own, bounds), self._once_s(bounds[None])[0], 0.0)
-        lengths = np.zeros(len(own.by))
-        for paths in (self.found[-_FIRST:], self.found[:-_FIRST]):
-            if not paths or not len(own.by):
-                break
-            along = _Changes(self, paths, bounds, shifted, redone).lengths(own)
-            along += hops.along(np.array([path.hops for path in paths]), own.start, own.stop, own.by)
-            lengths = np.maximum(lengths, along.max(axis=0) + once_s)
-            kept = np.flatnonzero(lengths < below)
-            own, lengths, once_s = own.of(kept), lengths[kept], once_s[kept]
-        if len(lengths) > _MOST:
-            own = own.of(np.sort(np.argsort(lengths, kind="stable")[:_MOST]))
-        return own
+    def shorter(self, chains: Ints, again: Floats, *, below: float) -> Ints:
+        """Return the cuts along which no known path is as long as ``below``, of very many the shortest."""
+        lower = self.bounds(chains, again)
+        kept = np.flatnonzero(lower < below)
+        return chains[np.sort(kept[np.argsort(lower[kept], kind="stable")[:_MOST]])]
 
     def _terms(self, chains: Ints, again: Floats) -> Floats:
         """Return what each action of each stage takes, by kind, and each hop: [cut, term]."""
@@ -262,63 +168,10 @@ class Paths:
             scale * np.diff(each[chains], axis=1) for each in (line.forward_s, line.backward_s, line.weight_s)
         )
         backward = backward + again * forward
-        hops_s = self._hops.of(chains[:, :-2], chains[:, 1:-1], chains[:, 2:])
+        hops_s = self._hops.of(chains)
         return np.concatenate([forward, backward, backward - weight, weight, *hops_s], axis=1)
 
     def _once_s(self, chains: Ints) -> Floats:
         if not self.model.ties and not self.model.sync_s.any():
             return np.zeros(len(chains))
         return self.model.once_s(stages_of(chains, self.line.size))
-
-    def _keeps_once(self, moved: Rows, bounds: Ints) -> NDArray[np.bool_]:
-        """Tell which moves leave what happens once per step as it is: no boundary passes a user of a tie."""
-        if self.model.sync_s.any():
-            return np.zeros(len(moved.by), dtype=np.bool_)
-        users = np.zeros(self.line.size + 1, dtype=np.int64)
-        for _, own in self.model.ties:
-            users[np.array(own) + 1] += 1
-        before = users.cumsum()
-        passed = np.stack([before[np.clip(bounds + by, 0, self.line.size)] != before[bounds] for by in _BY])
-        running = np.concatenate([np.zeros((4, 1), dtype=np.int64), passed.cumsum(axis=1)], axis=1)
-        kept: NDArray[np.bool_] = running[moved.by, moved.stop] == running[moved.by, moved.start]
-        return kept
-
-
-class _Changes:
-    """What the actions of some paths take after each of many moves of one cut."""
-
-    def __init__(self, paths: Paths, some: Sequence[Path], bounds: Ints, shifted: Ints, redone: Redone) -> None:
-        line, scale = paths.line, paths.model.scale
-        self.bounds, self.shifted, self.forward_s = bounds, shifted, line.forward_s
-        ahead, back, inner, weight = np.moveaxis(np.array([path.counts for path in some]) * scale, 1, 0)
-        each = ahead + redone.now * (back + inner)
-        self.loose: Floats = (redone.now - redone.least) * (back + inner)
-        costs = (line.forward_s, each), (line.backward_s, back + inner), (line.weight_s, weight - inner)
-        # A boundary further right adds to the stage before it what it takes from the stage behind it.
-        gained = np.zeros((len(some), *shifted.shape))
-        self.length: Floats = np.zeros(len(some))
-        for running, count in costs:
-            turned = count[:, None, :-1] - count[:, None, 1:]
-            gained[:, :, 1:-1] += turned * (running[shifted[:, 1:-1]] - running[bounds[1:-1]])
-            self.length += count @ np.diff(running[bounds])
-        self.gained = running_sums(gained)
-        own = self.loose * np.diff(line.forward_s[bounds])
-        self.mates = running_sums(own @ (redone.mates & ~np.eye(own.shape[1], dtype=np.bool_)))
-
-    def lengths(self, moved: Rows) -> Floats:
-        """Return how long the actions of each path are at least after each move: [path, move]."""
-        start, stop, by = moved.start, moved.stop, moved.by
-        lengths: Floats = self.length[:, None] + self.gained[:, by, stop] - self.gained[:, by, start]
-        if self.loose.any():
-            lengths -= self._loosened(start, stop, by)
-        return lengths
-
-    def _loosened(self, start: Ints, stop: Ints, by: Ints) -> Floats:
-        """Return what each path gains at most where the devices of moved stages need not do as much again."""
-        running, bounds, shifted = self.forward_s, self.bounds, self.shifted
-        whole = running_sums(self.loose[:, None] * (running[shifted[:, 1:]] - running[shifted[:, :-1]]))
-        found = whole[:, by, stop - 1] - whole[:, by, start]
-        found += self.loose[:, start - 1] * (running[shifted[by, start]] - running[bounds[start - 1]])
-        found += self.loose[:, stop - 1] * (running[bounds[stop]] - running[shifted[by, stop - 1]])
-        loosened: Floats = found + self.mates[:, stop] - self.mates[:, start - 1]
-        return loosened

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autosplit.partition.graph import Graph
 from autosplit.partition.line.interval_dp import IntervalDP, Place
 from autosplit.partition.line.line import Line, LineBytes
-from autosplit.partition.line.moves import RANGED, Paths, Redone, Rows, paired, rows, stages_of
+from autosplit.partition.line.moves import RANGED, Paths, moved, paired, stages_of
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.step_model import StepModel
 
@@ -129,9 +129,8 @@ class LineSearch:
 
     def _beside(self, cut: LineCut) -> Ints:
         """Return the cut, for other options may fit it, and those with one boundary elsewhere, or two."""
-        bounds = np.array(cut.bounds, dtype=np.int64)
-        single = rows(self.stages, further=False).legal(bounds).chains(bounds)
-        return np.concatenate([bounds[None], single, paired(cut.bounds)])
+        own = np.array([cut.bounds], dtype=np.int64)
+        return np.concatenate([own, moved(cut.bounds, further=False), paired(cut.bounds)])
 
     def _bands(self, ranked: Sequence[str], room: Sequence[float] | None, *, least_bytes: bool = False) -> IntervalDP:
         places = []
@@ -291,9 +290,8 @@ class LineSearch:
         """Move boundaries while the step gets shorter: a few at a time, at last any row of them."""
         left = _MOVED // max(self.model.simulator.count, 1)
         for further in (False, True) if self.stages <= RANGED else (False,):
-            moves = rows(self.stages, further=further)
             for _ in range(_ROUNDS):
-                found, simulated = self._nearby(cut, moves, ranked, room, left)
+                found, simulated = self._nearby(cut, ranked, room, left, further=further)
                 left -= simulated
                 if found is None:
                     break
@@ -301,18 +299,21 @@ class LineSearch:
         return cut
 
     def _nearby(
-        self, cut: LineCut, moves: Rows, ranked: Sequence[str], room: Sequence[float] | None, most: int
+        self, cut: LineCut, ranked: Sequence[str], room: Sequence[float] | None, most: int, *, further: bool
     ) -> tuple[LineCut | None, int]:
-        """Return the best of the cuts if it gains something, and how many were simulated.
+        """Return the best of the cuts with moved boundaries if it gains something, and how many were simulated.
 
         What is no shorter than the best so far along a path that is known need not be.
         """
         below = cut.step_s * (1 - _GAIN)
         now = self._again(cut.recompute)
         least = now if isinstance(ranked, tuple) else np.minimum(now, self.share(ranked[0]))
-        bounds = np.array(cut.bounds, dtype=np.int64)
-        shorter = self.paths.shorter(moves, bounds, Redone(now, least, self.mates), below=below)
-        chains = np.concatenate([shorter.chains(bounds), paired(cut.bounds)])
+        chains = moved(cut.bounds, further=further)
+        # Where a stage changes its device may have room for all of its stages to do less again.
+        changed = chains != np.array(cut.bounds)
+        freed = (changed[:, :-1] | changed[:, 1:]) @ self.mates
+        shorter = self.paths.shorter(chains, np.where(freed, least, now), below=below)
+        chains = np.concatenate([shorter, paired(cut.bounds)])
         chosen = self._fitting(chains, ranked, room, beside=cut)
         again = self._redone(chosen, ranked)
         best, simulated, together = -1, 0, _TOGETHER
