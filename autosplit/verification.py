@@ -31,10 +31,11 @@ from autosplit.runtime.loss.parts import call_loss
 from autosplit.runtime.norms import norm_and_collect_stats
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.borrow import free_leaves, stand_ins
+from autosplit.trace.borrowed.state import gradients_aside
 from autosplit.trace.fixed_draws import FixedDraws
 from autosplit.trace.inputs.structure import flatten_output
 from autosplit.trace.norm_watch import NormWatch, Pieces
-from autosplit.trace.run_once import Left, gradients_aside, run_once
+from autosplit.trace.run_once import Left, run_once
 from autosplit.trace.together import Together
 
 _KINDS = ("output", "input", "gradient", "buffer", "loss", "draws")

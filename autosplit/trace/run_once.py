@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from autosplit.options import Sample
+from autosplit.trace.borrowed.state import gradients_aside
 from autosplit.trace.check import cotangent, seed_all
 from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.inputs.structure import flatten_output
@@ -83,20 +83,3 @@ def _drawn() -> list[bytes]:
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
     return [state.numpy().tobytes() for state in states]
-
-
-@contextlib.contextmanager
-def gradients_aside(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give leaves no gradients inside, and their own back at the end.
-
-    A gradient of another shape than its leaf's, whose data was replaced, stays: it could not be put back.
-    """
-    gradients = [(leaf, leaf.grad) for leaf in leaves]
-    saved = [(leaf, gradient) for leaf, gradient in gradients if gradient is None or gradient.shape == leaf.shape]
-    for leaf, _ in saved:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in saved:
-            leaf.grad = gradient

@@ -24,10 +24,9 @@ from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.types import NodeTimes
 from autosplit.trace.borrowed import state
-from autosplit.trace.borrowed.state import written_back
+from autosplit.trace.borrowed.state import gradients_aside, written_back
 from autosplit.trace.inputs.structure import flatten_output, tensors_in
 from autosplit.trace.module_tree import ForwardInterceptors, ModuleCost
-from autosplit.trace.run_once import gradients_aside
 
 _BACKWARD = 2.0
 """Backward over forward time where the backward cannot be measured: a matrix product has two in its backward."""

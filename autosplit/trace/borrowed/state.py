@@ -256,6 +256,23 @@ def eval_mode(model: nn.Module, *others: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def gradients_aside(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give leaves no gradients inside, and their own back at the end.
+
+    A gradient of another shape than its leaf's, whose data was replaced, stays: it could not be put back.
+    """
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    saved = [(leaf, gradient) for leaf, gradient in gradients if gradient is None or gradient.shape == leaf.shape]
+    for leaf, _ in saved:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in saved:
+            leaf.grad = gradient
+
+
+@contextlib.contextmanager
 def left_alone(model: nn.Module, given: Any) -> Iterator[None]:
     """Run steps that leave no trace: gradients, buffers, attributes, what is given and random states are as before.
 
@@ -265,20 +282,14 @@ def left_alone(model: nn.Module, given: Any) -> Iterator[None]:
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     leaves = [leaf for leaf in tensors if leaf.is_leaf]
     leaves += [parameter for module in modules for parameter in module.parameters()]
-    before = [(leaf, leaf.grad) for leaf in dict.fromkeys(leaves)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(random_state())
         stack.enter_context(contents(tensors))
         stack.enter_context(attributes(*modules))
         for module in modules:
             stack.enter_context(buffer_contents(module))
-        try:
-            for leaf, _ in before:
-                leaf.grad = None
-            yield
-        finally:
-            for leaf, gradient in before:
-                leaf.grad = gradient
+        stack.enter_context(gradients_aside(dict.fromkeys(leaves)))
+        yield
 
 
 @contextlib.contextmanager
