@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
 from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, pair, value_of
 from tests.models.named import WIDTH, numbers
@@ -19,7 +22,7 @@ from tests.pairwise import in_turn, pairwise
 both = pytest.mark.parametrize("lanes", LANES)
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
+# -- hooks --------------------------------------------------------------------------------------------------------
 @pairwise(name=("shared weight", "repeated block", "hub"), step=(False, True), lanes=LANES)
 def test_hooks_of_parameters_and_inputs_fire_once_with_the_whole_gradient(name: str, step: bool, lanes: str) -> None:
     target = numbers(9, WIDTH, seed=1)
@@ -178,7 +181,7 @@ def test_full_backward_hooks_of_the_model_fire_once_in_a_training_step(lanes: st
     check(run, "chain", lanes)
 
 
-# -- checkpoint and transforms ---------------------------------------------------------------------------------------
+# -- checkpoint and transforms ------------------------------------------------------------------------------------
 @pairwise(reentrant=(False, True), first=(False, True), lanes=LANES)
 def test_checkpoint(reentrant: bool, first: bool, lanes: str) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
@@ -248,3 +251,69 @@ def test_functional_call_with_parameters_of_the_callers_graph(module: nn.Module)
     given = {name: leaf * 1.5 for name, leaf in leaves.items()}
     loss = probe_loss(torch.func.functional_call(module, given, (value_of(),)))
     return [*torch.autograd.grad(loss, list(leaves.values())), *grads(module)]
+
+
+# -- hooks under recompute: once per microbatch, whatever runs again in the backward ---------------------------------
+Seen = list[Tensor]
+
+
+def blocks_of_two() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(4)]
+    return nn.Sequential(*blocks).double().train()
+
+
+def seen_in_steps(how: str, register: Callable[[nn.Module, Seen], Any], **options: Any) -> tuple[Seen, Seen]:
+    """Return what a hook sees in two steps of the plain model, and of the pipe."""
+    plain, x = blocks_of_two(), torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    split = deepcopy(plain)
+    logs: tuple[Seen, Seen] = ([], [])
+    register(plain, logs[0])
+    register(split, logs[1])
+    pipe = autosplit(split, devices=2, chunks=3, **options)
+    for _ in range(2):
+        F.mse_loss(plain(x), x.detach()).backward()
+        if how == "train_step":
+            pipe.train_step(x, target=x.detach(), loss_fn=F.mse_loss)
+        else:
+            F.mse_loss(pipe(x), x.detach()).backward()
+    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)
+    return logs
+
+
+@pytest.mark.parametrize("how", ["call", "train_step"])
+@pytest.mark.parametrize("lanes", LANES)
+def test_an_observing_hook_does_not_see_the_second_run(lanes: str, how: str) -> None:
+    def register(net: nn.Module, seen: Seen) -> None:
+        net[1][1].register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
+        net[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+
+    plain, pipe = seen_in_steps(how, register, lanes=lanes, recompute="always")
+    assert sum(map(len, pipe)) == sum(map(len, plain)) == 2 * 2 * 6
+    torch.testing.assert_close(sum(t.sum() for t in pipe), sum(t.sum() for t in plain))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_hook_that_computes_runs_again(lanes: str) -> None:
+    def register(net: nn.Module, seen: Seen) -> None:
+        net[1][1].register_forward_hook(lambda module, args, output: output * 2)
+
+    seen_in_steps("train_step", register, lanes=lanes, recompute="always")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("recompute", ["always", "block"])
+@pytest.mark.parametrize("make", [nn.utils.weight_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.4)])
+def test_a_hook_that_makes_a_weight_runs_again(make: Callable[[nn.Module], Any], recompute: str) -> None:
+    """As ``torch.nn.utils`` has it: a plain attribute, made before each forward."""
+    plain, split = blocks_of_two(), blocks_of_two()
+    for net in (plain, split):
+        torch.manual_seed(1)
+        make(net[1][0])
+    pipe, x = autosplit(split, devices=2, chunks=3, recompute=recompute), torch.randn(6, 6, dtype=torch.float64)
+    for _ in range(2):
+        F.mse_loss(plain(x), x).backward()
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)

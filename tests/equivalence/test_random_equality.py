@@ -105,7 +105,7 @@ def test_train_step_equals_the_plain_model(
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
-@settings(max_examples=examples(50, few=8))
+@settings(max_examples=examples(50, few=5))
 @given(recipe=recipes(forms=("tensor",)), rows=ROWS, chunks=CHUNKS, devices=st.integers(2, 5), lanes=LANE)
 def test_bits_do_not_depend_on_the_cut_or_the_run(
     recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str
@@ -123,7 +123,7 @@ def test_bits_do_not_depend_on_the_cut_or_the_run(
         assert_same_bits(repeated, several)
 
 
-@settings(max_examples=examples(24, few=8))
+@settings(max_examples=examples(24, few=5))
 @given(recipe=recipes(kinds=ROW_WISE), rows=st.integers(2, 9), chunks=CHUNKS, devices=DEVICES)
 def test_switching_modes_equals_the_plain_model(recipe: Recipe, rows: int, chunks: int, devices: int) -> None:
     plain, pipe = build(recipe), autosplit(build(recipe), devices=["cpu"] * devices, chunks=chunks)

@@ -26,6 +26,7 @@ from autosplit.planning.plan.plan import Plan
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import WIDTH, Body, Model, numbers
 from tests.pairwise import pairwise
+from tests.runtime.test_batch_norm_statistics import NormAct
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* devices were given")
 
@@ -57,16 +58,6 @@ def moving_average(model: Any, x: Tensor) -> Tensor:
     if model.training:
         model.buffer_ema = 0.9 * model.buffer_ema + 0.1 * hidden.detach().mean(0)
     return model.c(model.b(hidden) + model.buffer_ema)
-
-
-class NormAct(nn.BatchNorm1d):
-    """A batch norm with a forward of its own, as in timm."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        mean, var = self.running_mean, self.running_var
-        return F.relu(F.batch_norm(value, mean, var, self.weight, self.bias, self.training, 0.1, self.eps))
 
 
 def layer_drop(model: Any, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
+from tests.pairwise import pairwise
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda h: h,
@@ -42,17 +43,14 @@ class Strided(nn.Module):
         return self.last(h.repeat(1, 1, 2)[..., :6]), part
 
 
-@pytest.mark.parametrize("across", [False, True], ids=["rows", "across rows"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_read_by_strides_equals_the_plain_model(layout: str, across: bool) -> None:
+@pairwise(layout=list(LAYOUTS), across=(False, True), lanes=LANES)
+def test_a_read_by_strides_equals_the_plain_model(layout: str, across: bool, lanes: str) -> None:
     torch.manual_seed(0)
-    model = Strided(layout, across=across).double()
-    plain = copy.deepcopy(model)
-    for lanes in LANES:
-        pipe = autosplit(copy.deepcopy(model), devices=2, chunks=3, lanes=lanes)
-        for rows in (7, 4, 2):
-            batch = Batch((torch.randn(rows, 8, 6, dtype=torch.double, requires_grad=True),))
-            assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
+    plain = Strided(layout, across=across).double()
+    pipe = autosplit(copy.deepcopy(plain), devices=2, chunks=3, lanes=lanes)
+    for rows in (7, 4, 2):
+        batch = Batch((torch.randn(rows, 8, 6, dtype=torch.double, requires_grad=True),))
+        assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
 class Halves(nn.Module):
