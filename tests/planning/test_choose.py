@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from autosplit.api import plan
 from autosplit.memory.range import PeakRange
@@ -21,22 +20,14 @@ from autosplit.planning.search.choose import Space, alternative, choose_plan
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.timeline import predicted
 from autosplit.trace.ladder import Trace, trace
+from tests.models.blocks import wide_blocks
 
 WIDTH, ROWS = 16, 64
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.narrow(F.gelu(self.wide(value)))
-
-
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return nn.Sequential(*[Block() for _ in range(4)])
+    return wide_blocks(4, WIDTH)
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,11 @@ from autosplit import DeviceError, InputError, Sample, plan
 from autosplit.checks import resolve_machine
 from autosplit.options import Options
 from autosplit.planning.paper import search_space, stand_ins
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = value + self.down(torch.relu(self.up(self.norm(value))))
-        return result
+from tests.models.blocks import wide_blocks
 
 
 def blocks(count: int = 6, width: int = 64) -> nn.Sequential:
-    return nn.Sequential(*[Block(width) for _ in range(count)])
+    return wide_blocks(count, width, norm=True)
 
 
 class Unused(nn.Module):

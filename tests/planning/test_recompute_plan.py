@@ -8,24 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.errors import InfeasibleError, PlanError
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
+from tests.models.blocks import wide_blocks
 
 WIDTH, ROWS = 16, 256
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.narrow(F.gelu(self.wide(value)))
 
 
 def value() -> Tensor:
@@ -36,7 +27,7 @@ def planned(recompute: tuple[str, ...] | None, *, limit: int | None = None) -> P
     devices = (torch.device("cpu"),) * 2
     options = Options(devices, 4, schedule="gpipe", recompute=recompute, memory_limit=limit, measure=False)
     with torch.random.fork_rng():
-        pipe = PipelinedModule(nn.Sequential(*[Block() for _ in range(4)]), options)
+        pipe = PipelinedModule(wide_blocks(4, WIDTH), options)
         pipe(value())
     assert pipe.plan is not None
     return pipe.plan
@@ -110,7 +101,7 @@ def test_a_plan_keeps_what_its_stages_recompute(tmp_path: Path) -> None:
     assert Plan.load(path) == plan
 
     def again(**options: Any) -> Any:
-        model = nn.Sequential(*[Block() for _ in range(4)])
+        model = wide_blocks(4, WIDTH)
         return autosplit(model, devices=["cpu"] * 2, chunks=4, plan=path, **options)
 
     pipe = again(recompute=["always", "never"])

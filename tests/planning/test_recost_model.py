@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from autosplit import plan as plan_for
 from autosplit.options import Options, Sample
 from autosplit.planning.search.choose import Space, choose_plan
 from autosplit.planning.search.make import make_plan
 from autosplit.trace.ladder import trace
+from tests.models.blocks import wide_blocks
 from tests.planning.page_recost import recost
 
 WIDTH, ROWS, BLOCKS, CHUNKS = 64, 512, 8, 4
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.Linear(4 * WIDTH, WIDTH),
-        )
-
-    def forward(self, value):
-        return value + self.narrow(F.gelu(self.wide(self.norm(value))))
-
-
 @pytest.fixture(scope="module")
 def model():
-    return nn.Sequential(*[Block() for _ in range(BLOCKS)])
+    return wide_blocks(BLOCKS, WIDTH, norm=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from autosplit import InputError, autosplit
 from autosplit.checks import SCHEDULES
@@ -20,22 +19,14 @@ from autosplit.planning.request import ask, settle
 from autosplit.planning.timeline import predicted
 from autosplit.schedule import catalog
 from autosplit.schedule.files import dump_actions
+from tests.models.blocks import wide_blocks
 
 WIDTH, ROWS, CHUNKS = 16, 8, 4
 VIRTUAL = [("interleaved", 2), ("interleaved", 3), ("looped_bfs", 2), ("zb_v", 2)]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.narrow(F.gelu(self.wide(value)))
-
-
 def planned(depth: int = 6, *, devices: int = 2, chunks: int = CHUNKS, **options: Any) -> Plan:
-    model = nn.Sequential(*[Block() for _ in range(depth)])
+    model = wide_blocks(depth, WIDTH)
     plan = autosplit(model, ["cpu"] * devices, chunks, sample=torch.zeros(ROWS, WIDTH), **options).plan
     assert plan is not None
     return plan
