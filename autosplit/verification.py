@@ -4,8 +4,8 @@
                        pipe, microbatches on its lanes                  ─┴► differences, item by item
 
 Where equality cannot hold, the reference is changed no more than is needed, and the result says so: draws that are not
-the plain model's are replaced by constants on both sides (:mod:`autosplit.trace.fixed_draws`), and norms that take
-their statistics per microbatch do so in the model too (:mod:`autosplit.trace.norm_watch`). All the rest is the plain
+the plain model's are replaced by constants on both sides (:mod:`autosplit.trace.compared_runs`), and norms that take
+their statistics per microbatch do so in the model too (:mod:`autosplit.trace.compared_runs`). All the rest is the plain
 model's.
 """
 
@@ -32,11 +32,8 @@ from autosplit.runtime.norms import norm_and_collect_stats
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.borrow import free_leaves, stand_ins
 from autosplit.trace.borrowed.state import gradients_aside
-from autosplit.trace.fixed_draws import FixedDraws
-from autosplit.trace.inputs.structure import flatten_output
-from autosplit.trace.norm_watch import NormWatch, Pieces
-from autosplit.trace.run_once import Left, run_once
-from autosplit.trace.together import Together
+from autosplit.trace.compared_runs import FixedDraws, Left, NormWatch, Pieces, Together, run_once
+from autosplit.trace.inputs.objects import flatten_output
 
 _KINDS = ("output", "input", "gradient", "buffer", "loss", "draws")
 

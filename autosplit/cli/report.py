@@ -170,7 +170,7 @@ def _mean_of(output: Any) -> torch.Tensor:
     """Return the sum of the means of all that hangs on parameters."""
     import torch
 
-    from autosplit.trace.inputs.structure import flatten_output
+    from autosplit.trace.inputs.objects import flatten_output
 
     leaves = [leaf for leaf in flatten_output(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not leaves:

@@ -31,8 +31,7 @@ from autosplit.report.document import (
     room_beside,
     table_width,
 )
-from autosplit.report.prediction import prediction, shares
-from autosplit.report.verdicts import changes, frontier, verdicts
+from autosplit.report.prediction import changes, frontier, prediction, shares, verdicts
 from autosplit.report.words import covers, fit_modules, format_count, plural, repeats, shorten, some_numbers
 from autosplit.units import format_bytes, format_seconds
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.trace.inputs.structure import tensors_in
+from autosplit.trace.inputs.objects import tensors_in
 
 _TABLES = ("_parameters", "_buffers")
 _SWAPPING = threading.RLock()

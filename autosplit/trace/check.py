@@ -31,7 +31,7 @@ from autosplit.trace.borrowed.borrow import stand_ins
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.side_effects import changes, kept
 from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.structure import flatten_output
+from autosplit.trace.inputs.objects import flatten_output
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.rows.probe import probe_rows, slow_attention
 from autosplit.trace.shapes.shape_rules import ShapeRules

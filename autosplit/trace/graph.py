@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.trace.inputs.structure import Layout
+from autosplit.trace.inputs.objects import Layout
 from autosplit.trace.recording.random_watch import Draw
 from autosplit.trace.shapes.formula import ROWS, Length, Number, evaluate
 
@@ -72,7 +72,7 @@ class TensorInfo:
     shape: tuple[Size, ...]
     dtype: torch.dtype
     layout: Layout = None
-    """The order of its dimensions in memory; see :func:`autosplit.trace.inputs.structure.layout_of`."""
+    """The order of its dimensions in memory; see :func:`autosplit.trace.inputs.objects.layout_of`."""
 
     @property
     def differentiable(self) -> bool:

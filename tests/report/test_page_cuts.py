@@ -7,7 +7,7 @@ import random
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from autosplit.report.page_data import page_data
+from autosplit.report.page import page_data
 from autosplit.units import format_seconds
 from tests.planning.page_recost import recost
 from tests.report.paper_plans import make_units, paper_plan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.trace.fixed_draws import FixedDraws
+from autosplit.trace.compared_runs import FixedDraws
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),

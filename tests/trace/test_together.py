@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autosplit.trace.together import Together
+from autosplit.trace.compared_runs import Together
 
 
 class Apart(nn.Module):

@@ -25,7 +25,7 @@ from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.types import NodeTimes
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.state import gradients_aside, written_back
-from autosplit.trace.inputs.structure import flatten_output, tensors_in
+from autosplit.trace.inputs.objects import flatten_output, tensors_in
 from autosplit.trace.module_tree import ForwardInterceptors, ModuleCost
 
 _BACKWARD = 2.0

@@ -27,7 +27,7 @@ from autosplit.profile.stage_trace.stage_graph import StageGraph, StageGraphs, S
 from autosplit.profile.stage_trace.stage_pieces import block_paths, unit_path
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
-from autosplit.trace.inputs.structure import storage_key
+from autosplit.trace.inputs.objects import storage_key
 
 
 @dataclass(frozen=True)

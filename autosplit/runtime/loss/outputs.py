@@ -24,7 +24,7 @@ from autosplit.runtime.loss.parts import call_loss
 from autosplit.runtime.ops import rows_along
 from autosplit.runtime.step.step import Step
 from autosplit.trace.graph import INFO, NodeClass, TensorInfo
-from autosplit.trace.inputs.structure import flatten_output, tensors_in
+from autosplit.trace.inputs.objects import flatten_output, tensors_in
 
 
 @dataclass(frozen=True)

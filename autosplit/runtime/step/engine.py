@@ -23,7 +23,7 @@ from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step_log import StepLog
 from autosplit.trace.borrowed import state
-from autosplit.trace.inputs.structure import flatten_output
+from autosplit.trace.inputs.objects import flatten_output
 from autosplit.trace.reductions.own_loss import own_loss as loss_of
 
 REDUCTIONS = ("auto", "mean", "sum")

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import InputError, TraceError
 from autosplit.trace.borrowed.holders import Holders
-from autosplit.trace.borrowed.silence import silence
-from autosplit.trace.inputs.structure import storage_key
+from autosplit.trace.inputs.objects import storage_key
+from autosplit.trace.scope import silence
 
 QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 _PLAIN = frozenset((bool, int, float, str, type(None), types.FunctionType, types.MethodType, dict, OrderedDict, set))

@@ -22,7 +22,7 @@ import torch.distributions.constraints
 import torch.overrides
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autosplit.trace.inputs.structure import tensors_in
+from autosplit.trace.inputs.objects import tensors_in
 from autosplit.trace.recording.recording import Call, Ref, source_line
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.state_calls import in_place
-from autosplit.trace.inputs.structure import flatten_output, storage_key, tensors_in
+from autosplit.trace.inputs.objects import flatten_output, storage_key, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
 from autosplit.trace.recording.recording import VALUE_READS, Call, Refusal, source_line

@@ -27,8 +27,7 @@ from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.logged import LoggedNumber, log_item
 from autosplit.trace.borrowed.side_effects import by_hooks, check_own
 from autosplit.trace.borrowed.state_calls import assign_buffers, give_back, track_mutation, track_state
-from autosplit.trace.inputs.objects import is_object
-from autosplit.trace.inputs.structure import Field, flatten_output, projections, storage_key, tensors_in
+from autosplit.trace.inputs.objects import Field, flatten_output, is_object, projections, storage_key, tensors_in
 from autosplit.trace.reads.assertions import assertion_here, record_check
 from autosplit.trace.recording.calls import GradAutocastState, apply_function, under
 from autosplit.trace.recording.random_watch import RandomWatch

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from autosplit.errors import TraceError, is_internal
-from autosplit.trace.inputs.objects import Structure
-from autosplit.trace.inputs.structure import Layout, layout_of
+from autosplit.trace.inputs.objects import Layout, Structure, layout_of
 from autosplit.trace.recording.random_watch import Draw
 
 VALUE_READS = frozenset(

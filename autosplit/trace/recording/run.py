@@ -33,9 +33,8 @@ from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder, Holders
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.side_effects import check_given
-from autosplit.trace.borrowed.silence import COLLECTS
 from autosplit.trace.borrowed.surroundings import GradModeWatch, as_in_a_plain_call
-from autosplit.trace.inputs.structure import empty_in_layout, layout_of, one_tensor
+from autosplit.trace.inputs.objects import empty_in_layout, layout_of, one_tensor
 from autosplit.trace.reads.reads import Recall, Unanswered
 from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.record import Recorder
@@ -51,7 +50,7 @@ from autosplit.trace.recording.recording import (
     raised_line,
     where,
 )
-from autosplit.trace.scope import Scope
+from autosplit.trace.scope import COLLECTS, Scope
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from autosplit.errors import is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
-from autosplit.trace.inputs.structure import flatten_output
+from autosplit.trace.inputs.objects import flatten_output
 from autosplit.trace.reads.assertions import check_value
 from autosplit.trace.reads.watch import READS
 from autosplit.trace.recording.build import RawGraph

@@ -26,7 +26,7 @@ from torch import fx, nn
 from autosplit.errors import is_internal
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo
-from autosplit.trace.inputs.structure import flatten_output, tensors_in
+from autosplit.trace.inputs.objects import flatten_output, tensors_in
 from autosplit.trace.rows.kinds import moved_and_index
 
 Values = dict[fx.Node, Any]
