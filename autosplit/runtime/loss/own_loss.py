@@ -44,11 +44,7 @@ class OwnLoss:
                 return (rows[:, 0].sum() / self._ahead[node]).to(arguments(node)[1])
             case "total":
                 return total(rows, *arguments(node)[1:])
-            case "average":
-                return average(rows, *arguments(node)[1:]) * share
-            case "sum":
-                return rows.sum()
-        return rows.mean() * share
+        return average(rows, *arguments(node)[1:]) * share
 
 
 def in_schedule(step: Step) -> OwnLoss | None:

@@ -134,13 +134,6 @@ def decompose(raw: RawGraph) -> None:
             _Rewriter(raw, node).rewrite()
 
 
-def reduced(node: fx.Node, root: torch.nn.Module) -> tuple[str, Any] | None:
-    """Return ("sum" or "mean", operand) of a call without a dtype of its own; None for any other node."""
-    args = node.args[2:] if node.target is under else node.args
-    found = _parsed(function_of(node, root), args, node.kwargs)
-    return None if found is None or found.dtype is not None else (found.kind, found.value)
-
-
 def is_decomposed(graph: fx.Graph) -> bool:
     """Tell whether reductions of a graph were taken apart."""
     return any(INFO in node.meta and node.meta[INFO].name.endswith(_ROWS) for node in graph.nodes)
@@ -198,6 +191,8 @@ class _Rewriter:
             return
         if dims != (value.batch_dim,) or value.shape[value.batch_dim] != _ROW:
             self._split(source, value, replace(found, dims=dims), made)
+        elif value.shape == (_ROW,) and found.dtype is None:
+            self._become(_HALVES[found.kind][1], (source, dims, found.keepdim, made))
 
     def _split(self, source: fx.Node, value: TensorInfo, found: _Reduction, dtype: torch.dtype) -> None:
         """Reduce ``source`` by rows, then the rows."""

@@ -125,10 +125,9 @@ class Form:
         """Return a sum or mean over rows; None for another node."""
         function, args = function_of(node, self.root), arguments(node)
         kind = next((n for n in ("ratio", "total", "average") if function is getattr(decompose, n)), None)
-        found = (kind, args[0]) if kind else decompose.reduced(node, self.root)
-        if found is None or found[0] not in ("ratio", "total", "average", "sum", "mean"):
+        if kind is None:
             return None
-        kind, rows = found
+        rows = args[0]
         info = rows.meta.get(INFO) if isinstance(rows, fx.Node) else None
         if info is None or info.node_class is not NodeClass.MICRO or rows.op == "placeholder":
             raise _Refused(f"{_name(node)} takes no values of the rows")
