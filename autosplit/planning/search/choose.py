@@ -84,7 +84,7 @@ class Choice:
         if found.sure or self.sweep.pieces is None:
             return found
         fullest = 1.0 if found.verdict == "borderline" else float("inf")
-        leaner = Search(self.sweep.anywhere()).min_memory_cut(fullest=fullest)
+        leaner = Search(self.sweep.anywhere()).min_memory_cut(fullest=fullest, first=True)
         return leaner if leaner is not None and leaner.rank[0] < found.rank[0] else found
 
     @cached_property
@@ -210,12 +210,13 @@ class Search:
         fitting = (each for each in self.candidates if self._fits(each, above=max(self.above.values(), default=1.0)))
         return min(fitting, key=lambda each: each.step_s, default=None)
 
-    def min_memory_cut(self, *, fullest: float = float("inf")) -> Finished | None:
+    def min_memory_cut(self, *, fullest: float = float("inf"), first: bool = False) -> Finished | None:
         """Return the best of a few of the cuts that need the least memory when they are replayed.
 
-        None without any whose fullest device holds at most ``fullest`` of its limit by the formula.
+        ``first``: or the first that may fit. None without any whose fullest device holds at most ``fullest`` of its
+        limit by the formula.
         """
-        self._replay_min_memory_cuts(fullest)
+        self._replay_min_memory_cuts(fullest, first=first)
         return min(self.finished, key=lambda each: each.rank, default=None)
 
     def _finish(self, entry: Entry, cut: LineCut) -> Finished:
@@ -257,7 +258,7 @@ class Search:
             if cut is not None:
                 yield Candidate(candidate.entry, way, cut, tuple(room))
 
-    def _replay_min_memory_cuts(self, fullest: float = float("inf")) -> None:
+    def _replay_min_memory_cuts(self, fullest: float = float("inf"), *, first: bool = False) -> None:
         """Replay a few of the cuts of all configurations that need the least memory: one comes closest to fitting.
 
         What is fuller than a cut whose replay bore the formula out is left out: by anything at all where it is not
@@ -282,7 +283,7 @@ class Search:
             )
             if (place, cut) not in tried and not any(beaten):
                 tried[place, cut] = over, self._finish(self.entries[place], cut)
-            if len(tried) == _MIN_MEMORY_CUTS:
+            if len(tried) == _MIN_MEMORY_CUTS or (first and any(own.verdict != "no" for _, own in tried.values())):
                 break
 
     def alternatives(self, besides: tuple[object, ...]) -> list[Alternative]:
