@@ -17,7 +17,7 @@ class Mix:
     """What a random problem contains; chances are per work or net."""
 
     count: int
-    colocated: float = 0.0
+    colours: float = 0.0
     unordered: float = 0.0
     zero: float = 0.3
     whole: bool = True
@@ -88,7 +88,7 @@ def _work(chance: random.Random, index: int, mix: Mix) -> Work:
         backward_s,
         static_bytes=chance.choice((0, 0, chance.randrange(60))),
         transient_bytes=chance.choice((0, chance.randrange(12))),
-        colocation_group=chance.choice("abc") if chance.random() < mix.colocated else None,
+        colocation_group=chance.choice("abc") if chance.random() < mix.colours else None,
         weight_s=backward_s * chance.random(),
         block=chance.choice((None, index // 3)),
     )

@@ -19,7 +19,7 @@ def problems() -> Iterator[tuple[Problem, int]]:
     """Yield problems with many equally good cuts, features mixed, and how many stages to cut them into."""
     for seed in range(10):
         count = 8 + seed // 2
-        problem = random_problem(seed, Mix(count, colocated=0.2, unordered=0.1, zero=0.5))
+        problem = random_problem(seed, Mix(count, colours=0.2, unordered=0.1, zero=0.5))
         stages = most_stages(problem, stages=2 + seed % 3)
         if seed % 3 == 1:
             problem = with_devices(problem, seed, stages=stages)

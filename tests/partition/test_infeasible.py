@@ -96,7 +96,7 @@ def test_a_name_from_a_stranger_is_short_and_harmless() -> None:
 def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
     refused = 0
     for seed in range(80):
-        problem = random_problem(seed, Mix(count=3 + seed % 5, colocated=0.2))
+        problem = random_problem(seed, Mix(count=3 + seed % 5, colours=0.2))
         stages = most_stages(problem, stages=1 + seed % 3)
         every = [
             max(check(problem, assignment).stage_bytes)
@@ -118,7 +118,7 @@ def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
 def test_the_smallest_limit_is_the_smallest_with_ties_recompute_replicas_and_uneven_devices(empty: bool) -> None:
     refused = 0
     for seed in range(36):
-        problem = random_problem(seed, Mix(count=3 + seed % 4, colocated=0.2, unordered=0.2))
+        problem = random_problem(seed, Mix(count=3 + seed % 4, colours=0.2, unordered=0.2))
         stages = most_stages(problem, stages=2 + seed % 2)
         problem = with_devices(problem, seed, stages=stages, capacities=(0,) * stages)
         problem = with_extras(problem, seed, ties=seed % 2 == 0, recompute=seed % 3 > 0, replicas=True)

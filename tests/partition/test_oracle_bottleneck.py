@@ -20,7 +20,7 @@ def small(seed: int, *, largest: int) -> tuple[Problem, int, bool]:
     chance = random.Random(f"small {seed}")
     mix = Mix(
         chance.randint(1, largest),
-        colocated=chance.choice((0.0, 0.2, 0.4)),
+        colours=chance.choice((0.0, 0.2, 0.4)),
         unordered=chance.choice((0.0, 0.3)),
         zero=chance.choice((0.0, 0.3, 0.7)),
         whole=chance.random() < 0.5,
@@ -87,7 +87,7 @@ def large(seed: int) -> tuple[Problem, int, bool]:
     chance = random.Random(f"large {seed}")
     mix = Mix(
         chance.randint(20, 40),
-        colocated=chance.choice((0.0, 0.1)),
+        colours=chance.choice((0.0, 0.1)),
         unordered=chance.choice((0.0, 0.1)),
         zero=chance.choice((0.0, 0.3)),
         whole=chance.random() < 0.5,

@@ -22,7 +22,7 @@ def featured(seed: int) -> tuple[Problem, int]:
     chance = random.Random(f"featured {seed}")
     schedule, each = SCHEDULES[seed % len(SCHEDULES)]
     devices = chance.randint(1, 3) if each == 1 else 2
-    mix = Mix(chance.randint(4, 8), colocated=0.1, unordered=0.2, whole=False)
+    mix = Mix(chance.randint(4, 8), colours=0.1, unordered=0.2, whole=False)
     problem = replace(random_problem(seed, mix), schedule=schedule, virtual_stages=each, microbatches=2 * devices)
     capacities = tuple(chance.choice((None, 60, 150, 400)) for _ in range(devices))
     problem = with_devices(problem, seed, stages=devices, capacities=capacities)

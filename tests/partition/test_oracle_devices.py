@@ -21,7 +21,7 @@ def featured(seed: int, *, feature: str, largest: int, most: int = 4) -> tuple[P
     chance = random.Random(f"{feature} {seed}")
     mix = Mix(
         chance.randint(2, largest),
-        colocated=chance.choice((0.0, 0.2)),
+        colours=chance.choice((0.0, 0.2)),
         unordered=chance.choice((0.0, 0.2)),
         whole=chance.random() < 0.5,
     )
@@ -106,7 +106,7 @@ def test_solve_on_uneven_devices_against_a_mixed_integer_program() -> None:
     proven = feasible = seed = 0
     while proven < 6:
         chance = random.Random(f"uneven {seed}")
-        problem = random_problem(seed, Mix(chance.randint(15, 28), colocated=0.1, whole=False))
+        problem = random_problem(seed, Mix(chance.randint(15, 28), colours=0.1, whole=False))
         problem = with_extras(problem, seed, ties=seed % 2 == 0, recompute=False, replicas=False)
         stages = most_stages(problem, stages=chance.randint(2, 4))
         problem = with_devices(problem, seed, stages=stages)

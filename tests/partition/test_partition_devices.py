@@ -90,7 +90,7 @@ def test_the_simulated_step_by_hand() -> None:
 @given(seed=st.integers(0, 10**6), free=st.booleans())
 def test_solve_on_any_devices_equals_brute_force(seed: int, free: bool) -> None:
     chance = random.Random(seed)
-    mix = Mix(chance.randint(2, 7), colocated=chance.choice((0, 0.2)), unordered=chance.choice((0, 0.3)))
+    mix = Mix(chance.randint(2, 7), colours=chance.choice((0, 0.2)), unordered=chance.choice((0, 0.3)))
     problem = random_problem(seed, mix)
     stages = most_stages(problem, stages=chance.randint(1, 3))
     kinds = [Device(chance.choice((0.5, 1.0, 2.0)), chance.choice((None, 60, 150))) for _ in range(2)]

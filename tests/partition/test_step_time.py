@@ -26,7 +26,7 @@ SHARED = tuple(name for name in SCHEDULES if name not in ONE_EACH)
 
 
 def mixed_problem(seed: int, *, count: int, stages: int, features: bool = True) -> Problem:
-    problem = random_problem(seed, Mix(count, colocated=0.1, unordered=0.2 * features, whole=False, schedules=ONE_EACH))
+    problem = random_problem(seed, Mix(count, colours=0.1, unordered=0.2 * features, whole=False, schedules=ONE_EACH))
     if not features:
         return problem
     problem = with_devices(problem, seed, stages=stages)
