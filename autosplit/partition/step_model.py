@@ -11,7 +11,7 @@ there, so the results are equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,8 +28,6 @@ Ints = NDArray[np.int64]
 
 _CELLS = 2**18
 """Numbers in the table of ends that fit a processor's cache."""
-_TIE = 1e-12
-"""What ends so near to something else, relative to it, ends with it."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,6 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Path:
-    """A way through the actions, each behind one that it waits for: no step of any cut is shorter than it.
-
-    ``counts[kind, stage]`` is how many actions of a stage it has, by kind (forward, backward, input, weight);
-    ``hops`` how often it goes with values to each next stage, and then with gradients back from it. Values that go
-    further take their time beside that.
-    """
-
-    counts: Floats
-    hops: Floats
-
-
-@dataclass(frozen=True)
 class _Arrivals:
     """What waits for a stage that is no neighbour: the waits of each ``action``, in order, from ``begins`` on.
 
@@ -74,8 +59,6 @@ class _Arrivals:
     source: Ints
     pair: Ints
     ticks: tuple[int, ...]
-    place: Mapping[int, int]
-    """Of each action its place."""
 
     def waits(self, place: int) -> tuple[int, int]:
         """Return the first wait of the action at a place, and the one behind its last."""
@@ -116,8 +99,6 @@ class FastSimulator:
         lane_of = np.array(schedule.stage_lane)
         self.travels: NDArray[np.bool_] = np.triu(lane_of[:, None] != lane_of[None, :])
         self._near, self._near_hop = self._neighbours()
-        behind = np.stack([self.previous, self._near, self._near_hop, self.duration, self.stage], axis=1)
-        self._behind: list[list[int]] = behind.tolist()
         self._known: dict[bytes, _Arrivals] = {}
 
     @cached_property
@@ -133,56 +114,17 @@ class FastSimulator:
 
     def steps(self, times: StepTimes) -> Floats:
         """Return the length of each cut's step."""
-        return self._steps(times)[0]
-
-    def steps_and_paths(self, times: StepTimes) -> tuple[Floats, list[Path]]:
-        """Return the length of each cut's step, and two longest paths of the shortest.
-
-        Of what ends as late, one path stays on its lane and the other goes on to the next stage.
-        """
         delays = self._delays(times)
-        steps, best, ends = self._steps(times, delays)
-        return steps, [self._path(ends, delays, best, leaves=leaves) for leaves in (False, True)]
-
-    def _steps(self, times: StepTimes, delays: _Delays | None = None) -> tuple[Floats, int, Floats]:
-        """Return the steps, which cut has the shortest, and when its actions end."""
-        delays = delays or self._delays(times)
         width = max(32, _CELLS // max(self.count, 1))
-        steps, best, shortest = np.zeros(len(times.forward_s)), 0, np.zeros(self.count + 1)
+        steps = np.zeros(len(times.forward_s))
         for low in range(0, len(steps), width):
             ends = self._ends(times, slice(low, low + width), delays)
             steps[low : low + width] = ends[self.last].max(axis=0, initial=0.0)
-            place = low + int(steps[low : low + width].argmin())
-            if low == 0 or steps[place] < steps[best]:
-                best, shortest = place, ends[:, place - low]
-        return steps, best, shortest
+        return steps
 
     def neighbours(self) -> Ints:
         """Return for each action the row of the neighbouring stage's that it waits for; ``count`` stands for none."""
         return self._near
-
-    def _path(self, all_ends: Floats, delays: _Delays, cut: int, *, leaves: bool) -> Path:
-        """Return a longest path through the actions of one cut, which end then."""
-        counts, hops = np.zeros((4, self.stages)), np.zeros(self.hops + 1)
-        far = delays.arrivals
-        arrive = all_ends[far.source] + delays.far[cut, far.pair]
-        at = int(self.last[all_ends[self.last].argmax()]) if len(self.last) else self.count
-        ends, near_s = all_ends.tolist(), delays.near[cut].tolist()
-        late = 1 - _TIE if leaves else 1 + _TIE
-        while at < self.count:
-            before, near, hop, kind, stage = self._behind[at]
-            counts[kind, stage] += 1
-            other, own = ends[near] + near_s[hop], ends[before]
-            low, high = far.waits(far.place[at]) if at in far.place else (0, 0)
-            furthest = low + int(arrive[low:high].argmax()) if high > low else -1
-            if furthest >= 0 and arrive[furthest] > max(other, own):
-                at = int(far.source[furthest])
-            elif other > own * late:
-                hops[hop] += 1
-                at = near
-            else:
-                at = before
-        return Path(counts, hops[:-1])
 
     def _ends(self, times: StepTimes, cuts: slice, delays: _Delays) -> Floats:
         """Return when each action ends in some of the cuts."""
@@ -242,8 +184,7 @@ class FastSimulator:
         order = kept[np.argsort(action[kept], kind="stable")]
         each, begins = np.unique(action[order], return_index=True)
         ticks = tuple(np.searchsorted(each, self.starts).tolist())
-        place = {own: index for index, own in enumerate(each.tolist())}
-        return _Arrivals(each, begins, source[order], pair[order], ticks, place)
+        return _Arrivals(each, begins, source[order], pair[order], ticks)
 
 
 _ENTRIES = 2**22
@@ -309,11 +250,6 @@ class StepModel:
             own = stage_of[low : low + width]
             parts.append(self.simulator.steps(self._times_of(own, again[low : low + width])) + self.once_s(own))
         return np.concatenate(parts) if parts else np.zeros(0)
-
-    def steps_and_paths(self, stage_of: NDArray[np.int64], again: Floats) -> tuple[Floats, list[Path]]:
-        """Return the like for a few cuts, and longest paths of the one that is shortest but for what is done once."""
-        steps, paths = self.simulator.steps_and_paths(self._times_of(stage_of, again))
-        return steps + self.once_s(stage_of), paths
 
     def _times_of(self, stage_of: NDArray[np.int64], again: Floats) -> StepTimes:
         forward_s, backward_s, weight_s = (

@@ -1,14 +1,16 @@
 """The best cut of a line of units into stages: dynamic programs over the line, the step of what they find simulated.
 
 A step is about ``(microbatches - 1) x the longest stage + all stages once``. So for several limits on the longest the
-cut with the least sum is a candidate, under the recompute option that each stage needs to fit (`line_bands`); the
-shortest simulated step is taken, and its boundaries move while that gets shorter (`line_moves`).
+cut with the least sum is a candidate, under the recompute option that each stage needs to fit (`IntervalDP`); the
+shortest simulated step is taken, and its boundaries move while that gets shorter, alone or in a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,6 @@ from numpy.typing import NDArray
 from autosplit.partition.graph import Graph
 from autosplit.partition.line.interval_dp import IntervalDP, Place
 from autosplit.partition.line.line import Line, LineBytes
-from autosplit.partition.line.moves import RANGED, Paths, moved, paired, stages_of
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.step_model import StepModel
 
@@ -27,11 +28,12 @@ _LONGEST = 3.0
 """Stages of so many times the average seconds are looked at, longer ones only where nothing else fits."""
 _SLACK = (1.0, 1.15, 1.4)
 """Of a device with several stages each is given its share of the room, or so much more: the others may need less."""
+_PAIRED, _RANGED = 16, 32
+"""Of at most so many stages two boundaries move apart or towards each other; any row of boundaries moves."""
+_BY = (-2, -1, 1, 2)
 _ROUNDS = 8
-_MOVED = 2_000_000
+_MOVED = 20_000_000
 """Actions that are simulated in moving boundaries, about: chains times the schedule's actions."""
-_TOGETHER = 8
-"""Moves that are simulated at first, twice as many each time."""
 _GAIN = 1e-9
 """What a move must gain, as a part of the step."""
 
@@ -66,9 +68,6 @@ class LineSearch:
             [stage for stage in range(stages) if self.lane[stage] == lane] for lane in range(max(self.lane) + 1)
         ]
         self.each = max(map(len, self.stages_on))
-        lanes = np.array(self.lane)
-        self.mates = lanes[:, None] == lanes[None]
-        self.paths = Paths(line, self.model)
         self._leaner_known: dict[tuple[object, ...], list[int] | None] = {}
         self._free: dict[float, LineCut | None] = {}
 
@@ -261,11 +260,8 @@ class LineSearch:
         return own
 
     def _steps(self, chains: Ints, again: Floats) -> Floats:
-        """Return what a step takes in each cut, and keep longest paths of the best: others are measured by it."""
-        steps, paths = self.model.steps_and_paths(stages_of(chains, self.line.size), again)
-        for path in paths:
-            self.paths.add(path)
-        return steps
+        """Return what a step takes in each cut."""
+        return self.model.steps(stages_of(chains, self.line.size), again)
 
     def _best(self, chosen: _Chosen, ranked: Sequence[str]) -> LineCut | None:
         """Return the cut with the shortest step."""
@@ -289,7 +285,7 @@ class LineSearch:
     def _moved(self, cut: LineCut, ranked: Sequence[str], room: Sequence[float] | None) -> LineCut:
         """Move boundaries while the step gets shorter: a few at a time, at last any row of them."""
         left = _MOVED // max(self.model.simulator.count, 1)
-        for further in (False, True) if self.stages <= RANGED else (False,):
+        for further in (False, True) if self.stages <= _RANGED else (False,):
             for _ in range(_ROUNDS):
                 found, simulated = self._nearby(cut, ranked, room, left, further=further)
                 left -= simulated
@@ -301,36 +297,61 @@ class LineSearch:
     def _nearby(
         self, cut: LineCut, ranked: Sequence[str], room: Sequence[float] | None, most: int, *, further: bool
     ) -> tuple[LineCut | None, int]:
-        """Return the best of the cuts with moved boundaries if it gains something, and how many were simulated.
+        """Return the best of the cuts with moved boundaries if it gains something, and how many were simulated."""
+        chains = np.concatenate([paired(cut.bounds), moved(cut.bounds, further=further)])
+        if not len(chains) or most < 1:
+            return None, 0
+        chosen = self._fitting(chains[:: -(-len(chains) // most)], ranked, room, beside=cut)
+        found = self._best(chosen, ranked)
+        gains = found is not None and found.step_s < cut.step_s * (1 - _GAIN)
+        return found if gains else None, len(chosen.chains)
 
-        What is no shorter than the best so far along a path that is known need not be.
-        """
-        below = cut.step_s * (1 - _GAIN)
-        now = self._again(cut.recompute)
-        least = now if isinstance(ranked, tuple) else np.minimum(now, self.share(ranked[0]))
-        chains = moved(cut.bounds, further=further)
-        # Where a stage changes its device may have room for all of its stages to do less again.
-        changed = chains != np.array(cut.bounds)
-        freed = (changed[:, :-1] | changed[:, 1:]) @ self.mates
-        shorter = self.paths.shorter(chains, np.where(freed, least, now), below=below)
-        chains = np.concatenate([shorter, paired(cut.bounds)])
-        chosen = self._fitting(chains, ranked, room, beside=cut)
-        again = self._redone(chosen, ranked)
-        best, simulated, together = -1, 0, _TOGETHER
-        lower = self.paths.bounds(chosen.chains, again)
-        open_ = np.flatnonzero(lower < below)
-        while len(open_) and simulated < most:
-            open_ = open_[np.argsort(lower[open_], kind="stable")]
-            some, open_ = open_[:together], open_[together:]
-            steps = self._steps(chosen.chains[some], again[some])
-            first = int(np.argmin(steps))
-            if steps[first] < below:
-                below, best = float(steps[first]), int(some[first])
-            simulated, together = simulated + len(some), 2 * together
-            if len(open_):
-                lower[open_] = self.paths.bounds(chosen.chains[open_], again[open_])
-                open_ = open_[lower[open_] < below]
-        return None if best < 0 else self._written(chosen, best, below, ranked), simulated
+
+def stages_of(chains: Ints, size: int) -> Ints:
+    """Return the stage of each unit under each chain of bounds: [chain, unit]."""
+    begins = np.zeros((len(chains), size), dtype=np.int64)
+    begins[np.arange(len(chains))[:, None], chains[:, 1:-1]] = 1
+    stages: Ints = begins.cumsum(axis=1)
+    return stages
+
+
+def moved(bounds: Sequence[int], *, further: bool) -> Ints:
+    """Return the cuts with a row of boundaries elsewhere: one by a unit or two, or all from one on or up to one.
+
+    ``further``: any row of them.
+    """
+    return _legal(bounds, _rows(len(bounds) - 1, further=further))
+
+
+def paired(bounds: Sequence[int]) -> Ints:
+    """Return the cuts with two boundaries a unit apart or towards each other, where there are few."""
+    return _legal(bounds, _pairs(len(bounds) - 1))
+
+
+def _legal(bounds: Sequence[int], offsets: Ints) -> Ints:
+    """Return the cuts with boundaries moved so that leave every stage a unit."""
+    chains = np.array(bounds, dtype=np.int64) + offsets
+    legal: Ints = chains[(np.diff(chains, axis=1) > 0).all(axis=1)]
+    return legal
+
+
+@lru_cache(maxsize=16)
+def _rows(last: int, *, further: bool) -> Ints:
+    index, offsets = np.arange(last + 1), []
+    for start, stop in combinations(range(1, last + 1), 2):
+        alone, end = stop == start + 1, start == 1 or stop == last
+        if further or alone or end:
+            inside = (index >= start) & (index < stop)
+            offsets += [inside * by for by in (_BY if further or alone else (-1, 1))]
+    return np.array(offsets, dtype=np.int64).reshape(-1, last + 1)
+
+
+@lru_cache(maxsize=16)
+def _pairs(last: int) -> Ints:
+    pairs = list(combinations(range(1, last), 2)) if last <= _PAIRED else []
+    index = np.arange(last + 1)
+    offsets = [by * ((index == first) * 1 - (index == second)) for first, second in pairs for by in (-1, 1)]
+    return np.array(offsets, dtype=np.int64).reshape(-1, last + 1)
 
 
 def _names(ranked: Sequence[str]) -> list[str]:
