@@ -15,14 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from autosplit.memory.allocator import simulate_allocator
-from autosplit.memory.play import device_changes
+from autosplit.memory.allocator import device_changes, simulate_allocator
 from autosplit.memory.replay import StaticBytes
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.profile.lowering import cuda_autocast
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How
-from autosplit.profile.workspaces.workspaces import cublas_workspace_bytes
+from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.schedule.catalog import build
 from benchmarks.families import Family
 from benchmarks.memory_step import OPTIMIZERS, Way

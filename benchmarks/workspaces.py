@@ -16,7 +16,7 @@ import torch
 
 import cost_models
 from autosplit.devices import Clock, clock_of
-from autosplit.profile.workspaces.workspace_watch import WorkspaceWatch, device_name
+from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
 from benchmarks.families import Family, families
 from cost_models.workspaces import Workspaces
 

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from cost_models.calibration import Calibrated, Curve, Stamp
+    from cost_models.calibration import Calibrated, Curve, Measured, Stamp
     from cost_models.machines import HostSpec, MachineSpec, PairLink
-    from cost_models.measured import Measured
     from cost_models.registry import device, find, identify, link, machine, machine_names, names
     from cost_models.roofline import Efficiency, Roofline
     from cost_models.specs import DeviceSpec, LinkSpec, Source

@@ -1,7 +1,8 @@
-"""A roofline fitted to measurements: one line of costs for each class of work and dtype that was measured."""
+"""A roofline fitted to measurements, and times that were measured, in front of another model for all that was not."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,21 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from cost_models.roofline import Roofline
 from cost_models.specs import DeviceSpec, Record, describe
-from cost_models.work import MATRIX_KINDS, DType, OpWork
+from cost_models.work import MATRIX_KINDS, CostModel, DType, OpWork
 
 _KNOTS_BYTES = (1 << 20, 1 << 23, 1 << 25, 1 << 26)
 """Sizes from which a further byte may cost more: past a core's cache, the shared one, what an allocator keeps."""
@@ -239,3 +250,45 @@ def _walked(found: Array, gram: Array, wanted: Array, free: npt.NDArray[np.bool_
         found = found + share * (best - found)
         free[below[found[below].argmin()]] = False
         found[~free] = 0.0
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    work: OpWork
+    seconds: PositiveFloat
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A table of measured seconds by work; ``fallback`` answers for work that is not in the table."""
+
+    table: Mapping[OpWork, float]
+    fallback: CostModel
+
+    def __post_init__(self) -> None:
+        for work, seconds in self.table.items():
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"{work} took {seconds} s; a measured time is finite and above zero")
+
+    def seconds(self, work: OpWork) -> float:
+        """Return the measured time of ``work``, or what the fallback says."""
+        measured = self.table.get(work)
+        return self.fallback.seconds(work) if measured is None else measured
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON, without the fallback."""
+        entries = [_Entry(work=work, seconds=seconds) for work, seconds in self.table.items()]
+        Path(path).write_bytes(TypeAdapter(list[_Entry]).dump_json(entries, indent=2) + b"\n")
+
+    @classmethod
+    def load(cls, path: str | Path, *, fallback: CostModel) -> Measured:
+        """Read a table that ``save`` wrote; raises ValueError when the file cannot be read or is no such table."""
+        adapter = TypeAdapter(list[_Entry])
+        try:
+            entries = adapter.validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise ValueError(f"cannot read the file {str(path)!r}: {error.strerror}") from error
+        except ValidationError as error:
+            raise ValueError(f"{str(path)!r} is no table of measured times: {describe(error)}") from error
+        return cls(table={entry.work: entry.seconds for entry in entries}, fallback=fallback)

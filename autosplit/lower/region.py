@@ -15,7 +15,7 @@ from autosplit.runtime.norms import normalise
 from autosplit.runtime.ops import alias, draw, fork
 from autosplit.runtime.regions import Compiled, Recomputed
 from autosplit.trace.graph import INFO, LENGTH
-from autosplit.trace.recording.calls import under
+from autosplit.trace.recording.recording import under
 from autosplit.trace.rows.kinds import counts_by_microbatch
 
 ROOT = "model"

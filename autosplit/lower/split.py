@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out, tensor_operands
 from autosplit.lower.region import Region, RegionModule, recomputed
-from autosplit.profile.stage_trace.stage_pieces import block_paths, in_units
+from autosplit.profile.stage_trace.stage_graph import block_paths, in_units
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.regions import Compiled, Recomputed
 from autosplit.runtime.tape import TapeNode, tape_nodes

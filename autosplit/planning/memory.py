@@ -11,10 +11,9 @@ from itertools import islice
 import torch
 from torch import fx
 
-from autosplit.memory.allocator import simulate_allocator
+from autosplit.memory.allocator import device_changes, simulate_allocator
 from autosplit.memory.events import Step
 from autosplit.memory.pieces import MemoryKind, Recompute, StageTraces
-from autosplit.memory.play import device_changes
 from autosplit.memory.range import PeakRange, peak_range
 from autosplit.memory.replay import Moment, StaticBytes, replay
 from autosplit.memory.state import Optimizer, Precision, optimizer_steps, parameter_bytes
@@ -24,8 +23,8 @@ from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.profile.stage_trace.trace_memo import Known, TraceMemo, Wanted
 from autosplit.profile.types import Profile, StateProfile
-from autosplit.profile.workspaces.workspace_watch import device_name
-from autosplit.profile.workspaces.workspaces import cublas_workspace_bytes
+from autosplit.profile.workspace_watch import device_name
+from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode

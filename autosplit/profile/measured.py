@@ -24,7 +24,7 @@ from autosplit.errors import InputError, ProfileError
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.node_costs.shadow import Shadow, shadow
 from autosplit.profile.types import MeasuredNode, MeasuredTimes
-from autosplit.profile.workspaces.workspace_watch import WorkspaceWatch, device_name
+from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
 from autosplit.progress import phase, update
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode

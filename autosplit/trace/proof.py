@@ -22,8 +22,8 @@ from torch import nn
 
 from autosplit.trace.graph import INFO
 from autosplit.trace.recording.build import RawGraph
-from autosplit.trace.recording.calls import GradAutocastState
 from autosplit.trace.recording.gather import Gathered
+from autosplit.trace.recording.recording import GradAutocastState
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.scope import has_hooks, has_module_hooks
 

@@ -15,7 +15,7 @@ from autosplit.runtime.norms import normalise, update_statistics
 from autosplit.runtime.ops import draw, merge, transfer
 from autosplit.trace.check import check_recording
 from autosplit.trace.ladder import Trace, trace
-from autosplit.trace.recording.calls import apply_function, under
+from autosplit.trace.recording.recording import apply_function, under
 from tests.models.three_layers import WIDTH, numbers
 
 VALUE = numbers(6, WIDTH, gradient=False)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autosplit.memory.allocator import simulate_allocator
+from autosplit.memory.allocator import device_changes, simulate_allocator
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import Recompute, StageTraces
-from autosplit.memory.play import device_changes
 from autosplit.memory.replay import StaticBytes, replay
 from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
 from autosplit.schedule.action import Action, Schedule

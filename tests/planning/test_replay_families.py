@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.memory.allocator import simulate_allocator
+from autosplit.memory.allocator import device_changes, simulate_allocator
 from autosplit.memory.pieces import Recompute, StageTraces
-from autosplit.memory.play import device_changes
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments, replayed_stages
 from autosplit.planning.profiled.apply import DataflowIndex, assign

@@ -14,9 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.devices import Allocations
 from autosplit.profile.node_costs.ledger import Ledger
-from autosplit.profile.workspaces import opaque
-from autosplit.profile.workspaces.opaque import true_results, workspace
-from autosplit.profile.workspaces.workspaces import cublas_workspace_bytes
+from autosplit.profile.workspaces import cublas_workspace_bytes, true_results, workspace
 
 HALF = torch.bfloat16
 
@@ -76,7 +74,7 @@ def test_a_kernel_too_large_to_run_counts_as_nothing(monkeypatch):
     x, weight = torch.empty(2, 24, 20, 20), torch.empty(40, 24, 3, 3)
     call = (torch.ops.aten.convolution.default, (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}, None)
     assert workspace(*call).source == "measured"
-    monkeypatch.setattr(opaque, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(workspaces, "LARGEST_BYTES", 1000)
     assert workspace(*call) is None
 
 

@@ -17,8 +17,8 @@ from autosplit.profile.measured import measure
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
-from autosplit.profile.workspaces.workspace_watch import WorkspaceWatch, device_name
-from autosplit.profile.workspaces.workspaces import Workspace, cublas_workspace_bytes, cuda_workspace, operation_key
+from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
+from autosplit.profile.workspaces import Workspace, cublas_workspace_bytes, cuda_workspace, operation_key
 from benchmarks import workspaces
 from benchmarks.gpu import memory
 from cost_models.calibration import Stamp

@@ -19,7 +19,7 @@ from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work, de
 from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.specs import link_factors, link_seconds
 from autosplit.planning.request import ResolvedSchedule
-from autosplit.profile.stage_trace.stage_pieces import block_paths, in_units
+from autosplit.profile.stage_trace.stage_graph import block_paths, in_units
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 

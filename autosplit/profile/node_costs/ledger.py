@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.profile.node_costs.flops import flop_formulas, moved_bytes
 from autosplit.profile.stage_trace.engine import in_place_on_zeros, summed_in_place
-from autosplit.profile.workspaces.opaque import true_results, workspace
-from autosplit.profile.workspaces.workspaces import Workspace
+from autosplit.profile.workspaces import Workspace, true_results, workspace
 from autosplit.trace.shapes.shape_rules import new_tensor
 
 _ADD = torch.ops.aten.add.Tensor
@@ -44,7 +43,7 @@ class Ledger(TorchDispatchMode):
 
     ``TorchDispatchMode`` lives in a private module (torch has no public name for it; used in this file only, on torch
     2.11 to 2.15); it works the same on real and on fake tensors. Scratch that a kernel allocates inside is
-    not seen, but on fake tensors it is known for many: see :mod:`autosplit.profile.workspaces.opaque`.
+    not seen, but on fake tensors it is known for many: see :mod:`autosplit.profile.workspaces`.
     """
 
     def __init__(

@@ -32,8 +32,7 @@ from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake, fa
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.profile.stage_trace.engine import Guess, Labels
-from autosplit.profile.stage_trace.stage_graph import StageGraph
-from autosplit.profile.stage_trace.stage_pieces import cut_in_pieces, last_uses
+from autosplit.profile.stage_trace.stage_graph import StageGraph, cut_in_pieces, last_uses
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.recording.run import quiet_log

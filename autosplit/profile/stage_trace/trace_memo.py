@@ -23,8 +23,7 @@ from torch import fx, nn
 from autosplit.memory.events import StageTrace, Step
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.profile.blocks import LOOKED_UP, block_trace, described, target_kind
-from autosplit.profile.stage_trace.stage_graph import StageGraph, StageGraphs, StageNodes
-from autosplit.profile.stage_trace.stage_pieces import block_paths, unit_path
+from autosplit.profile.stage_trace.stage_graph import StageGraph, StageGraphs, StageNodes, block_paths, unit_path
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.inputs.objects import storage_key

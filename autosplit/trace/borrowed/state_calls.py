@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autosplit.trace.inputs.objects import storage_key
-from autosplit.trace.recording.calls import assign_buffer
-from autosplit.trace.recording.recording import Call, Refusal
+from autosplit.trace.recording.recording import Call, Refusal, assign_buffer
 from autosplit.trace.scope import STATEFUL_LEAVES, takes_statistics
 
 if TYPE_CHECKING:

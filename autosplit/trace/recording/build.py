@@ -13,9 +13,8 @@ import torch
 from torch import fx, nn
 
 from autosplit.trace.graph import INFO, LENGTH, NodeClass, TracedNode
-from autosplit.trace.recording.calls import invoke
 from autosplit.trace.recording.merge import Affine, MergedCall, MergedRecording
-from autosplit.trace.recording.recording import Attribute, Call, Ref, mapped, refs_in
+from autosplit.trace.recording.recording import Attribute, Call, Ref, invoke, mapped, refs_in
 from autosplit.trace.shapes.formula import Formula, Length, Number, Symbol
 
 

@@ -29,7 +29,6 @@ from autosplit.trace.borrowed.side_effects import by_hooks, check_own
 from autosplit.trace.borrowed.state_calls import assign_buffers, give_back, track_mutation, track_state
 from autosplit.trace.inputs.objects import Field, flatten_output, is_object, projections, storage_key, tensors_in
 from autosplit.trace.reads.assertions import assertion_here, record_check
-from autosplit.trace.recording.calls import GradAutocastState, apply_function, under
 from autosplit.trace.recording.random_watch import RandomWatch
 from autosplit.trace.recording.recording import (
     GRADIENT_CALLS,
@@ -37,13 +36,16 @@ from autosplit.trace.recording.recording import (
     VALUE_READS,
     Attribute,
     Call,
+    GradAutocastState,
     Observed,
     Reader,
     Recording,
     Ref,
     Refusal,
+    apply_function,
     mapped,
     source_line,
+    under,
     where,
 )
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way

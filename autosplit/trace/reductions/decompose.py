@@ -22,7 +22,7 @@ from torch import fx
 
 from autosplit.trace.graph import INFO, Size, TensorInfo, TracedNode
 from autosplit.trace.recording.build import RawGraph
-from autosplit.trace.recording.calls import under
+from autosplit.trace.recording.recording import under
 from autosplit.trace.reductions.losses import LossCall, class_weights
 from autosplit.trace.rows.kinds import function_of
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from autosplit.errors import InputError
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
-from autosplit.trace.recording.calls import under
+from autosplit.trace.recording.recording import under
 from autosplit.trace.reductions import decompose
 from autosplit.trace.rows.kinds import function_of
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 from autosplit.compare import same_reordered
 from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO
-from autosplit.trace.recording.calls import apply_function
+from autosplit.trace.recording.recording import apply_function
 from autosplit.trace.rows.kinds import function_of
 from autosplit.trace.rows.row_values import size_at, tensors_of
 from autosplit.trace.scope import is_layer

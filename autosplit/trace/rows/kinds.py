@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
-from autosplit.trace.recording.calls import apply_function, invoke, under
+from autosplit.trace.recording.recording import apply_function, invoke, under
 from autosplit.trace.scope import STATEFUL_LEAVES, has_hooks, is_layer
 
 REARRANGING = frozenset(

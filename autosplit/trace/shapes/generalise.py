@@ -23,10 +23,17 @@ from autosplit.errors import is_internal
 from autosplit.trace.graph import Size, TensorInfo
 from autosplit.trace.inputs.signature import Shape, sizes_at
 from autosplit.trace.reads.reads import Unanswered
-from autosplit.trace.recording.calls import GradAutocastState
 from autosplit.trace.recording.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
 from autosplit.trace.recording.random_watch import Draw
-from autosplit.trace.recording.recording import Differs, Recording, Refusal, Unexpected, mapped, mapped_together
+from autosplit.trace.recording.recording import (
+    Differs,
+    GradAutocastState,
+    Recording,
+    Refusal,
+    Unexpected,
+    mapped,
+    mapped_together,
+)
 from autosplit.trace.recording.run import FlatInputs, run_python
 from autosplit.trace.scope import Scope
 from autosplit.trace.shapes.formula import LEAST, ROWS, Formula, Length, Number, Symbol, evaluate, symbols_in

@@ -20,8 +20,7 @@ import torch
 
 from autosplit.devices import Clock
 from autosplit.profile.node_costs.ledger import Ledger
-from autosplit.profile.workspaces.opaque import ALWAYS_OBSERVED
-from autosplit.profile.workspaces.workspaces import operation_key
+from autosplit.profile.workspaces import ALWAYS_OBSERVED, operation_key
 from cost_models.calibration import Stamp
 from cost_models.registry import identify
 from cost_models.workspaces import Workspaces

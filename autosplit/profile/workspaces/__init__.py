@@ -1,1 +1,0 @@
-"""What kernels hold beside their results."""
