@@ -55,9 +55,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "calibration": ("Calibrated", "Curve", "Stamp"),
+    "calibration": ("Calibrated", "Curve", "Measured", "Stamp"),
     "machines": ("HostSpec", "MachineSpec", "PairLink"),
-    "measured": ("Measured",),
     "registry": ("device", "find", "identify", "link", "machine", "machine_names", "names"),
     "roofline": ("Efficiency", "Roofline"),
     "specs": ("DeviceSpec", "LinkSpec", "Source"),

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.devices import Allocations
+from autosplit.profile import workspaces
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.workspaces import cublas_workspace_bytes, true_results, workspace
 

@@ -1,4 +1,4 @@
-"""One stage's nodes as a graph of their own, with placeholders for what comes in and an output of what goes out; and its pieces."""
+"""One stage's nodes as a graph of their own: what comes in, what goes out, and what runs once or again."""
 
 from __future__ import annotations
 
