@@ -9,7 +9,6 @@ One command, one to three minutes on a quiet core: ``autosplit profile --calibra
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import platform
@@ -23,6 +22,7 @@ import torch
 
 from autosplit.devices import Clock, clock_of
 from autosplit.profile.calibration_cases import Case, Program, cases
+from autosplit.profile.measured import intra_op_threads
 from autosplit.profile.node_costs.ledger import Ledger, Operation
 from autosplit.profile.node_costs.work import work_of
 from autosplit.trace.borrowed.state import random_state
@@ -140,7 +140,7 @@ def time_cases(
 ) -> list[Timing]:
     """Time cases in fp32, and those that ask for it under bf16 autocast too; the CPU with one thread."""
     found = []
-    with random_state(), _one_thread(), torch.inference_mode(False), torch.enable_grad():
+    with random_state(), intra_op_threads(1), torch.inference_mode(False), torch.enable_grad():
         for number, case in enumerate(chosen):
             if progress is not None:
                 progress(case.name, number / len(chosen))
@@ -230,13 +230,3 @@ def _stamp(device: str) -> Stamp:
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         threads=1,
     )
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -66,7 +66,7 @@ def measure(
         clock.release()
         return MeasuredTimes({}, str(device), {info.name: short for _, info in traced.compute_nodes()})
     counted = count_bytes and device.type == "cpu"
-    with random_state(), _threads(threads), torch.inference_mode(False), torch.enable_grad():
+    with random_state(), intra_op_threads(threads), torch.inference_mode(False), torch.enable_grad():
         timing = _Timing(twin.module, traced, clock, repeats=repeats, device=device, counted=counted)
         with phase("measuring", total=sum(1 for _ in traced.compute_nodes())):
             timing.run(rows, *own, initial_env=dict.fromkeys(epilogue_nodes(traced)))
@@ -324,7 +324,8 @@ def _own_inputs(traced: TracedGraph, inputs: Sequence[torch.Tensor], *, rows: in
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def intra_op_threads(count: int) -> Iterator[None]:
+    """Compute with so many threads of the CPU in a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -179,7 +179,7 @@ def moved_bytes(func: Any, args: Sequence[Any], results: Sequence[torch.Tensor])
 
     An expanded tensor counts with its storage, a table that is looked up with the entries that are taken from it.
     """
-    operands = list(_tensors(args))
+    operands = list(flat_tensors(args))
     name = func._opname
     if name in _LOOKUPS and operands:
         return 2 * sum(map(_bytes, results)) + sum(map(_bytes, operands[1:]))
@@ -196,12 +196,13 @@ def _bytes(tensor: torch.Tensor) -> int:
         return size
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def flat_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the operands or the results of an aten call."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from flat_tensors(item)
 
 
 def algebra_formulas() -> Mapping[str, Callable[..., int]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.profile.node_costs.flops import flop_formulas, moved_bytes
+from autosplit.profile.node_costs.flops import flat_tensors, flop_formulas, moved_bytes
 from autosplit.profile.stage_trace.engine import in_place_on_zeros, summed_in_place
 from autosplit.profile.workspaces import Workspace, true_results, workspace
 from autosplit.trace.shapes.shape_rules import new_tensor
@@ -145,7 +145,7 @@ class Ledger(TorchDispatchMode):
             return out
         if self.kernels is not None:
             out = true_results(func, args, kwargs or {}, out, target=self.kernels)
-        results = list(_tensors(out))
+        results = list(flat_tensors(out))
         for tensor in results:
             self.storage(tensor)
         if self.kernels is not None:
@@ -160,15 +160,7 @@ class Ledger(TorchDispatchMode):
             return
         formula = self._formulas.get(func._overloadpacket)
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
-        moved = results + list(_tensors(args))
+        moved = results + list(flat_tensors(args))
         if moved and func._opname not in _FREE:
             size = moved_bytes(func, args, results)
             self.operations.append(Operation(func._opname, flops, size, moved[0].dtype))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
