@@ -30,10 +30,10 @@ from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
+from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.objects import leaves_of, take_apart
 from autosplit.trace.inputs.signature import rows_of
 from autosplit.trace.recording.recording import FirstCall
-from autosplit.trace.shapes.formula import lengths_in
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.trace.graph import NodeClass, TracedNode
+from autosplit.trace.graph import ROWS, NodeClass, TracedNode
 from autosplit.trace.recording.draw_rules import (
     Rule,
     Sizes,
@@ -39,7 +39,6 @@ from autosplit.trace.recording.random_watch import (
     is_composite,
     run_composite,
 )
-from autosplit.trace.shapes.formula import ROWS
 
 DRAWING = threading.RLock()
 """Held while somebody has the process's default generators for itself."""

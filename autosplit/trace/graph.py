@@ -17,7 +17,7 @@ compute a tensor (everything but ``rows``, lengths, sizes, get_attr and output) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -29,12 +29,75 @@ from torch import fx, nn
 
 from autosplit.trace.inputs.objects import Layout
 from autosplit.trace.recording.random_watch import Draw
-from autosplit.trace.shapes.formula import ROWS, Length, Number, evaluate
 
 INFO = "autosplit"
 LENGTH = "autosplit_length"
+ROWS = "rows"
+"""The name of the number of batch rows among the sizes; lengths are ``dim0``, ``dim1``, ..."""
+LEAST = 2
+"""The smallest size that a symbol stands for: a size of 1 broadcasts, and Python and torch ask for it all the time."""
 
 
+# -- numbers that depend on sizes of the inputs ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Symbol:
+    """A size of the inputs, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Formula:
+    """An ``operator`` function, or one of ``math`` or the builtins, of numbers, symbols and other formulas."""
+
+    function: Callable[..., Any]
+    operands: tuple[Formula | Symbol | float, ...]
+
+
+Number = Formula | Symbol | float
+
+
+def evaluate(number: Number, sizes: Mapping[str, int]) -> Any:
+    """Return the value of a number at given sizes."""
+    if isinstance(number, Symbol):
+        return sizes[number.name]
+    if isinstance(number, Formula):
+        return number.function(*(evaluate(operand, sizes) for operand in number.operands))
+    return number
+
+
+def symbols_in(number: Number) -> set[str]:
+    """Return the names of the sizes that a number depends on."""
+    if isinstance(number, Symbol):
+        return {number.name}
+    if isinstance(number, Formula):
+        return {name for operand in number.operands for name in symbols_in(operand)}
+    return set()
+
+
+@dataclass(frozen=True)
+class Length:
+    """A dimension of the inputs, other than the batch, that one recording serves at many sizes.
+
+    Attributes:
+        name: the symbol's name.
+        places: (position among the input tensors, dimension); all have the same size in a call.
+    """
+
+    name: str
+    places: tuple[tuple[int, int], ...]
+
+
+def lengths_in(lengths: Sequence[Length], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """Return the lengths in a call from its input tensors, in the order of the graph's placeholders."""
+    found = {}
+    for length in lengths:
+        position, dim = length.places[0]
+        found[length.name] = tensors[position].shape[dim]
+    return found
+
+
+# -- nodes and graphs --------------------------------------------------------------------------------------------------
 class NodeClass(str, Enum):
     """How often a node runs in one step of the pipeline."""
 

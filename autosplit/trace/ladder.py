@@ -17,7 +17,7 @@ from autosplit.options import Sample
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.state import written_back
 from autosplit.trace.check import Runnable, check_recording
-from autosplit.trace.graph import INFO, InputInfo, NodeClass, TracedGraph
+from autosplit.trace.graph import INFO, LEAST, InputInfo, Length, NodeClass, TracedGraph
 from autosplit.trace.inputs.inputs import batch_rows, flatten
 from autosplit.trace.inputs.objects import leaves_of
 from autosplit.trace.proof import identity
@@ -34,7 +34,6 @@ from autosplit.trace.rows.findings import Findings, Proof, key_of_opaque
 from autosplit.trace.rows.kinds import function_of, note_rewritten
 from autosplit.trace.rows.probe import run_probe
 from autosplit.trace.scope import Scope
-from autosplit.trace.shapes.formula import LEAST, Length
 from autosplit.trace.shapes.generalise import Domain, for_one_row, generalise
 
 

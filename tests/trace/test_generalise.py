@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.options import Sample
+from autosplit.trace.graph import Formula, Length, Symbol, evaluate, symbols_in
 from autosplit.trace.inputs.signature import consistent, varying, without_lengths
 from autosplit.trace.ladder import Trace, trace, widen
-from autosplit.trace.shapes.formula import Formula, Length, Symbol, evaluate, symbols_in
 from autosplit.trace.shapes.generalise import Domain
 
 Forward = Callable[[Any, Tensor], Tensor]

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from autosplit import Sample, autosplit
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
-from autosplit.trace.stacks import is_stack, run_stack
+from autosplit.trace.scope import is_stack, run_stack
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
 
 FEATURES, HIDDEN, STEPS, ROWS = 3, 4, 2, 8

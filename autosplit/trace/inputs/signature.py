@@ -16,9 +16,9 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder, Holders, difference
 from autosplit.trace.borrowed.python_state import Place, TransientAttribute, signature
+from autosplit.trace.graph import LEAST, Length
 from autosplit.trace.inputs.objects import layout_of, one_tensor
 from autosplit.trace.recording.recording import GradAutocastState
-from autosplit.trace.shapes.formula import LEAST, Length
 
 _SHORT = 32
 _OWN = frozenset(nn.Module().__dict__)

@@ -25,12 +25,12 @@ from torch import fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autosplit.errors import is_internal
+from autosplit.trace.graph import Length, lengths_in
 from autosplit.trace.recording.build import build
 from autosplit.trace.recording.merge import MergedRecording
 from autosplit.trace.recording.record import Recorder
 from autosplit.trace.recording.recording import Attribute, Call, Ref, Refusal, leaves_in, mapped, refs_in, where
 from autosplit.trace.scope import Answer
-from autosplit.trace.shapes.formula import Length, lengths_in
 
 _ELEMENTS = 1 << 20
 _PARAMETER_ELEMENTS = 1 << 12

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.trace.graph import INFO, LENGTH, NodeClass, TracedNode
+from autosplit.trace.graph import INFO, LENGTH, Formula, Length, NodeClass, Number, Symbol, TracedNode
 from autosplit.trace.recording.merge import Affine, MergedCall, MergedRecording
 from autosplit.trace.recording.recording import Attribute, Call, Ref, invoke, mapped, refs_in
-from autosplit.trace.shapes.formula import Formula, Length, Number, Symbol
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.trace.graph import NodeClass, TracedNode
+from autosplit.trace.graph import ROWS, Formula, NodeClass, Symbol, TracedNode, symbols_in
 from autosplit.trace.recording.merge import Affine, number_at
 from autosplit.trace.recording.random_watch import Draw, TensorSpec
-from autosplit.trace.shapes.formula import ROWS, Formula, Symbol, symbols_in
 
 Sizes = Mapping[str, int]
 

@@ -22,6 +22,7 @@ from autosplit.progress import phase
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.state import written_back
+from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.reads.reads import MetaValueReader, Unanswered, ValueReader
 from autosplit.trace.reads.watch import Observations, Watcher
@@ -30,7 +31,6 @@ from autosplit.trace.recording.recording import Call, Reader, Recording, Refusal
 from autosplit.trace.recording.run import FlatInputs, PythonRun, patched, run_python
 from autosplit.trace.rows.probe import probe_rows
 from autosplit.trace.scope import STATEFUL_LEAVES, Answer, OpaqueModule, Scope, has_hooks
-from autosplit.trace.shapes.formula import lengths_in
 
 _HIDES = 0.4
 """Share of the parameters above which an opaque module that has parts is not accepted, unless it runs by microbatch."""

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from autosplit.errors import TraceError
-from autosplit.trace.graph import Size, TensorInfo
+from autosplit.trace.graph import ROWS, Formula, Length, Size, Symbol, TensorInfo, evaluate
 from autosplit.trace.recording.random_watch import Draw
 from autosplit.trace.recording.recording import Attribute, Call, Differs, Recording, Ref, mapped, mapped_together
-from autosplit.trace.shapes.formula import ROWS, Formula, Length, Symbol, evaluate
 
 BATCH_SIZES = (3, 4)
 """The numbers of rows of the first two recordings, of which every number is a line; the third one must lie on it."""

@@ -48,8 +48,7 @@ from autosplit.trace.recording.recording import (
     under,
     where,
 )
-from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, pads_in_its_own_way
-from autosplit.trace.stacks import is_stack, run_stack
+from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, is_stack, pads_in_its_own_way, run_stack
 
 
 class Recorder(TorchFunctionMode):

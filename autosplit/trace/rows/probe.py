@@ -23,7 +23,7 @@ from autosplit.compare import same_bits, same_reordered, same_rounded
 from autosplit.errors import is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state
-from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
+from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode, lengths_in
 from autosplit.trace.inputs.objects import flatten_output
 from autosplit.trace.reads.assertions import check_value
 from autosplit.trace.reads.watch import READS
@@ -36,7 +36,6 @@ from autosplit.trace.rows.kinds import is_opaque, leaves_unset
 from autosplit.trace.rows.opaque_probe import OpaqueProbe
 from autosplit.trace.rows.operator_probe import OperatorProbe
 from autosplit.trace.rows.row_values import tensors_of
-from autosplit.trace.shapes.formula import lengths_in
 
 
 def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool = False) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import is_internal
-from autosplit.trace.graph import Size, TensorInfo
+from autosplit.trace.graph import LEAST, ROWS, Formula, Length, Number, Size, Symbol, TensorInfo, evaluate, symbols_in
 from autosplit.trace.inputs.signature import Shape, sizes_at
 from autosplit.trace.reads.reads import Unanswered
 from autosplit.trace.recording.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
@@ -36,7 +36,6 @@ from autosplit.trace.recording.recording import (
 )
 from autosplit.trace.recording.run import FlatInputs, run_python
 from autosplit.trace.scope import Scope
-from autosplit.trace.shapes.formula import LEAST, ROWS, Formula, Length, Number, Symbol, evaluate, symbols_in
 
 
 @dataclass(frozen=True)
@@ -240,9 +239,7 @@ class _Compare:
             if number_at(kept, own) != evaluate(found, at):
                 raise Differs
         free = symbols_in(found)
-        if free - {ROWS}:
-            return found
-        if not free:
+        if free != {ROWS}:
             return found
         at_none, at_one = (evaluate(found, {ROWS: rows}) for rows in (0, 1))
         return Affine(at_one - at_none, at_none)

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from autosplit.trace.shapes.formula import LEAST, ROWS, Formula, Length, Number, Symbol
+from autosplit.trace.graph import LEAST, ROWS, Formula, Length, Number, Symbol
 
 _FOLDED: dict[str, Callable[..., Any]] = {
     "Add": operator.add,
