@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,8 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def call(target: str, *arguments: str) -> Any:
-        return CliRunner().invoke(cli.app, ["plan", target, *arguments])
-
-    return call
+def run() -> Run:
+    return lambda target, *arguments: CliRunner().invoke(cli.app, ["plan", target, *arguments])
 
 
 SIZE = "  model      1.09 k parameters in float32, as the model is\n"

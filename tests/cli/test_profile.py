@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,8 @@ Run = Callable[..., Any]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Call ``autosplit profile`` in this process, with a cache of the test's own."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-
-    def call(*arguments: str) -> Any:
-        return CliRunner().invoke(cli.app, ["profile", *arguments])
-
-    return call
+    return lambda *arguments: CliRunner().invoke(cli.app, ["profile", *arguments])
 
 
 def report_of(result: Any) -> CostReport:

@@ -27,14 +27,9 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Call ``autosplit report`` in this process; sys.path is as it was afterwards."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    """Call ``autosplit report`` in this process."""
     monkeypatch.setenv("COLUMNS", "100")
-
-    def call(target: str, *arguments: str) -> Any:
-        return CliRunner().invoke(cli.app, ["report", target, *arguments])
-
-    return call
+    return lambda target, *arguments: CliRunner().invoke(cli.app, ["report", target, *arguments])
 
 
 def error_of(result: Any) -> str:

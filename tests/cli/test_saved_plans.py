@@ -32,8 +32,7 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def run() -> Run:
     return lambda *arguments: CliRunner().invoke(cli.app, list(arguments))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,14 +55,11 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def run(tmp_path: Path) -> Run:
     (tmp_path / "users_nets.py").write_text(NETS)
-
-    def call(name: str, *arguments: str) -> Any:
-        return CliRunner().invoke(cli.app, ["plan", f"{tmp_path / 'users_nets.py'}:{name}", *TWO, *arguments])
-
-    return call
+    return lambda name, *arguments: CliRunner().invoke(
+        cli.app, ["plan", f"{tmp_path / 'users_nets.py'}:{name}", *TWO, *arguments]
+    )
 
 
 def line_of(text: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,9 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Call ``autosplit verify`` in this process; sys.path is as it was afterwards."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def call(target: str, *arguments: str) -> Any:
-        return CliRunner().invoke(cli.app, ["verify", target, *OPTIONS, *arguments])
-
-    return call
+def run() -> Run:
+    """Call ``autosplit verify`` in this process."""
+    return lambda target, *arguments: CliRunner().invoke(cli.app, ["verify", target, *OPTIONS, *arguments])
 
 
 def test_an_equal_pipe(run: Run) -> None:
