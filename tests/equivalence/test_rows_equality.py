@@ -129,6 +129,30 @@ def test_what_only_looks_as_if_it_mixed_rows_stays_by_rows(name: str) -> None:
     assert full_share(APART[name], **parts) < 0.05
 
 
+def doubles_a_row(model: Any, value: Tensor) -> Tensor:
+    out = encoded(model, value)
+    out[0].mul_(2)
+    return out
+
+
+def shifts_rows(model: Any, value: Tensor) -> Tensor:
+    out = encoded(model, value)
+    out[1:] = out[:-1].clone()
+    return out
+
+
+def fills_the_first(model: Any, value: Tensor) -> Tensor:
+    out = encoded(model, value)
+    out.view(-1)[0] = 5
+    return out
+
+
+@pytest.mark.parametrize("body", [doubles_a_row, shifts_rows, fills_the_first])
+def test_a_write_into_rows_of_the_output_is_right(body: Body) -> None:
+    """The output is the tensor that was written to: nothing takes the result of the write."""
+    assert full_share(body) > 0
+
+
 def test_noise_for_every_row_is_drawn_for_every_row() -> None:
     pipe = autosplit(Model(lambda m, x: (m.b(m.a(x)), torch.randn(len(x)))), devices=["cpu"] * 2, chunks=3)
     for rows in (8, 7):

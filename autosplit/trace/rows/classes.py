@@ -103,7 +103,9 @@ def classify(
     suspect = _spread(graph, root, depends, batched, findings, sorts)
     output = next(iter(reversed(graph.nodes)))
     rowless = _rowless(batched)
-    seeds = {n for n in output.all_input_nodes if n in suspect or n in rowless}
+    seen = {n for n in output.all_input_nodes if n in suspect or n in rowless}
+    shared = (set(group) for group in effects.storages if not set(group).isdisjoint(output.all_input_nodes))
+    seeds = seen.union(*(group & suspect for group in shared))  # no node reads what changes an output last
     seeds |= {n for n in batched if INFO in n.meta and n.meta[INFO].whole and not n.meta[INFO].tensors}
     seeds |= {n for n in batched if permutes_at_random(n, root)}  # whole, also where no output depends on it
     writers = {n for n in batched if INFO in n.meta and n.meta[INFO].writes}
