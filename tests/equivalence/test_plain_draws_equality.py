@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -335,3 +336,25 @@ def test_the_counter_gives_the_same_bits_for_every_cut_and_others_than_the_model
     for run in runs[1:]:
         assert_same_bits(run, runs[0])
     assert not torch.equal(runs[0].outputs["/"], seeded(build(name), 10, 1)[0].outputs["/"])
+
+
+class Gammas(nn.Module):
+    """Draws as many numbers for an element as its value asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch._standard_gamma((self.first(value) - 1).exp())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_draws_of_a_number_that_hangs_on_values_are_the_models(chunks: int) -> None:
+    plain, value = Gammas().double(), torch.randn(5, WIDTH, dtype=torch.float64)
+    pipe = split(copy.deepcopy(plain), chunks=chunks)
+    drawn = []
+    for module in (plain, pipe):
+        torch.manual_seed(1)
+        drawn.append((module(value), torch.get_rng_state()))
+    torch.testing.assert_close(drawn[1], drawn[0])

@@ -27,6 +27,15 @@ class Asks(nn.Module):
         return self.second(self.first(x) * (1 if torch.is_grad_enabled() else 2))
 
 
+class AsksTensor(Asks):
+    """Asks a tensor instead."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.seen = int(x.requires_grad)
+        return self.second(x * (1 if x.grad_fn is not None else 2))
+
+
 class Encoder(nn.Module):
     """Torch's own layers ask too, of which nothing hangs but the way that they take."""
 
@@ -46,9 +55,10 @@ def both(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module, Any]:
     return plain, model, autosplit(model, devices=["cpu"] * 2, chunks=2)
 
 
+@pytest.mark.parametrize("kind", [Asks, AsksTensor])
 @pytest.mark.parametrize("modes", [(True, False, True), (False, True, False)])
-def test_a_model_that_asks_gives_what_it_would_by_itself(modes: tuple[bool, ...]) -> None:
-    plain, model, pipe = both(Asks)
+def test_a_model_that_asks_gives_what_it_would_by_itself(modes: tuple[bool, ...], kind: type[nn.Module]) -> None:
+    plain, model, pipe = both(kind)
     x = torch.randn(4, 6)
     for mode in modes:
         with torch.set_grad_enabled(mode):

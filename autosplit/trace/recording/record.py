@@ -10,6 +10,7 @@ Values are known by identity: every tensor that a call returned is kept alive un
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ from autosplit.trace.recording.recording import (
     Ref,
     Refusal,
     apply_function,
+    is_foreign,
     mapped,
     source_line,
     under,
@@ -70,6 +72,7 @@ class Recorder(TorchFunctionMode):
         self.scope = scope
         self.reader = reader
         self.observed = observed
+        self.asks_grad_mode = ""  # where the model asked what gradients alone tell; "" while it did not
         self.failed_in: str | None = None  # the innermost module out of which an exception came
         self.modules_made: list[type] = []
         self.calls: list[Call] = []
@@ -257,6 +260,9 @@ class Recorder(TorchFunctionMode):
             label = func.__self__.__name__
             if label == "grad":
                 return func(*args, **kwargs)
+            if label in _TELL_GRAD_MODE and args[0].requires_grad and not args[0].is_leaf:
+                asked_by_model = not is_foreign(sys._getframe(1).f_code.co_filename)
+                self.asks_grad_mode = self.asks_grad_mode or (source_line() if asked_by_model else "")
             return self.perform("function", getattr, label, lambda: func(*args), (args[0], label), {})
         if label == "__set__":
             label = func.__self__.__name__
@@ -350,6 +356,8 @@ class Recorder(TorchFunctionMode):
         return Recording(self.calls, self.constants, encoded, unflatten, kept=len(kept))
 
 
+_TELL_GRAD_MODE = ("requires_grad", "grad_fn", "is_leaf")
+"""What is another of a computed tensor where gradients are off."""
 _OWN_GENERATOR = "draws from a generator of its own; a pipeline cannot keep the order of its draws: use torch's default"
 _OTHER = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (int, float, bool, str, complex, range, type(None), type(Ellipsis), *_OTHER)

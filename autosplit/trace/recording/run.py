@@ -187,7 +187,7 @@ def _run(
     left += numbers
     recording = recorder.finish(output, dict(model.named_buffers()), left)
     recording.logged = len(numbers)
-    recording.asks_grad_mode, recording.changed = asked.line, found.places
+    recording.asks_grad_mode, recording.changed = asked.line or recorder.asks_grad_mode, found.places
     return PythonRun(recording, found, real, left)
 
 

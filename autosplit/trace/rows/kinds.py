@@ -23,6 +23,8 @@ REARRANGING = frozenset(
     "repeat tile broadcast_to unfold rot90 adjoint hstack vstack dstack hsplit vsplit".split()
 )
 """What moves values and computes none; the value probe follows rows through it."""
+_DRAWN_WHOLE = frozenset("randperm multinomial poisson binomial standard_gamma sample_dirichlet rrelu".split())
+"""What draws row numbers, or as many numbers as the values of earlier rows ask for."""
 _LIKE = frozenset("view_as reshape_as expand_as".split())
 SHAPE_ONLY = frozenset(
     "new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like empty_like full_like rand_like randn_like "
@@ -111,13 +113,13 @@ def leaves_unset(node: fx.Node, root: nn.Module) -> bool:
 
 
 def permutes_at_random(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether an operation draws row numbers: drawn per microbatch they would name other rows."""
+    """Tell whether what an operation draws for a row hangs on the others: drawn per microbatch it would be another."""
     info = node.meta.get(INFO)
     if info is None or not info.random:
         return False
     name = _name(function_of(node, root))
     bounds = node.args[:2] if name == "randint" else ()
-    return name in ("randperm", "multinomial") or any(isinstance(bound, fx.Node) for bound in bounds)
+    return name in _DRAWN_WHOLE or any(isinstance(bound, fx.Node) for bound in bounds)
 
 
 def runs_along_batch(node: fx.Node, root: nn.Module) -> bool:
