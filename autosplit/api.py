@@ -112,10 +112,7 @@ def autosplit(
         ScheduleError: an action file is no legal schedule, or is made for other devices or chunks.
     """
     _check_model(model)
-    choose("precision", precision, (None,))
-    choose("mesh", mesh, (None,))
-    if graphs is not False:
-        raise InputError(f"graphs={graphs!r} was removed; compile='reduce-overhead' takes torch's own CUDA graphs")
+    _refuse_reserved(precision=precision, mesh=mesh, graphs=graphs)
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     resolved = resolve_devices(devices)
     asked = chosen(
@@ -145,6 +142,13 @@ def autosplit(
     if sample is not None:
         pipe.prepare(Sample.of(sample))
     return pipe
+
+
+def _refuse_reserved(*, precision: Any, mesh: Any, graphs: Any) -> None:
+    choose("precision", precision, (None,))
+    choose("mesh", mesh, (None,))
+    if graphs is not False:
+        raise InputError(f"graphs={graphs!r} was removed; compile='reduce-overhead' takes torch's own CUDA graphs")
 
 
 def plan(
