@@ -1,7 +1,7 @@
 """A schedule's actions replayed over its stages' traces: what every device holds, when most, and for what.
 
 Every action of a stage does one of a few things (`Piece`), so a replay adds up pieces: its cost is that of the actions,
-not of the nodes in them. `play.device_changes` plays the same story change by change, for the allocator.
+not of the nodes in them. `allocator.device_changes` plays the same story change by change, for the allocator.
 """
 
 from __future__ import annotations

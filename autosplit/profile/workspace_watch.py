@@ -6,7 +6,7 @@
                   └─────────────┴── held after: results, and what a library keeps from its first call on
 ```
 
-A table of what was observed stands before the rules of `opaque_cuda`, for operations of the very same shapes.
+A table of what was observed stands before the rules of `workspaces`, for operations of the very same shapes.
 """
 
 from __future__ import annotations
