@@ -9,6 +9,7 @@ sides first, as transformers leaves them out there:
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,16 @@ import torch
 from autosplit.errors import TraceError
 from autosplit.trace.graph import ROWS, Formula, Length, Size, Symbol, TensorInfo, evaluate
 from autosplit.trace.recording.random_watch import Draw
-from autosplit.trace.recording.recording import Attribute, Call, Differs, Recording, Ref, mapped, mapped_together
+from autosplit.trace.recording.recording import (
+    Attribute,
+    Call,
+    Differs,
+    GradAutocastState,
+    Recording,
+    Ref,
+    mapped,
+    mapped_together,
+)
 
 BATCH_SIZES = (3, 4)
 """The numbers of rows of the first two recordings, of which every number is a line; the third one must lie on it."""
@@ -108,13 +118,26 @@ def matches(
             return False
         if expected.draws is not None and not equal(expected.draws, call.draws or (), sizes):
             return False
-    return same_constants(merged.recording, recording) and equal(merged.output, recording.output, sizes)
+    return changed_constant(merged.recording, recording) is None and equal(merged.output, recording.output, sizes)
 
 
-def same_constants(one: Recording, other: Recording) -> bool:
-    """Tell whether the tensors that a recording holds are those of another one."""
-    tensors = {name: value for name, value in one.constants.items() if isinstance(value, torch.Tensor)}
-    return all(other.constants.get(name) is tensor for name, tensor in tensors.items())
+def changed_constant(one: Recording, other: Recording) -> str | None:
+    """Return the name of a constant for which another recording holds something else; None: there is none.
+
+    Tensors and classes are told by identity, grad mode and autocast by what they are, functions by their code. Other
+    objects may be new at every call: their class tells.
+    """
+    values = other.constants
+    return next((name for name, value in one.constants.items() if not _is_one(value, values.get(name))), None)
+
+
+def _is_one(value: Any, other: Any) -> bool:
+    if value is other or isinstance(value, (torch.Tensor, type)):
+        return value is other
+    if isinstance(value, (GradAutocastState, types.BuiltinFunctionType)):
+        return bool(value == other)
+    code = getattr(value, "__code__", None)
+    return type(value) is type(other) and code == getattr(other, "__code__", None)
 
 
 def _same_calls(first: Recording, other: Recording, rows: int) -> None:
@@ -130,13 +153,17 @@ def _same_calls(first: Recording, other: Recording, rows: int) -> None:
 
 
 def _same_constants(recordings: Sequence[Recording]) -> None:
-    first = recordings[0].constants
+    first = recordings[0]
     for other in recordings[1:]:
-        for name, value in first.items():
-            if isinstance(value, torch.Tensor) and other.constants.get(name) is not value:
-                raise TraceError(
-                    f"forward captures another constant tensor ({name}) at every call; register it as a buffer"
-                )
+        if (name := changed_constant(first, other)) is None:
+            continue
+        value = first.constants[name]
+        if isinstance(value, torch.Tensor):
+            raise TraceError(
+                f"forward captures another constant tensor ({name}) at every call; register it as a buffer"
+            )
+        what = "grad mode or autocast" if isinstance(value, GradAutocastState) else f"object ({name})"
+        raise TraceError(f"forward runs with another {what} at other batch sizes; a graph has one for all")
 
 
 def _draws(sizes: Sequence[int], calls: Sequence[Call]) -> tuple[Draw, ...] | None:
@@ -221,7 +248,7 @@ def holds_at(
     """
     if matches(merged, recording, rows=rows, lengths=lengths):
         return True
-    if rows != 1 or not same_constants(merged.recording, recording):
+    if rows != 1 or changed_constant(merged.recording, recording) is not None:
         return False
     graph = [
         replace(m.call, args=m.args, kwargs=m.kwargs, draws=m.draws, shapes=[t.shape_at(1, lengths) for t in m.tensors])

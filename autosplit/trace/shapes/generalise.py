@@ -23,7 +23,14 @@ from autosplit.errors import is_internal
 from autosplit.trace.graph import LEAST, ROWS, Formula, Length, Number, Size, Symbol, TensorInfo, evaluate, symbols_in
 from autosplit.trace.inputs.signature import Shape, sizes_at
 from autosplit.trace.reads.reads import Unanswered
-from autosplit.trace.recording.merge import BATCH_SIZES, Affine, MergedCall, MergedRecording, number_at
+from autosplit.trace.recording.merge import (
+    BATCH_SIZES,
+    Affine,
+    MergedCall,
+    MergedRecording,
+    changed_constant,
+    number_at,
+)
 from autosplit.trace.recording.random_watch import Draw
 from autosplit.trace.recording.recording import (
     Differs,
@@ -161,7 +168,10 @@ def _widened(
     merged: MergedRecording, recording: Recording, converted: Sequence[Any], points: Points
 ) -> MergedRecording | None:
     """Return the merged recording with the symbolic one's formulas; None where they differ at some point."""
-    if len(merged.calls) != len(recording.calls) or not _same_constants(merged.recording, recording):
+    constants = merged.recording.constants.keys() == recording.constants.keys()
+    if len(merged.calls) != len(recording.calls) or not constants:
+        return None
+    if changed_constant(merged.recording, recording) is not None:
         return None
     compare = _Compare(points)
     calls = []
@@ -180,11 +190,6 @@ def _widened(
     except Differs:
         return None
     return MergedRecording(tuple(calls), output, merged.recording)
-
-
-def _same_constants(one: Recording, other: Recording) -> bool:
-    tensors = {name: value for name, value in one.constants.items() if isinstance(value, torch.Tensor)}
-    return one.constants.keys() == other.constants.keys() and all(other.constants[n] is t for n, t in tensors.items())
 
 
 def _as_kept(draw: Draw) -> Draw:
