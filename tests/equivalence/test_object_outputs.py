@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -239,6 +242,38 @@ def test_a_shape_stays_a_shape() -> None:
         made = pipe(x, torch.Size((1, 3)))[1]
         assert made == {"shape": torch.Size((rows, 3, 2)), "like": torch.Size((1, 3))}
         assert {type(value) for value in made.values()} == {torch.Size}
+
+
+class Beside(nn.Module):
+    """Returns something beside its tensor."""
+
+    def __init__(self, beside: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8, dtype=X.dtype), nn.Linear(8, 6, dtype=X.dtype)
+        self.beside = beside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(torch.relu(self.first(x))), self.beside(x)
+
+
+BESIDE: dict[str, Any] = {
+    "a function": lambda x: len,
+    "a number of numpy": lambda x: np.float64(0.5),
+    "an array made anew": lambda x: np.ones(len(x)),
+    "a path": lambda x: Path("a"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The pipeline of Beside has collapsed")
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_generated_code_cannot_print_comes_back(name: str) -> None:
+    model = Beside(BESIDE[name])
+    pipe = copy.deepcopy(autosplit(model, devices=["cpu"] * 2, chunks=3))
+    for rows in (8, 7):
+        (actual, beside), (expected, own) = pipe(X[:rows]), model(X[:rows])
+        torch.testing.assert_close(actual, expected)
+        assert type(beside) is type(own)
+        assert np.array_equal(beside, own)
 
 
 # -- transformers' models with their default use_cache=True ----------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 import re
 from collections import defaultdict
@@ -60,6 +61,11 @@ def build(model: nn.Module, merged: MergedRecording, *, keep: Collection[int] | 
     return RawGraph(builder.graph, share_root(model, constants), builder.nodes, found, merged.lengths)
 
 
+_TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PRINTED = {*_TORCHS, int, float, bool, str, complex, type(None), range, slice, bytes, bytearray, set, frozenset}
+"""What generated code has as it is printed."""
+
+
 class _Builder:
     def __init__(self, merged: MergedRecording) -> None:
         self.graph = fx.Graph()
@@ -103,7 +109,15 @@ class _Builder:
             )
 
     def finish(self, output: list[Any]) -> None:
-        self.graph.output(tuple(self.decode(value) for value in output))
+        self.graph.output(tuple(self._returned(self.decode(value)) for value in output))
+
+    def _returned(self, value: Any) -> Any:
+        """Return an output as generated code has it: what Python cannot print so that it can be read is held."""
+        if isinstance(value, (fx.Node, enum.Enum)) or type(value) in _PRINTED:
+            return value
+        held = f"_output{len(self.constants)}"
+        self.constants[held] = value
+        return self.graph.get_attr(held)
 
     def decode(self, value: Any) -> Any:
         return mapped(self._decoded, value)

@@ -16,6 +16,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from autosplit.errors import TraceError
@@ -188,11 +189,15 @@ def _value(sizes: Sequence[int], *values: Any) -> Any:
         return first
     if isinstance(first, (int, float)) and not isinstance(first, bool):
         return _number(sizes, values)
-    if any(not (v is first or v == first) for v in values):
+    if not all(_is_same(v, first) for v in values):
         if isinstance(first, (bool, str)):
             raise Differs(", ".join(map(repr, values)))
         raise Differs(f"a new {type(first).__name__} at every call, which no graph can rebuild")
     return first
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, np.ndarray) and bool(one == other))
 
 
 def _number(sizes: Sequence[int], values: Sequence[float]) -> Any:
@@ -225,7 +230,7 @@ def equal(expected: Any, value: Any, sizes: Mapping[str, int] = MappingProxyType
 
     def same(one: Any, other: Any) -> None:
         one = number_at(one, sizes)
-        if not (one is other or one == other or (one != one and other != other)):
+        if not (_is_same(one, other) or (one != one and other != other)):
             raise Differs
 
     try:
