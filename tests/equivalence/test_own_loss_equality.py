@@ -16,6 +16,7 @@ from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step
 from tests.models.decoders import VOCABULARY, Decoder
+from tests.pairwise import in_turn
 
 LENGTH = 12
 SMALL_SHARE = 0.03
@@ -43,10 +44,9 @@ def loss_and_logits(output: Any) -> Tensor:
     return output["loss"] + 1e-3 * output["logits"].square().mean()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_models_own_loss_is_the_plain_models(name: str) -> None:
+@in_turn(name=list(MODELS), dtype=[torch.float64, torch.float32])
+def test_a_models_own_loss_is_the_plain_models(name: str, dtype: torch.dtype) -> None:
     options, inputs = MODELS[name]
-    dtype = torch.float32 if "divides" in name else torch.float64
     plain = Decoder(**options).to(dtype)
     pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 3, chunks=3)
     runs = [forward_backward(m, Batch(inputs), loss=lambda o: loss_and_logits(o).double()) for m in (pipe, plain)]

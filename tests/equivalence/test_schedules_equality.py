@@ -53,6 +53,22 @@ class Everything(nn.Module):
         return self.tied(self.norm(value + kept))
 
 
+class Normalised(nn.Module):
+    """A batch normalisation in the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.double()
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.norm(value)
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+        return value
+
+
 @functools.cache
 def file_of(folder: Path) -> Path:
     path = folder / "own.csv"
@@ -163,3 +179,20 @@ def test_what_runs_again_under_a_split_backward(name: str, again: str, tmp_path:
     found = step(pipe)
     assert_plain(found, plain)
     assert_same_bits(found, step(pipe))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v", "own"])
+def test_batch_norm_counts_every_microbatch_once_under_every_schedule(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Normalised()
+    value, target = batch()
+    twin, loss = copy.deepcopy(model), torch.zeros((), dtype=torch.float64)
+    for rows, goal in zip(value.tensor_split(CHUNKS), target.tensor_split(CHUNKS), strict=True):
+        loss = loss + F.mse_loss(twin(rows), goal) * len(rows) / ROWS
+    loss.backward()
+    plain = {"loss": loss.detach()} | gradients(twin, value)
+    found = step(split(copy.deepcopy(model), name, "threads", tmp_path))
+    assert_plain(found, plain)
+    first = copy.deepcopy(model)
+    first(value)
+    assert_plain(found, {name: b for name, b in first.named_buffers() if b.is_floating_point()})
