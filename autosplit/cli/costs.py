@@ -71,14 +71,7 @@ def _recorded(model: nn.Module, found: Trace, choices: Choices, *, measured: boo
         count_bytes=choices.count_bytes,
     )
     hardware = device_text(torch.device(costs.device)) if costs.measured else ""
-    return cost_report(
-        found.graph,
-        costs,
-        model=type(model).__name__,
-        torch=str(torch.__version__),
-        sizes=sizes,
-        hardware=hardware,
-    )
+    return cost_report(model, found.graph, costs, sizes=sizes, hardware=hardware)
 
 
 def _tree(
@@ -95,7 +88,6 @@ def _tree(
     return tree_report(
         model,
         costs,
-        torch=str(torch.__version__),
         rows=batch_rows(flatten(model, sample)),
         device=str(place) if costs.measured else device,
         hardware=device_text(place) if costs.measured else "",

@@ -79,7 +79,7 @@ def profile_command(
     with common.beside_stdout():
         with phase("importing"):
             from autosplit.cli.costs import Choices, costs_of
-            from autosplit.report.cost_table import render_costs
+            from autosplit.report.costs import render_costs
         choices = Choices(rows, chunks, parse_batch_dims(batch_dims), device, measure, count_bytes)
         found = costs_of(spec, choices)
     text = render_costs(found, width=common.page_width(), depth=depth, nodes=nodes, top=top)

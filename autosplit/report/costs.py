@@ -1,4 +1,4 @@
-"""What a model costs, as one document: every node with its times, work and bytes, and where the figures come from.
+"""What a model costs, as one document and as text: every node with its times, work and bytes, and what they rest on.
 
 node      name, class, times and their ranges, FLOPs, saved, transient and output bytes, share of a step
 row       nodes of one module taken together: times and FLOPs add up, saved storages count once, transients do not
@@ -6,35 +6,36 @@ row       nodes of one module taken together: times and FLOPs add up, saved stor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+import torch
 from torch import fx, nn
 
+from autosplit.planning.plan.record import Record
 from autosplit.profile.node_costs.assumptions import ROUTED_RUN
 from autosplit.profile.node_costs.module_costs import ModuleCosts, Seen
-from autosplit.profile.types import NodeProfile, Profile
+from autosplit.profile.types import Profile
+from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
+from autosplit.report.words import format_count, plural, shorten
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+from autosplit.units import format_bytes, format_seconds
 
-VERSION = 2
 OUTPUT = ""
 """Among the users of a node: the model's caller."""
 WHOLE = "module"
 """The class of what runs by its own Python: how often in a step, only a plan says."""
 _BACKWARD_FLOPS = 2
 """FLOPs of a backward over those of its forward: a matrix product has two in its backward."""
-_CLOCK_S = 1e-9
+READABLE_ROWS = 40
+_NARROWEST_NAME = 16
 
 Basis = Literal["measured", "modelled"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class NodeCost(_Record):
+class NodeCost(Record):
     """One node, for one microbatch (``full`` and ``shared`` nodes: for one step).
 
     Attributes:
@@ -54,7 +55,7 @@ class NodeCost(_Record):
     node_class: str
     forward_s: float
     backward_s: float
-    share: float
+    share: float = 0.0
     basis: Basis
     why: str = ""
     estimated: str = ""
@@ -66,13 +67,13 @@ class NodeCost(_Record):
     forward_flops: int
     backward_flops: int
     saved: dict[int, int]
-    forward_transient_bytes: int | None
-    backward_transient_bytes: int | None
+    forward_transient_bytes: int | None = None
+    backward_transient_bytes: int | None = None
     output_bytes: int
     users: tuple[str, ...]
 
 
-class Totals(_Record):
+class Totals(Record):
     """The model as a whole: times and FLOPs of all nodes once, and of a step with all its microbatches."""
 
     forward_s: float
@@ -87,7 +88,7 @@ class Totals(_Record):
     buffer_bytes: int
 
 
-class CostReport(_Record):
+class CostReport(Record):
     """What `autosplit profile` says: ``model_validate_json`` reads what ``model_dump_json`` wrote.
 
     Attributes:
@@ -96,7 +97,7 @@ class CostReport(_Record):
         notes: what else holds: assumptions, and where figures are rough.
     """
 
-    version: int = VERSION
+    version: int = 2
     model: str
     device: str
     hardware: str = ""
@@ -110,123 +111,55 @@ class CostReport(_Record):
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Row:
-    """Some nodes taken together; transients and the device's own peaks are the largest of theirs, None: unknown."""
-
-    name: str
-    classes: tuple[str, ...]
-    nodes: int
-    forward_s: float
-    backward_s: float
-    share: float
-    forward_flops: int
-    backward_flops: int
-    saved_bytes: int
-    transient_bytes: int | None
-    peak_bytes: int | None
-    output_bytes: int
-    modelled: bool
-    estimated: bool
-
-
 def cost_report(
-    traced: TracedGraph,
-    profile: Profile,
-    *,
-    model: str,
-    torch: str,
-    sizes: Sequence[int],
-    hardware: str = "",
+    model: nn.Module, traced: TracedGraph, profile: Profile, *, sizes: Sequence[int], hardware: str = ""
 ) -> CostReport:
     """Return the costs of a profiled recording for a step of microbatches of these sizes."""
-    infos = [(node, info) for node, info in traced.compute_nodes()]
-    step_s = sum(_step_s(info, profile.nodes[info.name], len(sizes)) for _, info in infos)
-    nodes = tuple(_node(node, info, profile, step_s=step_s, microbatches=len(sizes)) for node, info in infos)
+    nodes = [_node(node, info, profile) for node, info in traced.compute_nodes()]
+    basis: Basis = "measured" if profile.measured else "modelled"
+    return _report(model, nodes, sizes=sizes, basis=basis, device=profile.device, hardware=hardware, rows=profile.rows)
+
+
+def _report(model: nn.Module, nodes: Sequence[NodeCost], *, sizes: Sequence[int], **facts: Any) -> CostReport:
+    """Add up what nodes cost, and say which part of a step each is."""
+    times = [len(sizes) if node.node_class == NodeClass.MICRO.value else 1 for node in nodes]
+    seconds = [count * (node.forward_s + node.backward_s) for count, node in zip(times, nodes, strict=True)]
+    flops = [count * (node.forward_flops + node.backward_flops) for count, node in zip(times, nodes, strict=True)]
+    step_s, whole = sum(seconds), Row("", tuple(nodes))
+    shares = [own_s / step_s if step_s else 0.0 for own_s in seconds]
+    parameters = list(model.parameters())
     return CostReport(
-        model=model,
-        device=profile.device,
-        hardware=hardware,
-        basis="measured" if profile.measured else "modelled",
-        torch=torch,
-        rows=profile.rows,
+        model=type(model).__name__,
+        torch=str(torch.__version__),
         microbatches=len(sizes),
         batch_rows=sum(sizes),
-        totals=_totals(nodes, profile, step_s=step_s, microbatches=len(sizes)),
-        nodes=nodes,
+        totals=Totals(
+            forward_s=whole.total("forward_s"),
+            backward_s=whole.total("backward_s"),
+            step_s=step_s,
+            forward_flops=whole.total("forward_flops"),
+            backward_flops=whole.total("backward_flops"),
+            step_flops=sum(flops),
+            saved_bytes=whole.saved_bytes,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+            buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        ),
+        nodes=tuple(n.model_copy(update={"share": share}) for n, share in zip(nodes, shares, strict=True)),
+        **facts,
     )
 
 
-def node_rows(report: CostReport) -> list[Row]:
-    """Return a row for every node."""
-    return [_row(node.name, [node]) for node in report.nodes]
-
-
-def module_rows(report: CostReport, *, depth: int) -> list[Row]:
-    """Return a row for every module down to ``depth`` (0: the model), each with what runs in it and below it."""
-    groups: dict[str, list[NodeCost]] = {}
-    for node in report.nodes:
-        path = ".".join(node.module.split(".")[:depth])
-        groups.setdefault(path or f"({report.model})", []).append(node)
-    return [_row(path, nodes) for path, nodes in groups.items()]
-
-
-def readable_depth(report: CostReport, *, most: int) -> int:
-    """Return the greatest depth at which there are at most ``most`` rows, and at which more is told than above it."""
-    counts = [1]
-    for depth in range(1, 1 + max(node.module.count(".") + 1 for node in report.nodes)):
-        counts.append(len(module_rows(report, depth=depth)))
-    fitting = [depth for depth, count in enumerate(counts) if count <= most]
-    return next(depth for depth in fitting if counts[depth] == counts[fitting[-1]])
-
-
-def _row(name: str, nodes: Sequence[NodeCost]) -> Row:
-    inside = {node.name for node in nodes}
-    saved = {storage: size for node in nodes for storage, size in node.saved.items()}
-    transients = [size for n in nodes for size in (n.forward_transient_bytes, n.backward_transient_bytes)]
-    peaks = [size for node in nodes for size in (node.forward_peak_bytes, node.backward_peak_bytes)]
-    leaving = [node for node in nodes if not inside.issuperset(node.users)]
-    return Row(
-        name=name,
-        classes=tuple(dict.fromkeys(node.node_class for node in nodes)),
-        nodes=len(nodes),
-        forward_s=sum(node.forward_s for node in nodes),
-        backward_s=sum(node.backward_s for node in nodes),
-        share=sum(node.share for node in nodes),
-        forward_flops=sum(node.forward_flops for node in nodes),
-        backward_flops=sum(node.backward_flops for node in nodes),
-        saved_bytes=sum(saved.values()),
-        transient_bytes=max((size for size in transients if size is not None), default=None),
-        peak_bytes=max((size for size in peaks if size is not None), default=None),
-        output_bytes=sum(node.output_bytes for node in leaving),
-        modelled=any(node.why for node in nodes),
-        estimated=any(node.estimated for node in nodes),
-    )
-
-
-def _node(node: fx.Node, info: TracedNode, profile: Profile, *, step_s: float, microbatches: int) -> NodeCost:
-    found, sample = profile.nodes[info.name], profile.samples.get(info.name)
+def _node(node: fx.Node, info: TracedNode, profile: Profile) -> NodeCost:
+    sample = profile.samples.get(info.name)
+    figures = vars(profile.nodes[info.name]) | ({} if sample is None else vars(sample))
     return NodeCost(
-        name=info.name,
+        **{name: value for name, value in figures.items() if name in NodeCost.model_fields},
         module=info.module,
         node_class=info.node_class.value,
-        forward_s=found.forward_s,
-        backward_s=found.backward_s,
-        share=_step_s(info, found, microbatches) / step_s if step_s else 0.0,
-        basis="measured" if sample is not None else "modelled",
+        basis="modelled" if sample is None else "measured",
         why=profile.modelled.get(info.name, ""),
         estimated=profile.estimated.get(info.name, ""),
-        forward_range_s=None if sample is None else sample.forward_range_s,
-        backward_range_s=None if sample is None else sample.backward_range_s,
-        samples=None if sample is None else sample.samples,
-        forward_peak_bytes=None if sample is None else sample.forward_peak_bytes,
-        backward_peak_bytes=None if sample is None else sample.backward_peak_bytes,
-        forward_flops=found.forward_flops,
-        backward_flops=found.backward_flops,
-        saved=dict(found.saved),
-        forward_transient_bytes=found.forward_transient_bytes,
-        backward_transient_bytes=found.backward_transient_bytes,
-        output_bytes=found.output_bytes,
         users=tuple(dict.fromkeys(_users(node))),
     )
 
@@ -241,107 +174,39 @@ def _users(node: fx.Node) -> Iterable[str]:
             yield from _users(user)
 
 
-def _step_s(info: TracedNode, node: NodeProfile, microbatches: int) -> float:
-    return _times(info.node_class.value, microbatches) * (node.forward_s + node.backward_s)
+def tree_report(model: nn.Module, costs: ModuleCosts, *, rows: int, reason: str, **facts: Any) -> CostReport:
+    """Return what every module of a model took by itself, without the modules inside it.
 
-
-def _times(node_class: str, microbatches: int) -> int:
-    return microbatches if node_class == NodeClass.MICRO.value else 1
-
-
-def _totals(nodes: Sequence[NodeCost], profile: Profile, *, step_s: float, microbatches: int) -> Totals:
-    saved: Mapping[int, int] = {storage: size for node in nodes for storage, size in node.saved.items()}
-    states = list(profile.state.values())
-    return Totals(
-        forward_s=sum(node.forward_s for node in nodes),
-        backward_s=sum(node.backward_s for node in nodes),
-        step_s=step_s,
-        forward_flops=sum(node.forward_flops for node in nodes),
-        backward_flops=sum(node.backward_flops for node in nodes),
-        step_flops=sum(_times(n.node_class, microbatches) * (n.forward_flops + n.backward_flops) for n in nodes),
-        saved_bytes=sum(saved.values()),
-        parameters=sum(state.elements for state in states if state.is_parameter),
-        parameter_bytes=sum(state.bytes for state in states if state.is_parameter),
-        buffer_bytes=sum(state.bytes for state in states if not state.is_parameter),
-    )
-
-
-# -- a model that no graph can follow ---------------------------------------------------------------------------------
-
-
-def tree_report(
-    model: nn.Module, costs: ModuleCosts, *, torch: str, rows: int, device: str, hardware: str, reason: str
-) -> CostReport:
-    """Return what every module took by itself, without the modules inside it; ``reason`` says why there is no graph."""
-    kind = type(model).__name__
-    names = {path: path or f"({kind})" for path in costs.modules}
-    whole_s = costs.of("").forward_s + costs.of("").backward_s
-    nodes = tuple(_tree_node(path, costs, names, whole_s=whole_s) for path in _called(costs))
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    forward_flops = costs.of("").flops
-    return CostReport(
-        model=kind,
-        device=device,
-        hardware=hardware,
-        basis="measured" if costs.measured else "modelled",
-        torch=torch,
-        rows=rows,
-        microbatches=1,
-        batch_rows=rows,
-        totals=Totals(
-            forward_s=costs.of("").forward_s,
-            backward_s=costs.of("").backward_s,
-            step_s=whole_s,
-            forward_flops=forward_flops,
-            backward_flops=_BACKWARD_FLOPS * forward_flops,
-            step_flops=(1 + _BACKWARD_FLOPS) * forward_flops,
-            saved_bytes=costs.saved_below(""),
-            parameters=sum(parameter.numel() for parameter in parameters),
-            parameter_bytes=sum(parameter.nbytes for parameter in parameters),
-            buffer_bytes=sum(buffer.nbytes for buffer in buffers),
-        ),
-        nodes=nodes,
-        notes=(f"no graph can follow this model, its own Python ran: {reason}", ROUTED_RUN),
-    )
-
-
-def _called(costs: ModuleCosts) -> list[str]:
-    """Return the modules that ran, in the order of their first calls; the model itself comes first."""
-    found = [(seen.first, path) for path, seen in costs.modules.items() if seen.first is not None]
-    return [path for _, path in sorted(found)]
-
-
-def _tree_node(path: str, costs: ModuleCosts, names: dict[str, str], *, whole_s: float) -> NodeCost:
-    seen, inside = costs.of(path), list(_directly_inside(path, costs))
-    forward_s = _own(seen.forward_s, [part.forward_s for part in inside])
-    backward_s = _own(seen.backward_s, [part.backward_s for part in inside])
-    flops = max(0, seen.flops - sum(part.flops for part in inside))
-    return NodeCost(
-        name=names[path],
-        module=path,
-        node_class=WHOLE,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        share=(forward_s + backward_s) / whole_s if whole_s else 0.0,
-        basis="measured" if costs.measured else "modelled",
-        forward_flops=flops,
-        backward_flops=_BACKWARD_FLOPS * flops,
-        saved={list(names).index(path): seen.saved_bytes} if seen.saved_bytes else {},
-        forward_transient_bytes=None,
-        backward_transient_bytes=None,
-        output_bytes=seen.output_bytes,
-        users=(names[_around(path, costs)] if path else OUTPUT,),
-    )
-
-
-def _own(seconds: float, inside: Sequence[float]) -> float:
-    """Return a module's time without that of the modules inside it: no less than the clock can tell."""
-    left = seconds - sum(inside)
-    return left if left > _CLOCK_S else 0.0
-
-
-def _directly_inside(path: str, costs: ModuleCosts) -> Iterator[Seen]:
-    return (seen for inner, seen in costs.modules.items() if inner and _around(inner, costs) == path)
+    That is for a model that no graph can follow; ``reason`` says why.
+    """
+    called = sorted((seen.first, path) for path, seen in costs.modules.items() if seen.first is not None)
+    inside: dict[str, list[Seen]] = defaultdict(list)
+    for path, seen in costs.modules.items():
+        if path:
+            inside[_around(path, costs)].append(seen)
+    basis: Basis = "measured" if costs.measured else "modelled"
+    root = f"({type(model).__name__})"
+    nodes = []
+    for number, path in called:
+        seen, parts = costs.of(path), inside[path]
+        flops = max(0, seen.flops - sum(part.flops for part in parts))
+        nodes.append(
+            NodeCost(
+                name=path or root,
+                module=path,
+                node_class=WHOLE,
+                forward_s=max(0.0, seen.forward_s - sum(part.forward_s for part in parts)),
+                backward_s=max(0.0, seen.backward_s - sum(part.backward_s for part in parts)),
+                basis=basis,
+                forward_flops=flops,
+                backward_flops=_BACKWARD_FLOPS * flops,
+                saved={number: seen.saved_bytes} if seen.saved_bytes else {},
+                output_bytes=seen.output_bytes,
+                users=(_around(path, costs) or root if path else OUTPUT,),
+            )
+        )
+    notes = (f"no graph can follow this model, its own Python ran: {reason}", ROUTED_RUN)
+    return _report(model, nodes, sizes=(rows,), basis=basis, rows=rows, notes=notes, **facts)
 
 
 def _around(path: str, costs: ModuleCosts) -> str:
@@ -351,3 +216,179 @@ def _around(path: str, costs: ModuleCosts) -> str:
         if path in costs.modules:
             return path
     return ""
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some nodes taken together."""
+
+    name: str
+    nodes: tuple[NodeCost, ...]
+
+    def total(self, figure: str) -> Any:
+        """Return the sum of a figure over the nodes."""
+        return sum(getattr(node, figure) for node in self.nodes)
+
+    def largest(self, figure: str) -> int | None:
+        """Return the largest of a figure over the nodes, forward and backward; None where it is not known of any."""
+        sizes = [getattr(node, f"{way}_{figure}") for node in self.nodes for way in ("forward", "backward")]
+        return max((size for size in sizes if size is not None), default=None)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the nodes save for the backward; a storage that several save counts once."""
+        return sum({storage: size for node in self.nodes for storage, size in node.saved.items()}.values())
+
+    @property
+    def output_bytes(self) -> int:
+        """The results that leave the row."""
+        inside = {node.name for node in self.nodes}
+        return sum(node.output_bytes for node in self.nodes if not inside.issuperset(node.users))
+
+
+def module_rows(report: CostReport, *, depth: int) -> list[Row]:
+    """Return a row for every module down to ``depth`` (0: the model), each with what runs in it and below it."""
+    groups: dict[str, list[NodeCost]] = defaultdict(list)
+    for node in report.nodes:
+        path = ".".join(node.module.split(".")[:depth])
+        groups[path or f"({report.model})"].append(node)
+    return [Row(path, tuple(nodes)) for path, nodes in groups.items()]
+
+
+def readable_depth(report: CostReport, *, most: int = READABLE_ROWS) -> int:
+    """Return the greatest depth at which there are at most ``most`` rows, and at which more is told than above it."""
+    deepest = max(node.module.count(".") + 1 for node in report.nodes)
+    counts = [len(module_rows(report, depth=depth)) for depth in range(deepest + 1)]
+    fitting = [depth for depth, count in enumerate(counts) if count <= most]
+    return next(depth for depth in fitting if counts[depth] == counts[fitting[-1]])
+
+
+def render_costs(
+    report: CostReport,
+    *,
+    width: int | None = None,
+    depth: int | None = None,
+    nodes: bool = False,
+    top: int | None = None,
+) -> str:
+    """Return the report as text, at most ``width`` columns wide where that is possible.
+
+    One row per module down to ``depth`` (None: as deep as 40 rows allow), or per node. ``top`` shows only the rows that
+    take the most time, in model order.
+    """
+    page = width or DEFAULT_WIDTH
+    if nodes:
+        title, rows = "Costs by node", [Row(node.name, (node,)) for node in report.nodes]
+    else:
+        depth = readable_depth(report) if depth is None else depth
+        title, rows = f"Costs by module, to depth {depth}", module_rows(report, depth=depth)
+    sections = [_header(report), _costs(title, rows, top=top, width=page), _totals(report)]
+    if notes := tuple(_notes(report)):
+        sections.append(Section("Notes", points=notes))
+    return as_text(sections, width=page)
+
+
+def _header(report: CostReport) -> Section:
+    rows = plural(report.rows, "row")
+    if report.microbatches > 1:
+        rows += f" per microbatch (a batch of {report.batch_rows} in {report.microbatches} microbatches)"
+    facts = (
+        ("device", f"{report.device}{f': {report.hardware}' if report.hardware else ''}"),
+        ("rows", rows),
+        ("times", _times(report)),
+        ("torch", report.torch),
+    )
+    return Section(f"Profile of {report.model}", facts=facts)
+
+
+def _times(report: CostReport) -> str:
+    if report.basis == "modelled":
+        return "modelled (nothing was measured)"
+    counts = [node.samples for node in report.nodes if node.samples is not None]
+    if not counts:
+        return "measured now: the least of a few runs of the whole model"
+    spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    modelled = sum(node.basis == "modelled" for node in report.nodes)
+    return f"measured now: medians of {spread} samples" + (
+        f"; {modelled} of {len(report.nodes)} nodes modelled" if modelled else ""
+    )
+
+
+def _costs(title: str, rows: Sequence[Row], *, top: int | None, width: int) -> Section:
+    largest = set(sorted(range(len(rows)), key=lambda index: rows[index].total("share"), reverse=True)[:top])
+    shown = [row for index, row in enumerate(rows) if index in largest]
+    hidden = [row for index, row in enumerate(rows) if index not in largest]
+    figures = _figures(shown)
+    room = max(room_beside(figures, width=width) or 0, _NARROWEST_NAME)
+    name = column("name", shown, lambda row: shorten(_marked(row), width=room), align="left")
+    share = sum(row.total("share") for row in hidden)
+    below = [f"and {len(hidden)} more with {share:.1%} of the time"] if hidden else []
+    return Section(title, columns=(name, *figures), below=(*below, *_legend(shown)))
+
+
+def _figures(rows: Sequence[Row]) -> list[Column]:
+    columns = [
+        column("class", rows, lambda row: ", ".join(dict.fromkeys(n.node_class for n in row.nodes)), align="left"),
+        column("forward", rows, lambda row: format_seconds(row.total("forward_s"))),
+        column("backward", rows, lambda row: format_seconds(row.total("backward_s"))),
+        column("share", rows, lambda row: f"{row.total('share'):.1%}"),
+        column("fwd FLOPs", rows, lambda row: format_count(row.total("forward_flops"))),
+        column("bwd FLOPs", rows, lambda row: format_count(row.total("backward_flops"))),
+        column("saved", rows, lambda row: format_bytes(row.saved_bytes)),
+        column("transient", rows, lambda row: _size(row.largest("transient_bytes"))),
+        column("output", rows, lambda row: format_bytes(row.output_bytes)),
+    ]
+    if any(row.largest("peak_bytes") is not None for row in rows):
+        columns.append(column("peak", rows, lambda row: _size(row.largest("peak_bytes"))))
+    return columns
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
+
+
+def _marked(row: Row) -> str:
+    return row.name + " ~" * any(n.why for n in row.nodes) + " *" * any(n.estimated for n in row.nodes)
+
+
+def _legend(rows: Sequence[Row]) -> Iterator[str]:
+    yield "share: of a step, forward and backward; saved: storages, once per row; transient: the largest of a row"
+    if any(row.largest("peak_bytes") is not None for row in rows):
+        yield "peak: the most that the device held for one operation, its results and gradients included"
+    if any(node.why for row in rows for node in row.nodes):
+        yield "~ times of some of it were not measured: a cost model's, in the measured scale"
+    if any(node.estimated for row in rows for node in row.nodes):
+        yield "* FLOPs and bytes of some of it are estimates"
+
+
+def _totals(report: CostReport) -> Section:
+    totals = report.totals
+    several = f" of {report.microbatches} microbatches" if report.microbatches > 1 else ""
+    times = f"forward {format_seconds(totals.forward_s)}, backward {format_seconds(totals.backward_s)}"
+    flops = f"forward {format_count(totals.forward_flops)}, backward {format_count(totals.backward_flops)}"
+    buffers = f", buffers {format_bytes(totals.buffer_bytes)}" if totals.buffer_bytes else ""
+    facts = (
+        ("times", times),
+        ("step", f"{format_seconds(totals.step_s)}{several}, one after the other on one device"),
+        ("FLOPs", f"{flops}; a step {format_count(totals.step_flops)}"),
+        ("parameters", f"{totals.parameters:,} in {format_bytes(totals.parameter_bytes)}{buffers}"),
+        ("saved", f"{format_bytes(totals.saved_bytes)} for the backward of a microbatch"),
+    )
+    return Section("Totals", facts=facts)
+
+
+def _notes(report: CostReport) -> Iterator[str]:
+    yield from report.notes
+    reasons = dict.fromkeys(node.why for node in report.nodes if node.why)
+    for why in reasons:
+        yield f"modelled, not measured: {_first([node.name for node in report.nodes if node.why == why])}: {why}"
+    for why in dict.fromkeys(node.estimated for node in report.nodes if node.estimated):
+        names = [node.name for node in report.nodes if node.estimated == why]
+        yield f"FLOPs and bytes are estimates: {_first(names)}: {why}"
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
