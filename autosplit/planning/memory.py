@@ -23,13 +23,11 @@ from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.profile.stage_trace.trace_memo import Known, TraceMemo, Wanted
 from autosplit.profile.types import Profile, StateProfile
-from autosplit.profile.workspace_watch import device_name
 from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
-from cost_models.workspaces import Workspaces, workspaces_of
 
 
 @dataclass(frozen=True)
@@ -207,21 +205,8 @@ def _how(cut: Cut, stage: int, nodes: StageNodes, *, units: tuple[str, ...] = ()
         units=units,
         whole=whole,
         kernels="cuda" if cut.devices[stage].type == "cuda" else "cpu",
-        observed=_observed(cut, stage),
+        observed=cut.profile.workspaces if str(cut.devices[stage]) == cut.profile.device else None,
     )
-
-
-def _observed(cut: Cut, stage: int) -> Workspaces | None:
-    """Return what the kernels of a stage's device were seen to hold: while it was profiled, or in the file of it."""
-    lane = cut.schedule.stage_lane[stage]
-    device = cut.options.devices[lane]
-    if device.type != "cuda":
-        return None
-    if cut.profile.workspaces is not None and str(device) == cut.profile.device:
-        return cut.profile.workspaces
-    if cut.options.machine is not None:
-        return workspaces_of(cut.options.machine.devices[lane].name)
-    return workspaces_of(device_name(device)) if torch.cuda.is_available() else None
 
 
 def _roots(nodes: StageNodes, first: fx.Node | None) -> frozenset[str]:

@@ -24,12 +24,11 @@ from autosplit.errors import InputError, ProfileError
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.node_costs.shadow import Shadow, shadow
 from autosplit.profile.types import MeasuredNode, MeasuredTimes
-from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
+from autosplit.profile.workspace_watch import WorkspaceWatch
 from autosplit.progress import phase, update
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.units import format_bytes
-from cost_models.workspaces import Workspaces
 
 _LONG_S = 0.1
 """A node whose first run takes longer than this is measured once."""
@@ -135,9 +134,9 @@ class _Timing(BorderInterpreter):
         found = {kind: self._samples[kind].summary() for kind in set(self._kinds.values())}
         return {name: found[kind] for name, kind in self._kinds.items()}
 
-    def observed(self) -> Workspaces | None:
+    def observed(self) -> Mapping[str, int] | None:
         """Return what the device's kernels held beside their results; None where bytes are not counted."""
-        return self._watched.found(device_name(self._where)) if self._clock.warms else None
+        return self._watched.scratch if self._clock.warms else None
 
     def run_node(self, n: fx.Node) -> Any:
         """Run and time one node; inputs, sizes, attributes and the output just run."""
@@ -185,9 +184,8 @@ class _Timing(BorderInterpreter):
         """
         samples = _Samples()
         if self._clock.warms:
-            with WorkspaceWatch(self._clock) as watch:
+            with self._watched:
                 self._once(node, private=True)
-            self._watched.add(watch)
         warm = self._once(node, private=True)
         affordable = int(_LONG_S / max(warm.forward_s + warm.backward_s, 1e-9))
         del warm

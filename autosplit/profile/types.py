@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cost_models.workspaces import Workspaces
-
 
 @dataclass(frozen=True)
 class NodeProfile:
@@ -61,7 +59,8 @@ class Profile:
         estimated: nodes whose FLOPs and bytes are estimates because they could not run on fake tensors, and why.
         out_of_memory: nodes that could not be measured because memory ran out, and why.
         samples: what was measured, by stable node name: medians, ranges, and the device's own peak bytes.
-        workspaces: what the device's kernels were seen to hold meanwhile; None where nobody looked.
+        workspaces: bytes of scratch that the device's kernels were seen to hold meanwhile, by `operation_key`; None
+            where nobody looked.
     """
 
     rows: int
@@ -74,7 +73,7 @@ class Profile:
     estimated: Mapping[str, str] = field(default_factory=dict)
     out_of_memory: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, MeasuredNode] = field(default_factory=dict)
-    workspaces: Workspaces | None = None
+    workspaces: Mapping[str, int] | None = None
 
     @property
     def modelled(self) -> dict[str, str]:
@@ -119,10 +118,11 @@ class MeasuredTimes:
         nodes: the nodes that ran.
         device: the device that they ran on, as text.
         out_of_memory: the nodes that did not run because memory ran out, and why: they, or what they need, did not fit.
-        workspaces: what the device's kernels were seen to hold; None where the device does not count bytes.
+        workspaces: bytes of scratch that the device's kernels were seen to hold, by `operation_key`; None where the
+            device does not count bytes.
     """
 
     nodes: Mapping[str, MeasuredNode]
     device: str
     out_of_memory: Mapping[str, str] = field(default_factory=dict)
-    workspaces: Workspaces | None = None
+    workspaces: Mapping[str, int] | None = None

@@ -24,8 +24,6 @@ from autosplit.profile.stage_trace.trace_memo import Known, TraceMemo, Wanted
 from autosplit.schedule.catalog import build
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace, trace
-from cost_models.calibration import Stamp
-from cost_models.workspaces import Workspaces
 
 WIDTH, LAYERS, CHUNKS = 8, 5, 3
 
@@ -151,7 +149,7 @@ def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         {"apart": True},
         {"autocast_ends": True},
         {"kernels": "cuda"},
-        {"observed": Workspaces(Stamp(device="L4-24GB", date="2026-01-01"))},
+        {"observed": {"sort(float32[8])": 512}},
     ],
     ids=lambda other: next(iter(other)),
 )

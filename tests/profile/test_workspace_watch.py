@@ -1,4 +1,4 @@
-"""Scratch of kernels observed with a clock that counts bytes, kept in files, and used before any rule."""
+"""Scratch of kernels observed with a clock that counts bytes, and used before any rule."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ from autosplit.profile.measured import measure
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
-from autosplit.profile.workspace_watch import WorkspaceWatch, device_name
+from autosplit.profile.workspace_watch import WorkspaceWatch
 from autosplit.profile.workspaces import Workspace, cublas_workspace_bytes, cuda_workspace, operation_key
-from benchmarks import workspaces
-from benchmarks.gpu import memory
-from cost_models.calibration import Stamp
-from cost_models.workspaces import Workspaces, workspaces_of
 from tests.profile.graphs import traced
 
 MIB = 1 << 20
-STAMP = Stamp(device="H200-SXM-141GB", date="2026-01-01")
 
 
 class CountingClock:
@@ -83,7 +78,6 @@ def test_what_an_operation_holds_beyond_its_results_is_its_scratch():
     watch = watched(lambda: layer(x).relu())
     names = {key.partition("(")[0]: count for key, count in watch.scratch.items()}
     assert names == {"convolution": 3 * MIB, "convolution_backward": 5 * MIB}
-    assert watch.kept_bytes == 0
     (key,) = [key for key in watch.scratch if key.startswith("convolution(")]
     assert key == (
         "convolution(float32[2x3x12x12], float32[8x3x3x3], float32[8], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)"
@@ -93,21 +87,19 @@ def test_what_an_operation_holds_beyond_its_results_is_its_scratch():
 def test_what_a_library_keeps_from_its_first_call_on_is_no_scratch():
     layer, x = nn.Linear(64, 64), torch.randn(16, 64, requires_grad=True)
     watch = watched(lambda: layer(x))
-    assert (watch.scratch, watch.kept_bytes) == ({}, 8 * MIB)
+    assert watch.scratch == {}
 
 
 def test_a_measured_profile_watches_each_kind_once_and_times_it_warm(monkeypatch):
     """The first run of a kind loads its kernels: it is watched, the second tells how often, and none of both counts."""
     clock = CountingClock()
     monkeypatch.setattr(measured, "clock_of", lambda device, threads: clock)
-    monkeypatch.setattr(measured, "device_name", lambda device: "H200-SXM-141GB")
     monkeypatch.setattr(measured, "_LONG_S", 100.0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 100, 8))
     x = torch.randn(2, 3, 12, 12)
     found = measure(traced(net, x), inputs=[x], rows=2, repeats=4)
     assert found.workspaces is not None
-    assert sorted(set(found.workspaces.operations.values())) == [3 * MIB, 5 * MIB]
-    assert 0 <= 8 * MIB - found.workspaces.kept_bytes < 512
+    assert sorted(set(found.workspaces.values())) == [3 * MIB, 5 * MIB]
     assert {node.samples for node in found.nodes.values()} == {4}
     assert clock.calls.count("convolution") >= 6
     assert clock.released == 1, "what was cached for measuring is given back"
@@ -139,7 +131,7 @@ def test_the_trace_of_a_stage_holds_what_was_observed_and_its_guess_is_gone():
     stage = stage_graph(traced(net, torch.randn(2, 3, 12, 12)))
     args, _ = fake_convolution()
     key = operation_key("convolution", (args[0], args[1], torch.empty(8), *args[3:]), {})
-    seen = Workspaces(STAMP, {key: 64 * MIB})
+    seen = {key: 64 * MIB}
     plain, observed = (trace_stage(stage, How(2, kernels="cuda", observed=table)) for table in (None, seen))
 
     def most(trace: Any) -> int:
@@ -160,44 +152,3 @@ def test_the_trace_of_a_stage_holds_what_was_observed_and_its_guess_is_gone():
 )
 def test_the_setting_of_cublas_is_its_workspace(config: str | None, count: int):
     assert cublas_workspace_bytes((8, 0), config=config) == count
-
-
-def test_files_of_workspaces_are_dated_joined_and_checked(tmp_path):
-    first = Workspaces(STAMP, {"a()": 512, "b()": 1024}, 8 * MIB)
-    later = Workspaces(STAMP.model_copy(update={"date": "2026-02-02"}), {"b()": 2048, "c()": 0}, 4 * MIB)
-    first.joined(later).save(tmp_path / "sub" / "seen.json")
-    found = Workspaces.load(tmp_path / "sub" / "seen.json")
-    assert (found.stamp.date, found.operations, found.kept_bytes) == (
-        "2026-02-02",
-        {"a()": 512, "b()": 2048, "c()": 0},
-        8 * MIB,
-    )
-    with pytest.raises(ValueError, match="on H200-SXM-141GB and on L4-24GB; keep a file per device"):
-        first.joined(Workspaces(Stamp(device="L4-24GB", date="2026-01-01")))
-    (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"broken.json' holds no observed workspaces: .*stamp"):
-        Workspaces.load(tmp_path / "broken.json")
-    with pytest.raises(ValueError, match="No such file"):
-        Workspaces.load(tmp_path / "missing.json")
-    assert workspaces_of("H200-SXM-141GB") is None
-    assert workspaces_of("../devices/L4-24GB") is None
-
-
-def test_a_device_is_named_as_in_cost_models(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert device_name(torch.device("cuda")) == "H200-SXM-141GB"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Voodoo 2")
-    assert device_name(torch.device("cuda")) == "Voodoo 2"
-
-
-def test_one_command_observes_a_device_and_joins_its_file(monkeypatch, tmp_path, capsys):
-    family = memory.small_family()
-    monkeypatch.setattr(workspaces, "families", lambda: {"vit": family})
-    monkeypatch.setattr(workspaces, "device_name", lambda device: "H200-SXM-141GB")
-    monkeypatch.setattr(workspaces, "clock_of", lambda device, threads: CountingClock())
-    for _ in range(2):
-        workspaces.observe(torch.device("cpu"), tmp_path / "seen.json")
-    found = Workspaces.load(tmp_path / "seen.json")
-    assert {key.partition("(")[0] for key in found.operations} == {"convolution", "convolution_backward"}
-    assert any("bfloat16" in key for key in found.operations)
-    assert "operations on H200-SXM-141GB, most scratch 5242880 bytes" in capsys.readouterr().out

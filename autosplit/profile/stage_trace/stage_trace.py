@@ -36,7 +36,6 @@ from autosplit.profile.stage_trace.stage_graph import StageGraph, cut_in_pieces,
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.recording.run import quiet_log
-from cost_models.workspaces import Workspaces
 
 _CPU = torch.device("cpu")
 
@@ -57,7 +56,7 @@ class How:
         autocast_ends: the caller's autocast context ends with the forward, as in a plain training loop; else it is
             around the step, and what it cast lives until then.
         kernels: whose kernels' scratch is counted.
-        observed: what those of a device were seen to hold.
+        observed: bytes of scratch that those of the device were seen to hold, by `operation_key`.
     """
 
     rows: int
@@ -70,14 +69,13 @@ class How:
     apart: bool = False
     autocast_ends: bool = False
     kernels: Literal["cpu", "cuda"] = "cpu"
-    observed: Workspaces | None = None
+    observed: Mapping[str, int] | None = None
 
 
 def trace_stage(stage: StageGraph, how: How) -> StageTrace:
     """Return what a stage allocates and frees in the forward and the backward of one microbatch."""
     mode = fake_mode()
-    observed = None if how.observed is None else how.observed.operations
-    ledger = Ledger(kernels=how.kernels, listing=False, observed=observed)
+    ledger = Ledger(kernels=how.kernels, listing=False, observed=how.observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
         twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
         with quiet_log(), mode, ledger, _one_autocast():

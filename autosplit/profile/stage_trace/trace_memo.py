@@ -135,7 +135,8 @@ class _Key:
         told += [self._told(node, numbers, leaves=node in outputs) for node in own]
         order = tuple(sorted(range(len(self.places)), key=self.places.__getitem__))
         how = self.how
-        settings = how.rows, how.whole, how.apart, how.autocast_ends, how.kernels, how.observed, how.roots is None
+        observed = None if how.observed is None else frozenset(how.observed.items())
+        settings = how.rows, how.whole, how.apart, how.autocast_ends, how.kernels, observed, how.roots is None
         return StageKey((settings, tuple(told), order), tuple(self.names))
 
     def _told(self, node: fx.Node, numbers: dict[fx.Node, int], *, leaves: bool) -> Hashable:
