@@ -86,16 +86,21 @@ class Options:
 
     def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return the bytes of optimizer state of one parameter, an fp32 master weight among them."""
-        master = _MASTER_BYTES * elements if self.precision == "bf16_fp32_master" else 0
+        updated = self.updated_bytes(elements=elements, parameter_bytes=parameter_bytes)
+        master = updated if self.precision == "bf16_fp32_master" else 0
         if isinstance(self.optimizer, int):
             return master + self.optimizer * elements
-        return master + OPTIMIZER_COPIES[self.optimizer] * (master or parameter_bytes)
+        return master + OPTIMIZER_COPIES[self.optimizer] * updated
+
+    def updated_bytes(self, *, elements: int, parameter_bytes: int) -> int:
+        """Return the bytes of what the optimizer updates of one parameter: its fp32 master weight, or else itself."""
+        return _MASTER_BYTES * elements if self.precision == "bf16_fp32_master" else parameter_bytes
 
     def step_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return what the optimizer's step allocates for one parameter: the list of roots of torch's foreach Adam."""
         if self.optimizer not in ("adam", "adamw") or self.kernels == "cpu":
             return 0
-        return _MASTER_BYTES * elements if self.precision == "bf16_fp32_master" else parameter_bytes
+        return self.updated_bytes(elements=elements, parameter_bytes=parameter_bytes)
 
     def capacity_bytes(self, lane: int) -> int | None:
         """Return the bytes that one of the devices may use; None where that is not known.

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from autosplit.checks import OPTIMIZER_COPIES
 from autosplit.memory.allocator import device_changes, simulate_allocator
-from autosplit.memory.replay import StaticBytes
-from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
+from autosplit.memory.replay import StaticBytes, optimizer_changes
 from autosplit.profile.lowering import cuda_autocast
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How
@@ -25,7 +25,7 @@ from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.schedule.catalog import build
 from benchmarks.families import Family
 from benchmarks.memory_step import OPTIMIZERS, Way
-from benchmarks.memory_subject import Precision, Subject, Training, held_by, recomputed, traces
+from benchmarks.memory_subject import Precision, Subject, Training, bytes_of, held_by, recomputed, traces
 
 STEPS = 2
 
@@ -42,11 +42,10 @@ def predicted_cuda(
     with cuda_autocast(torch.bfloat16) if way.precision == "amp_bf16" else nullcontext():
         how = How(way.rows, units=units, kernels="cuda")
         stage = traces(stage_graph(subject.graph), how, recompute=way.recompute)
-    kind = Optimizer(optimizer, "foreach")
-    trained = [
-        parameter_bytes(p.numel(), element_bytes=p.element_size(), optimizer=kind) for p in subject.model.parameters()
-    ]
-    finishes = [optimizer_steps(trained, optimizer=kind, first=number == 0) for number in range(STEPS)]
+    trained = bytes_of(subject.model.parameters())
+    state = enumerate(trained * OPTIMIZER_COPIES[optimizer], start=len(trained))
+    step = optimizer_changes(trained, name=optimizer, foreach=True)
+    finishes = [(*state, *step), *[step] * (STEPS - 1)]
     schedule = build("gpipe", stages=1, microbatches=1)
     static = [StaticBytes(parameters=held_by([subject.model]))]
     changes = device_changes(schedule, {0: stage}, static, device=0, finishes=finishes)

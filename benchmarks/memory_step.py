@@ -18,9 +18,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from autosplit.checks import OPTIMIZER_COPIES
 from autosplit.devices import Allocations
-from autosplit.memory.replay import StaticBytes, replay
-from autosplit.memory.state import Optimizer, ParameterBytes, optimizer_steps, parameter_bytes
+from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.schedule.catalog import build
@@ -92,24 +92,18 @@ def predicted_step(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> 
     schedule = build("gpipe", stages=1, microbatches=1)
     found = {}
     for name in optimizers:
-        optimizer = Optimizer(name, "forloop")
-        finish = optimizer_steps(_trained(subject, optimizer), optimizer=optimizer, first=False, on_cpu=True)
+        finish = optimizer_changes(bytes_of(subject.model.parameters()), name=name, foreach=False)
         static = StaticBytes(parameters=parameters, optimizer=_state_bytes(subject, name))
-        step = replay(schedule, {0: stage}, [static], finish={0: finish})
-        found[name] = step.peak_bytes[0]
+        [device] = replay(schedule, {0: stage}, [static], finish={0: finish})
+        found[name] = device.peak_bytes
     return found
 
 
-def _trained(subject: Subject, optimizer: Optimizer) -> list[ParameterBytes]:
-    return [
-        parameter_bytes(p.numel(), element_bytes=p.element_size(), optimizer=optimizer)
-        for p in subject.model.parameters()
-    ]
-
-
 def _state_bytes(subject: Subject, name: str) -> tuple[int, ...]:
-    trained = _trained(subject, Optimizer(name, "forloop"))
-    return tuple(size for p in trained for size in (*p.moments, p.counter_bytes) if size)
+    """Return the bytes of what an optimizer keeps: Adam's step counts, fp32 scalars on the host, among it."""
+    trained = bytes_of(subject.model.parameters())
+    counts = (4,) * len(trained) if name in ("adam", "adamw") else ()
+    return trained * OPTIMIZER_COPIES[name] + counts
 
 
 def measured_step(family: Family, way: Way, *, optimizers: Sequence[str]) -> dict[str, int]:

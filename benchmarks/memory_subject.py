@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.memory.events import StageTrace
-from autosplit.memory.pieces import StageTraces
+from autosplit.memory.pieces import StageTrace, StageTraces
 from autosplit.options import Sample
 from autosplit.profile.blocks import shorten
 from autosplit.profile.expand import Uneven

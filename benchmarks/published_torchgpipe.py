@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.memory.allocator import simulate_allocator
-from autosplit.memory.events import Change, StageTrace, Step
+from autosplit.memory.pieces import Change, StageTrace, Step
 from autosplit.options import Sample
 from autosplit.profile.stage_trace.stage_graph import StageGraph, stage_graph
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage

@@ -18,8 +18,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autosplit.memory.events import Change, Step
-from autosplit.memory.pieces import StageTraces
+from autosplit.memory.pieces import Change, StageTraces
 from autosplit.memory.replay import Lane, StaticBytes
 from autosplit.schedule.action import Action, Schedule
 
@@ -159,7 +158,7 @@ def device_changes(
     static: Sequence[StaticBytes],
     *,
     device: int,
-    finishes: Sequence[Sequence[Step]] = ((),),
+    finishes: Sequence[Sequence[Change]] = ((),),
 ) -> Iterator[Change]:
     """Yield every change of one device, in order, each allocation under a number of its own.
 
@@ -189,7 +188,7 @@ class _Player:
         self._next += 1
         return self._next - 1, count
 
-    def step(self, lane: Lane, finish: Sequence[Step]) -> Iterator[Change]:
+    def step(self, lane: Lane, finish: Sequence[Change]) -> Iterator[Change]:
         """Yield the changes of one step."""
         whole_batch: dict[int, list[Change]] = {}
         for index, action in enumerate(lane.actions):
@@ -201,11 +200,11 @@ class _Player:
                 yield from map(_freed, whole_batch[action.stage])
         yield from map(_freed, self._casts)
         self._casts.clear()
-        state: dict[int, Change] = {}
-        for storage, count in (change for step in finish for change in step.changes):
+        temporary: dict[int, Change] = {}
+        for storage, count in finish:
             if count > 0:
-                state[storage] = self.new(count)
-            yield state[storage] if count > 0 else _freed(state.pop(storage))
+                temporary[storage] = self.new(count)
+            yield temporary[storage] if count > 0 else _freed(temporary.pop(storage))
         yield from map(_freed, self._gradients)
         self._gradients.clear()
 

@@ -1,4 +1,13 @@
-"""What one action does to a device's memory: a stage's trace cut into the pieces that a schedule puts in order.
+"""What is alive over a microbatch, as changes, and the pieces of it that a schedule puts in order.
+
+Changes are the common language of the fake pass, the replay and the allocator. A stage's trace:
+
+```
+    forward    +x +a +b -a            what a node allocates and frees, in order
+    backward   +db -b +da … -x        the same ids: a storage that the forward left is freed by the backward
+```
+
+It is cut into what one action each does to a device's memory:
 
 ```
     F   forward                     leaves what the backward needs
@@ -11,12 +20,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from autosplit.memory.events import Change, StageTrace, Step
 from autosplit.schedule.action import Kind
+
+Change = tuple[int, int]
+"""``(storage, bytes)``: bytes above zero are allocated, below zero freed (the same number, negative)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one node did in one pass; ``node`` is its stable name, "" for what belongs to none."""
+
+    node: str
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a node's weight gradient needs when it is made after the input gradient (zero bubble).
+
+    Attributes:
+        saved: saved storages that the weight gradient needs.
+        cotangent_bytes: the gradient of the node's output, which lives until then.
+        gradients: storages of the parameter gradients that it makes: keys of ``StageTrace.gradients``.
+    """
+
+    saved: tuple[int, ...]
+    cotangent_bytes: int
+    gradients: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """One stage's work on one microbatch under one way to recompute.
+
+    Storage ids are unique within a trace; forward and backward together free all that they allocate but ``gradients``
+    and ``kept``.
+
+    Attributes:
+        forward: begins with the boundary inputs that arrive (node "").
+        backward: of the first microbatch, which finds no gradients. Begins with the cotangents that arrive, ends with
+            the release of outputs, inputs and the inputs' gradients, which were sent away (node "").
+        backward_later: of any other: every parameter's gradient is made, added in place and freed.
+        gradients: storages that ``backward`` leaves: parameter gradients, by the parameter's name.
+        kept: other storages that stay until the step ends and are allocated by the first forward only (casts that
+            autocast caches), by name.
+        split: by node whose weight gradient can wait, what it needs.
+        guessed_bytes: the most scratch of one kernel, among what is allocated and freed, that nobody measured.
+    """
+
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    backward_later: tuple[Step, ...]
+    gradients: Mapping[int, str] = field(default_factory=dict)
+    kept: Mapping[int, str] = field(default_factory=dict)
+    split: Mapping[str, Held] = field(default_factory=dict)
+    guessed_bytes: int = 0
+
 
 Recompute = Literal["never", "block", "always", "except_last"]
 Variant = Literal["never", "recomputed"]
@@ -27,11 +90,6 @@ MemoryKind = Literal["parameters", "optimizer", "gradients", "activations", "cas
 ``casts`` that autocast caches; ``whole_batch`` values such as random masks; ``transient`` what the running action
 frees itself, recomputed storages and a gradient that is being added among it.
 """
-
-
-def variant_of(recompute: Recompute, *, last: bool) -> Variant:
-    """Return which trace a microbatch runs; ``last``: it is the last one of the step."""
-    return "never" if recompute == "never" or (last and recompute == "except_last") else "recomputed"
 
 
 @dataclass(frozen=True)
@@ -45,14 +103,10 @@ class StageTraces:
     never: StageTrace | None = None
     recomputed: StageTrace | None = None
 
-    def __post_init__(self) -> None:
-        needed = {"never": (self.never,), "except_last": (self.never, self.recomputed)}
-        if None in needed.get(self.recompute, (self.recomputed,)):
-            raise ValueError(f"a stage with recompute={self.recompute!r} lacks the trace of its microbatches")
-
     def variant(self, *, last: bool) -> Variant:
         """Return which trace a microbatch runs; ``last``: it is the last one of the step."""
-        return variant_of(self.recompute, last=last)
+        plain = self.recompute == "never" or (last and self.recompute == "except_last")
+        return "never" if plain else "recomputed"
 
     @cached_property
     def pieces(self) -> Mapping[Variant, TracePieces]:
@@ -67,13 +121,6 @@ class StageTraces:
         """The most scratch of one kernel that nobody measured."""
         return max(trace.guessed_bytes for trace in (self.never, self.recomputed) if trace is not None)
 
-    @cached_property
-    def gradients(self) -> tuple[int, ...]:
-        """Bytes of each parameter gradient."""
-        trace = self.never or self.recomputed
-        assert trace is not None
-        return tuple(count for storage, count in _changes(trace.backward) if count > 0 and storage in trace.gradients)
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -81,15 +128,13 @@ class Piece:
 
     Attributes:
         kinds: kind of each storage that is not transient.
-        peak_node: the node that ran when the most was alive.
-        at_peak: bytes by kind at that moment.
+        at_peak: bytes by kind when the most was alive.
         left: bytes by kind after the action; below zero where it freed what earlier actions left.
     """
 
     steps: tuple[Step, ...]
     kinds: Mapping[int, MemoryKind]
     peak_bytes: int
-    peak_node: str
     at_peak: Mapping[MemoryKind, int]
     left: Mapping[MemoryKind, int]
 
@@ -269,13 +314,11 @@ def _alive(steps: Iterable[Step]) -> dict[int, int]:
 def _measured(steps: tuple[Step, ...], kinds: dict[int, MemoryKind]) -> Piece:
     live: dict[MemoryKind, int] = {}
     total = peak = 0
-    peak_node = steps[0].node if steps else ""
     at_peak: dict[MemoryKind, int] = {}
-    for step in steps:
-        for storage, count in step.changes:
-            kind = kinds.get(storage, "transient")
-            live[kind] = live.get(kind, 0) + count
-            total += count
-            if total > peak:
-                peak, peak_node, at_peak = total, step.node, dict(live)
-    return Piece(steps, kinds, peak, peak_node, at_peak, {kind: count for kind, count in live.items() if count})
+    for storage, count in _changes(steps):
+        kind = kinds.get(storage, "transient")
+        live[kind] = live.get(kind, 0) + count
+        total += count
+        if total > peak:
+            peak, at_peak = total, dict(live)
+    return Piece(steps, kinds, peak, at_peak, {kind: count for kind, count in live.items() if count})

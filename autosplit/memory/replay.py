@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from autosplit.memory.events import Step
-from autosplit.memory.pieces import MemoryKind, Piece, StageTraces
+from autosplit.memory.pieces import Change, MemoryKind, Piece, StageTraces
 from autosplit.schedule.action import Action, Schedule
 
 
@@ -21,7 +21,7 @@ class StaticBytes:
 
     Attributes:
         parameters: parameters, buffers and copies of tied parameters: held all along.
-        optimizer: master weights, and state that is there before the step.
+        optimizer: master weights and state.
         whole_batch: values of the whole batch, such as random masks: held from the stage's first action to its last.
     """
 
@@ -32,10 +32,9 @@ class StaticBytes:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a device held the most; ``action`` is None in the optimizer's step, ``node`` "" between nodes."""
+    """What a device holds when an action holds the most; ``action`` is None in the optimizer's step."""
 
     action: Action | None
-    node: str
     bytes: Mapping[MemoryKind, int]
 
     @property
@@ -45,27 +44,23 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class ActionBytes:
-    """One action of a device: its highest moment, and what lives after it."""
-
-    peak: Moment
-    left: Mapping[MemoryKind, int]
-
-
-@dataclass(frozen=True)
 class DeviceReplay:
-    """One device's step, action by action; the last entry is the optimizer's where there is one.
+    """One device's step.
 
-    ``held`` is what each of its stages held at the peak, but for what was transient or on its way.
+    Attributes:
+        moments: the highest moment of each action; the last entry is the optimizer's where there is one.
+        left: what it holds when the step ends.
+        held: what each of its stages held at the peak, but for what was transient or on its way.
     """
 
-    actions: tuple[ActionBytes, ...]
+    moments: tuple[Moment, ...]
+    left: Mapping[MemoryKind, int]
     held: Mapping[int, Mapping[MemoryKind, int]]
 
     @property
     def peak(self) -> Moment:
         """The moment at which the most was held, the first of equals."""
-        return max((entry.peak for entry in self.actions), key=lambda moment: moment.total_bytes)
+        return max(self.moments, key=lambda moment: moment.total_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -73,40 +68,24 @@ class DeviceReplay:
         return self.peak.total_bytes
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """A step, device by device."""
-
-    devices: tuple[DeviceReplay, ...]
-
-    @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """The most that each device held."""
-        return tuple(device.peak_bytes for device in self.devices)
-
-
 def replay(
     schedule: Schedule,
     traces: Mapping[int, StageTraces],
     static: Sequence[StaticBytes],
     *,
-    finish: Mapping[int, Sequence[Step]] | None = None,
-) -> Replayed:
+    finish: Mapping[int, Sequence[Change]] | None = None,
+) -> tuple[DeviceReplay, ...]:
     """Return what each device holds over one step, which finds no gradients; ``traces`` and ``static`` are by stage.
 
-    ``finish`` is, by device, what the optimizer does at the end (`state.optimizer_steps`).
+    ``finish`` is, by device, what the optimizer allocates and frees at the end (`optimizer_changes`).
 
     Autocast's casts are made by a stage's first microbatch and shared by the others, until the device's last action
     ends (one autocast context around the step). A value between two stages of one device counts as the output of one
-    and as the input of the other. Raises ValueError where a stage has no trace.
+    and as the input of the other.
     """
     finish = finish or {}
-    return Replayed(
-        tuple(
-            _device(Lane(schedule, traces, static, device), finish.get(device, ()))
-            for device in range(len(schedule.lanes))
-        )
-    )
+    lanes = (Lane(schedule, traces, static, device) for device in range(len(schedule.lanes)))
+    return tuple(_device(lane, finish.get(device, ())) for device, lane in enumerate(lanes))
 
 
 class Lane:
@@ -120,12 +99,8 @@ class Lane:
         device: int,
     ) -> None:
         self.actions = schedule.lanes[device]
-        self.stages = schedule.stages_on(device)
-        missing = [stage for stage in self.stages if stage not in traces or stage >= len(static)]
-        if missing:
-            raise ValueError(f"stage {missing[0]} has no trace or no static bytes; give both for every stage")
-        self.traces = {stage: traces[stage] for stage in self.stages}
-        self.static = {stage: static[stage] for stage in self.stages}
+        self.traces = traces
+        self.static = {stage: static[stage] for stage in schedule.stages_on(device)}
         self.last_action = {action.stage: index for index, action in enumerate(self.actions)}
         self._microbatches = schedule.microbatches
         self._keeps = schedule.has_backward
@@ -137,72 +112,65 @@ class Lane:
         return traces.pieces[variant].piece(action.kind, first=action.microbatch == 0, keeps=self._keeps)
 
 
-def _device(lane: Lane, finish: Sequence[Step]) -> DeviceReplay:
-    live: Counter[MemoryKind] = Counter()
-    for static in lane.static.values():
-        live["parameters"] += sum(static.parameters)
-        live["optimizer"] += sum(static.optimizer)
-    shares = _Shares(lane)
-    started: set[int] = set()
-    entries = []
+def _device(lane: Lane, finish: Sequence[Change]) -> DeviceReplay:
+    live: dict[int, Counter[MemoryKind]] = {
+        stage: Counter({"parameters": sum(static.parameters), "optimizer": sum(static.optimizer)})
+        for stage, static in lane.static.items()
+    }
+    moments: list[Moment] = []
+    most, held = -1, {}
     for index, action in enumerate(lane.actions):
-        if action.stage not in started:
-            started.add(action.stage)
-            live["whole_batch"] += sum(lane.static[action.stage].whole_batch)
-            shares.own[action.stage]["whole_batch"] = sum(lane.static[action.stage].whole_batch)
-        piece = lane.piece(action)
-        peak = Moment(action, piece.peak_node, _sum(live, piece.at_peak))
-        shares.see(peak, action.stage, piece.at_peak)
-        live.update(piece.left)
-        shares.own[action.stage].update(piece.left)
+        own, piece = live[action.stage], lane.piece(action)
+        own.setdefault("whole_batch", sum(lane.static[action.stage].whole_batch))
+        moments.append(Moment(action, _sum(*live.values(), piece.at_peak)))
+        if moments[-1].total_bytes > most:
+            lasting: dict[MemoryKind, int] = {
+                kind: count for kind, count in piece.at_peak.items() if kind != "transient"
+            }
+            most = moments[-1].total_bytes
+            held = {stage: _sum(each, lasting if each is own else {}) for stage, each in live.items()}
+        own.update(piece.left)
         if lane.last_action[action.stage] == index:
-            live["whole_batch"] -= shares.own[action.stage].pop("whole_batch")
-        entries.append(ActionBytes(peak, _sum(live, {})))
-    live["casts"] = 0
-    if finish or not entries:
-        entries.append(_finish(finish, live))
-        shares.end(entries[-1].peak)
-    return DeviceReplay(tuple(entries), shares.held)
+            del own["whole_batch"]
+    for own in live.values():
+        del own["casts"]
+    if finish or not moments:
+        transient = max(accumulate(count for _, count in finish), default=0)
+        moments.append(Moment(None, _sum(*live.values(), {"transient": transient})))
+        if moments[-1].total_bytes > most:
+            held = {stage: _sum(each) for stage, each in live.items()}
+    return DeviceReplay(tuple(moments), _sum(*live.values()), held)
 
 
-class _Shares:
-    """What each stage of a device holds, kept for the highest moment so far."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.own: dict[int, Counter[MemoryKind]] = {stage: Counter() for stage in lane.stages}
-        for stage, static in lane.static.items():
-            self.own[stage]["parameters"] = sum(static.parameters)
-            self.own[stage]["optimizer"] = sum(static.optimizer)
-        self.held: dict[int, Mapping[MemoryKind, int]] = {}
-        self._most = -1
-
-    def see(self, peak: Moment, stage: int | None, more: Mapping[MemoryKind, int]) -> None:
-        """Take note of an action's highest moment; ``stage`` holds ``more`` then."""
-        if peak.total_bytes > self._most:
-            self._most = peak.total_bytes
-            lasting: dict[MemoryKind, int] = {kind: count for kind, count in more.items() if kind != "transient"}
-            self.held = {own: _sum(live, lasting) if own == stage else _sum(live, {}) for own, live in self.own.items()}
-
-    def end(self, peak: Moment) -> None:
-        """Take note of the optimizer's step, before which casts end."""
-        for live in self.own.values():
-            del live["casts"]
-        self.see(peak, None, {})
+def _sum(*each: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
+    total: Counter[MemoryKind] = Counter()
+    for counts in each:
+        total.update(counts)
+    return {kind: count for kind, count in total.items() if count}
 
 
-def _finish(finish: Sequence[Step], live: Counter[MemoryKind]) -> ActionBytes:
-    total = peak = 0
-    node = ""
-    for step in finish:
-        for _, count in step.changes:
-            total += count
-            if total > peak:
-                peak, node = total, step.node
-    state = Counter(live)
-    state["optimizer"] += total
-    return ActionBytes(Moment(None, node, _sum(state, {"transient": peak - total})), _sum(state, {}))
+def optimizer_changes(updated: Sequence[int], *, name: str | int, foreach: bool) -> tuple[Change, ...]:
+    """Return what one ``optimizer.step()`` that finds its state allocates and frees on a device, in order.
 
+    ``updated`` are the bytes of each tensor that it updates, a parameter or its master weight. Read from
+    ``torch/optim/adam.py`` and ``sgd.py`` of torch 2.13 with their default arguments, all parameters of one dtype:
 
-def _sum(live: Mapping[MemoryKind, int], more: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
-    kinds = dict.fromkeys((*live, *more))
-    return {kind: total for kind in kinds if (total := live.get(kind, 0) + more.get(kind, 0))}
+    - foreach, the default on CUDA: Adam holds the square roots of all second moments at once, one list as large as the
+      parameters; SGD works in place.
+    - else, the default on the CPU: Adam makes a square root and its quotient per parameter, while the quotient of the
+      parameter before it still lives (``denom`` is overwritten only then); SGD works in place.
+
+    How an optimizer that is given in bytes per parameter works is unknown: only its state is counted. The same holds
+    for casts between a bf16 parameter and its master weight, for which torch has no implementation to read.
+    """
+    if name not in ("adam", "adamw"):
+        return ()
+    if foreach:
+        return (*enumerate(updated), *((storage, -count) for storage, count in enumerate(updated)))
+    changes: list[Change] = []
+    quotient: list[Change] = []
+    for index, count in enumerate(updated):
+        root, result = 2 * index, 2 * index + 1
+        changes += [(root, count), (result, count), (root, -count), *quotient]
+        quotient = [(result, -count)]
+    return (*changes, *quotient)

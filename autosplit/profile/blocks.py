@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autosplit.memory.events import StageTrace
+from autosplit.memory.pieces import StageTrace
 from autosplit.profile.expand import Costs, Run, Traces, Uneven
 from autosplit.profile.node_costs.fake import FakeCosts, NodeCosts, fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageGraph

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from torch import fx
 
-from autosplit.memory.events import Change, Held, StageTrace, Step
+from autosplit.memory.pieces import Change, Held, StageTrace, Step
 from autosplit.profile.node_costs.fake import NodeCosts
 from autosplit.trace.graph import INFO
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autosplit.memory.events import Change, StageTrace, Step
+from autosplit.memory.pieces import Change, StageTrace, Step
 from benchmarks import published
 from benchmarks.published_models import amoebanet, unet
 from benchmarks.published_torchgpipe import Device, Experiment, Stage, experiments, predicted, stages_of

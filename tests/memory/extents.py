@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autosplit.memory.events import Step
+from autosplit.memory.pieces import Step
 
 
 @dataclass(frozen=True)

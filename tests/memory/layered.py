@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from autosplit.memory.events import Change, Held, StageTrace, Step
-from autosplit.memory.pieces import Recompute, StageTraces
+from autosplit.memory.pieces import Change, Held, Recompute, StageTrace, StageTraces, Step
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.memory.events import Held, StageTrace, Step
-from autosplit.memory.pieces import Recompute, StageTraces, TracePieces, split
+from autosplit.memory.pieces import Held, Recompute, StageTrace, Step, TracePieces, split
 from tests.memory.layered import Layer, Stage, trace, traces
 
 X, Y, DY, DX, WEIGHT = range(5)
@@ -34,9 +32,9 @@ LINEAR = StageTrace(
 def test_a_linear_in_four_pieces() -> None:
     pieces = TracePieces(LINEAR)
     forward = pieces.piece("F", first=True)
-    assert (forward.peak_bytes, forward.peak_node, forward.left) == (30, "linear", {"activations": 30})
+    assert (forward.peak_bytes, forward.left) == (30, {"activations": 30})
     backward = pieces.piece("B", first=True)
-    assert (backward.peak_bytes, backward.peak_node) == (330, "linear")
+    assert backward.peak_bytes == 330
     assert backward.at_peak == {"transient": 30, "gradients": 300}
     assert backward.left == {"activations": -30, "gradients": 300}
     later = pieces.piece("B", first=False)
@@ -112,12 +110,6 @@ def test_without_a_backward_the_forward_keeps_nothing() -> None:
     assert (piece.peak_bytes, piece.at_peak, piece.left) == (30, {"transient": 30}, {})
 
 
-@pytest.mark.parametrize("recompute", ["block", "always", "except_last"])
-def test_traces_that_recompute_needs(recompute: Recompute) -> None:
-    with pytest.raises(ValueError, match=f"a stage with recompute='{recompute}' lacks the trace"):
-        StageTraces(recompute, never=LINEAR)
-
-
 BYTES = st.integers(1, 1000)
 LAYERS = st.lists(st.builds(Layer, stream=st.just(64), hidden=BYTES, weight=BYTES, cast=st.sampled_from([0, 7])))
 STAGES = st.builds(lambda layers, logits: Stage(tuple(layers), logits), LAYERS.filter(bool), st.sampled_from([0, 90]))
@@ -147,4 +139,4 @@ def test_a_microbatch_leaves_gradients_and_casts(stage: Stage, recompute: Recomp
     total = Counter(pieces.piece("F", first=True).left)
     total.update(pieces.piece("B", first=True).left)
     assert total["activations"] == total["transient"] == 0
-    assert total["gradients"] == sum(own.gradients) == sum(2 * layer.weight for layer in stage.layers)
+    assert total["gradients"] == sum(2 * layer.weight for layer in stage.layers)

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autosplit.devices import Allocations
 from autosplit.memory.pieces import Recompute, StageTraces
-from autosplit.memory.replay import StaticBytes, replay
-from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
+from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.schedule.action import Action
@@ -56,8 +55,8 @@ def stage(recompute: Recompute) -> StageTraces:
 def run(lane: tuple[Action, ...], recompute: Recompute, *, adam: bool) -> int:
     """The most bytes that one step of a lane allocates."""
     net = model()
+    optimizer = _with_state(net) if adam else None
     net.zero_grad(set_to_none=True)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.0) if adam else None
     last = max(action.microbatch for action in lane)
     live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     with Allocations() as found:
@@ -79,6 +78,14 @@ def run(lane: tuple[Action, ...], recompute: Recompute, *, adam: bool) -> int:
     return found.peak_bytes
 
 
+def _with_state(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.0)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
 @pytest.mark.parametrize("adam", [False, True])
 @pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
 @pytest.mark.parametrize(("name", "device", "microbatches"), [("gpipe", 0, 3), ("1f1b", 0, 5), ("1f1b", 2, 5)])
@@ -86,12 +93,11 @@ def test_replay_is_what_the_allocator_did(
     name: str, device: int, microbatches: int, recompute: Recompute, *, adam: bool
 ) -> None:
     schedule = build(name, stages=3, microbatches=microbatches)
-    own = Optimizer("adam", "forloop")
-    parameters = [parameter_bytes(p.numel(), element_bytes=4, optimizer=own) for p in model().parameters()]
-    finish = {device: optimizer_steps(parameters, optimizer=own, first=True, on_cpu=True)} if adam else {}
+    updated = [4 * p.numel() for p in model().parameters()]
+    finish = {device: optimizer_changes(updated, name="adam", foreach=False)} if adam else {}
     replayed = replay(schedule, dict.fromkeys(range(3), stage(recompute)), [StaticBytes()] * 3, finish=finish)
     found = run(schedule.lanes[device], recompute, adam=adam)
-    short = found - replayed.peak_bytes[device]
+    short = found - replayed[device].peak_bytes
     held = schedule.in_flight[device]
     random_state = 0 if recompute == "never" else held * torch.get_rng_state().numel()
     assert -SCALARS_BYTES <= short <= random_state + SCALARS_BYTES

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autosplit.memory.allocator import device_changes, simulate_allocator
-from autosplit.memory.events import StageTrace, Step
-from autosplit.memory.pieces import Recompute, StageTraces
-from autosplit.memory.replay import StaticBytes, replay
-from autosplit.memory.state import Optimizer, optimizer_steps, parameter_bytes
+from autosplit.memory.pieces import Recompute, StageTrace, StageTraces, Step
+from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from tests.memory.extents import extent
@@ -34,50 +32,48 @@ STATIC = StaticBytes(parameters=(90, 10), optimizer=(200,))
 
 def test_a_step_in_full() -> None:
     schedule = build("1f1b", stages=2, microbatches=2)
-    (first, second) = replay(schedule, {0: SMALL, 1: SMALL}, [STATIC, STATIC]).devices
+    (first, second) = replay(schedule, {0: SMALL, 1: SMALL}, [STATIC, STATIC])
     held = {"parameters": 100, "optimizer": 200}
-    assert [(str(entry.peak.action), entry.peak.total_bytes) for entry in second.actions] == [
+    assert [(str(moment.action), moment.total_bytes) for moment in second.moments] == [
         ("1F0", 335),
         ("1B0", 460),
         ("1F1", 435),
         ("1B1", 560),
     ]
-    assert [entry.left for entry in first.actions] == [
-        held | {"activations": 30},
-        held | {"activations": 60},
-        held | {"activations": 30, "gradients": 100},
-        held | {"gradients": 100},
-    ]
+    assert first.left == held | {"gradients": 100}
     assert first.peak_bytes == 560
-    assert (first.peak.action, first.peak.node) == (Action(0, "B", 1), "mm")
-    assert first.peak.bytes == held | {"gradients": 100, "activations": 30, "transient": 130}
-    assert first.actions[1].peak.bytes == held | {"activations": 60, "transient": 5}
+    assert first.peak.action == Action(0, "B", 1)
+    assert [moment.bytes for moment in first.moments] == [
+        held | {"activations": 30, "transient": 5},
+        held | {"activations": 60, "transient": 5},
+        held | {"activations": 60, "gradients": 100, "transient": 30},
+        held | {"activations": 30, "gradients": 100, "transient": 130},
+    ]
 
 
-def test_the_optimizer_comes_last_and_its_state_stays() -> None:
-    adam = Optimizer("adam", "foreach")
-    finish = {0: optimizer_steps([parameter_bytes(25, element_bytes=4, optimizer=adam)], optimizer=adam, first=True)}
-    (device,) = replay(
-        build("gpipe", stages=1, microbatches=1), {0: SMALL}, [StaticBytes((100,))], finish=finish
-    ).devices
-    last = device.actions[-1]
-    assert (last.peak.action, last.peak.node, last.peak.total_bytes) == (None, "optimizer", 500)
-    assert last.peak.bytes == {"parameters": 100, "gradients": 100, "optimizer": 200, "transient": 100}
-    assert last.left == {"parameters": 100, "gradients": 100, "optimizer": 200}
+def test_the_optimizer_comes_last() -> None:
+    finish = {0: optimizer_changes([100], name="adam", foreach=True)}
+    static = StaticBytes((100,), optimizer=(200,))
+    (device,) = replay(build("gpipe", stages=1, microbatches=1), {0: SMALL}, [static], finish=finish)
+    last = device.moments[-1]
+    assert (last.action, last.total_bytes) == (None, 500)
+    assert last.bytes == {"parameters": 100, "gradients": 100, "optimizer": 200, "transient": 100}
+    assert device.left == {"parameters": 100, "gradients": 100, "optimizer": 200}
 
 
 def test_casts_are_gone_when_the_optimizer_runs() -> None:
     own = traces(Stage((Layer(stream=1, hidden=4, weight=100, cast=50),)))
-    finish = {0: (Step("optimizer", ((0, 7), (0, -7))),)}
-    (device,) = replay(build("gpipe", stages=1, microbatches=2), {0: own}, [StaticBytes()], finish=finish).devices
-    assert device.actions[-2].left == {"casts": 100, "gradients": 200}
-    assert device.actions[-1].peak.bytes == {"gradients": 200, "transient": 7}
+    finish = {0: ((0, 7), (0, -7))}
+    (device,) = replay(build("gpipe", stages=1, microbatches=2), {0: own}, [StaticBytes()], finish=finish)
+    assert [moment.bytes.get("casts", 0) for moment in device.moments] == [100, 100, 100, 100, 0]
+    assert device.moments[-1].bytes == {"gradients": 200, "transient": 7}
 
 
 def test_values_of_the_whole_batch_stay_until_the_last_microbatch() -> None:
     static = StaticBytes(whole_batch=(1000,))
-    (device,) = replay(build("gpipe", stages=1, microbatches=2), {0: SMALL}, [static]).devices
-    assert [entry.left.get("whole_batch") for entry in device.actions] == [1000, 1000, 1000, None]
+    (device,) = replay(build("gpipe", stages=1, microbatches=2), {0: SMALL}, [static])
+    assert [moment.bytes.get("whole_batch") for moment in device.moments] == [1000] * 4
+    assert device.left == {"gradients": 100}
 
 
 def plain_count(schedule: Schedule, how: dict[int, StageTraces], *, device: int) -> int:
@@ -128,15 +124,15 @@ def test_replay_changes_and_a_plain_count_agree(
         for index, stage in enumerate(model(stages, cast=stages != 4, scratch=5000 * (microbatches % 2)))
     }
     static = [StaticBytes((50,), (7, 9), (500,) * (stages % 3))] * stages
-    bare = replay(schedule, how, [StaticBytes()] * stages).peak_bytes
-    full = replay(schedule, how, static).peak_bytes
+    bare = replay(schedule, how, [StaticBytes()] * stages)
+    full = replay(schedule, how, static)
     for device in range(len(schedule.lanes)):
         changes = list(device_changes(schedule, how, static, device=device))
         assert len({storage for storage, count in changes if count > 0}) == sum(count > 0 for _, count in changes)
         played = extent([Step("", tuple(changes))])
-        assert (played.left_bytes, played.peak_bytes) == (66 * virtual, full[device])
+        assert (played.left_bytes, played.peak_bytes) == (66 * virtual, full[device].peak_bytes)
         if schedule.kinds == {"F", "B"}:
-            assert bare[device] == plain_count(schedule, how, device=device)
+            assert bare[device].peak_bytes == plain_count(schedule, how, device=device)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
@@ -144,11 +140,11 @@ def test_the_allocator_plays_the_same_step(name: str) -> None:
     schedule = build(name, stages=4, microbatches=6)
     how = {index: traces(stage) for index, stage in enumerate(model(4))}
     static = [StaticBytes(parameters=(3 << 20, 5 << 20))] * 4
-    replayed = replay(schedule, how, static).peak_bytes
+    replayed = replay(schedule, how, static)
     for device in range(4):
         changes = device_changes(schedule, how, static, device=device, finishes=[(), ()])
         reserved = simulate_allocator(changes)
-        assert reserved.requested_peak_bytes == replayed[device]
+        assert reserved.requested_peak_bytes == replayed[device].peak_bytes
         assert reserved.reserved_peak_bytes == 22 << 20
 
 
@@ -158,7 +154,7 @@ def test_what_stages_hold_adds_up_to_the_devices_peak(name: str) -> None:
     schedule = build(name, stages=2 * each, microbatches=4, virtual_stages=each)
     own = dict(enumerate(traces(stage) for stage in model(schedule.stages, cast=True, scratch=7)))
     static = [StaticBytes((100 + stage,), (stage,), whole_batch=(13,)) for stage in range(schedule.stages)]
-    for lane, device in enumerate(replay(schedule, own, static).devices):
+    for lane, device in enumerate(replay(schedule, own, static)):
         assert set(device.held) == {stage for stage, place in enumerate(schedule.stage_lane) if place == lane}
         for kind in ("parameters", "optimizer", "gradients", "activations", "casts", "whole_batch"):
             total = sum(share.get(kind, 0) for share in device.held.values())
@@ -175,15 +171,9 @@ def test_storages_without_bytes_are_no_changes() -> None:
 
 def test_steps_follow_each_other() -> None:
     """The first step makes Adam's state; the second finds it, and no gradients."""
-    adam = Optimizer("adam", "foreach")
-    own = [parameter_bytes(25, element_bytes=4, optimizer=adam)]
-    finishes = [optimizer_steps(own, optimizer=adam, first=first) for first in (True, False)]
+    step = optimizer_changes([100], name="adam", foreach=True)
+    finishes = [((10, 100), (11, 100), *step), step]
     schedule = build("gpipe", stages=1, microbatches=2)
     changes = list(device_changes(schedule, {0: SMALL}, [StaticBytes((100,))], device=0, finishes=finishes))
     found = extent([Step("", tuple(changes))])
     assert (found.left_bytes, found.peak_bytes) == (300, 300 + 30 + 100 + 130)
-
-
-def test_a_stage_without_a_trace() -> None:
-    with pytest.raises(ValueError, match="stage 1 has no trace or no static bytes"):
-        replay(build("gpipe", stages=2, microbatches=1), {0: SMALL}, [STATIC, STATIC])

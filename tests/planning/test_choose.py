@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.api import plan
-from autosplit.memory.range import PeakRange
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.ranges import PeakRange
 from autosplit.planning.search import choose
 from autosplit.planning.search.choose import Space, alternative, choose_plan
 from autosplit.planning.search.finish import Finished

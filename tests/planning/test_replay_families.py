@@ -19,7 +19,7 @@ from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.stage_trace.stage_graph import StageGraphs
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
-from autosplit.profile.stage_trace.trace_memo import Kinds, Known, TraceMemo, Wanted
+from autosplit.profile.stage_trace.trace_memo import Kinds, TraceMemo, Wanted
 from autosplit.schedule.catalog import build
 from autosplit.trace.ladder import Trace, trace
 from benchmarks.families import families
@@ -37,13 +37,13 @@ WAYS = [
 class Slow(TraceMemo):
     """Knows nothing: every stage is copied, and traced as it is."""
 
-    def traces(self, wanted: Iterable[Wanted]) -> list[Known]:
+    def traces(self, wanted: Iterable[Wanted]) -> list[StageTraces]:
         return [self._slow(own) for own in wanted]
 
     @staticmethod
-    def _slow(own: Wanted) -> Known:
+    def _slow(own: Wanted) -> StageTraces:
         one, other = (None if how is None else trace_stage(own.stage.copied(), how) for how in own.hows)
-        return Known(StageTraces(own.recompute, never=one, recomputed=other), own.names)
+        return StageTraces(own.recompute, never=one, recomputed=other)
 
 
 @cache

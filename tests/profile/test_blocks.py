@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.memory.events import StageTrace
+from autosplit.memory.pieces import StageTrace
 from autosplit.options import Sample
 from autosplit.profile import blocks
 from autosplit.profile.blocks import CostMemo, block_costs, block_trace, shorten

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.devices import Allocations
-from autosplit.memory.events import StageTrace
+from autosplit.memory.pieces import StageTrace
 from autosplit.options import Sample
 from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage

@@ -13,11 +13,10 @@ from torch import nn
 
 from autosplit.errors import PlanError, ProfileError
 from autosplit.memory.pieces import MemoryKind, Recompute
-from autosplit.memory.range import PeakRange
 from autosplit.partition.problem import Work, recompute_fraction
 from autosplit.partition.solve import Partition
 from autosplit.planning.explain.verdicts import verdict_of
-from autosplit.planning.memory import Cut, DevicePeak, fullest_moments, peak_ranges
+from autosplit.planning.memory import Cut, DevicePeak, fullest_moments
 from autosplit.planning.plan.diff import entries_that_differ
 from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.plan.notes import notes_of
@@ -27,6 +26,7 @@ from autosplit.planning.profiled.apply import assign, boundaries_of, sent_s
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.problem import ProfiledProblem
 from autosplit.planning.profiled.specs import issue_threads, kernel_issue_s
+from autosplit.planning.ranges import PeakRange, peak_ranges
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.types import NodeTimes, Profile, StateProfile
 from autosplit.schedule.action import Schedule
@@ -272,9 +272,9 @@ def lane_curves(fullest: Sequence[DevicePeak], schedule: Schedule) -> tuple[Lane
 
 
 def _curve(device: DevicePeak, *, actions: int) -> LaneCurve:
-    moments: list[Mapping[MemoryKind, int]] = [*device.over_step]
-    if len(moments) == actions:  # no optimizer's step: what is left stays
-        moments.append(device.left)
+    moments = [moment.bytes for moment in device.step.moments]
+    if len(moments) == actions:  # the optimizer's step allocates nothing: what is left stays
+        moments.append(device.step.left)
     transient = [moment.get("transient", 0) for moment in moments]
     most = max(range(len(moments)), key=lambda index: sum(moments[index].values()))
     transient[most] += device.epilogue_bytes

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autosplit.memory.range import PeakRange
 from autosplit.partition.bounds.step import simple_bound, spread_bound
 from autosplit.partition.checker import check
 from autosplit.partition.line.coarse import Coarse, coarsened, taken_apart
@@ -19,6 +18,7 @@ from autosplit.planning.explain.verdicts import Verdict, judged
 from autosplit.planning.plan.write import Writer
 from autosplit.planning.profiled.between import INSIDE, WIDE
 from autosplit.planning.profiled.problem import ProfiledProblem
+from autosplit.planning.ranges import PeakRange
 from autosplit.planning.search.sweep import Entry, Sweep
 
 _MOST = 1_000

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from autosplit.backward import deferrable, donate_gradients
 from autosplit.errors import ProfileError, is_internal
-from autosplit.memory.events import Change, Held, StageTrace, Step
+from autosplit.memory.pieces import Change, Held, StageTrace, Step
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.node_costs.border import Picks, alias, tensors_of
 from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake, fake_mode, on_fakes

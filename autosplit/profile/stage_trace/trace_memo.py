@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from autosplit.memory.events import StageTrace, Step
-from autosplit.memory.pieces import Recompute, StageTraces
+from autosplit.memory.pieces import Recompute, StageTrace, StageTraces, Step
 from autosplit.profile.blocks import LOOKED_UP, block_trace, described, target_kind
 from autosplit.profile.stage_trace.stage_graph import StageGraph, StageGraphs, StageNodes, block_paths, unit_path
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
@@ -173,18 +172,6 @@ class _Key:
 
 
 @dataclass(frozen=True)
-class Known:
-    """Traces of a stage, and what its nodes are called in the stage on which they were made."""
-
-    traces: StageTraces
-    names: tuple[str, ...]
-
-    def node(self, name: str, names: tuple[str, ...]) -> str:
-        """Return what a node that the traces name is called in a stage of these ``names``."""
-        return name if self.names == names or not name else names[self.names.index(name)]
-
-
-@dataclass(frozen=True)
 class _Traced:
     trace: StageTrace
     names: tuple[str, ...]
@@ -204,20 +191,15 @@ class Wanted:
         """Equal where the traces are, up to names."""
         return self.recompute, *(None if key is None else key.kind for key in self.keys)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names in the stage's own words."""
-        return next(key.names for key in self.keys if key is not None)
-
 
 class TraceMemo:
     """What was traced of one recording; valid for any cut of it, while the caller's autocast stays as it is."""
 
     def __init__(self) -> None:
         self._kinds = Kinds()
-        self._whole: dict[Hashable, _Traced] = {}
+        self._whole: dict[Hashable, StageTrace] = {}
         self._short: dict[Hashable, _Traced] = {}
-        self._known: dict[Hashable, Known] = {}
+        self._known: dict[Hashable, StageTraces] = {}
         self._graphs: StageGraphs | None = None
         self._blocks: dict[str, tuple[str, ...]] = {}
 
@@ -241,27 +223,23 @@ class TraceMemo:
         keys = (None if how is None else self._kinds.key(stage, how) for how in (never, recomputed))
         return Wanted(stage, recompute, (never, recomputed), tuple(keys))
 
-    def traces(self, wanted: Iterable[Wanted]) -> list[Known]:
-        """Return the traces of stages, those of new kinds made here.
-
-        Each is in the names that its two traces share: both may have been made on other stages.
-        """
+    def traces(self, wanted: Iterable[Wanted]) -> list[StageTraces]:
+        """Return the traces of stages, those of new kinds made here: in the names of the stages they were made on."""
         return [self._traced(own) for own in wanted]
 
-    def _traced(self, own: Wanted) -> Known:
+    def _traced(self, own: Wanted) -> StageTraces:
         if own.kind not in self._known:
-            pairs = zip(own.hows, own.keys, strict=True)
             never, recomputed = (
-                None if how is None or key is None else _in_words(self._made(own.stage, how, key), own.names)
-                for how, key in pairs
+                None if how is None or key is None else self._made(own.stage, how, key)
+                for how, key in zip(own.hows, own.keys, strict=True)
             )
-            self._known[own.kind] = Known(StageTraces(own.recompute, never=never, recomputed=recomputed), own.names)
+            self._known[own.kind] = StageTraces(own.recompute, never=never, recomputed=recomputed)
         return self._known[own.kind]
 
-    def _made(self, stage: StageNodes, how: How, key: StageKey) -> _Traced:
+    def _made(self, stage: StageNodes, how: How, key: StageKey) -> StageTrace:
         """Return what is traced of a stage, which is done once for each kind."""
         if key.kind not in self._whole:
-            self._whole[key.kind] = _Traced(block_trace(stage.copied(), how, run=self._run), key.names)
+            self._whole[key.kind] = block_trace(stage.copied(), how, run=self._run)
         return self._whole[key.kind]
 
     def _run(self, stage: StageGraph, how: How) -> StageTrace:
