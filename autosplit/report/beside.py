@@ -125,8 +125,10 @@ def _stages(plan: Plan, measured: StepTimeline | None) -> Iterator[StageBeside]:
         )
 
 
-def measured_sections(plan: Plan, found: Beside) -> Iterator[Section]:
+def measured_sections(plan: Plan, found: Beside | None) -> Iterator[Section]:
     """Yield what was predicted and measured: a row per device, and one per stage where its actions were timed."""
+    if found is None:
+        return
     rows = found.devices
     columns = [column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")]
     if any(row.busy_s is not None for row in rows):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +17,18 @@ from autosplit.planning.explain.verdicts import binding
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, LaneCurve
 from autosplit.planning.timeline import Bar, StepTimeline
-from autosplit.report.beside import Beside, beside
-from autosplit.report.document import Section, printable
-from autosplit.report.prediction import is_this_plan, memory_words, needs_words, proof
-from autosplit.report.sections import sections
+from autosplit.report.beside import Beside, beside, measured_sections
+from autosplit.report.document import printable
+from autosplit.report.prediction import changes, is_this_plan, memory_words, needs_words, prediction, proof, verdicts
+from autosplit.report.sections import boundary_table, header, lists, stage_tables
 from autosplit.report.words import device_words, format_count, format_rate, plural, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
 from autosplit.units import format_bytes, format_seconds
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("format", "model", "chart", "timeline", "memory", "cuts", "frontier", "page")
-_DRAWN = ("Partition of ", "Schedule ", "Verdict per device", "Plans that none ", "Prediction")
-"""Titles of the sections that the page shows in its own way."""
-_FIRST = ("What would ", "Reasons")
-"""Titles of those that come before the charts."""
-_VERDICTS = {"fits": "✓ fits", "borderline": "≈ borderline", "no": "✕ does not fit", "unknown": "not judged"}
-_PARTS = ("parameters", "gradients", "optimizer state", "activations", "transient")
-_MOST_PLACES = 4
-"""How many stages of one device the legend tells apart."""
-_KINDS = (
-    ("forward", "forward"),
-    ("backward", "backward"),
-    ("input", "input gradient"),
-    ("weight", "weight gradients"),
-)
+_READ = {"step_s", "bubble", "bottleneck_s", "stages", "transfers", "units", "frontier"}
+"""The plan's fields that the page's script reads."""
 
 
 def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
@@ -65,8 +52,6 @@ def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
     style = (_TEMPLATES / "page.css").read_text(encoding="utf-8")
     seen = None if measured is None else beside(plan, measured)
     data = page_data(plan, seen)
-    verdict = "unknown" if binding(plan) is None else plan.verdict
-    found = sections(plan, width=None, seen=seen)
     return environment.get_template("page.html").render(
         plan=plan,
         data=data,
@@ -76,19 +61,18 @@ def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
         script_hash=_hash(script),
         style_hash=_hash(style),
         figures=_figures(plan, seen),
-        facts=[fact for section in _titled(found, ("Partition of ", "Prediction")) for fact in section.facts],
-        first=list(_titled(found, _FIRST)),
-        rest=[section for section in found if not section.title.startswith(_DRAWN + _FIRST)],
-        verdicts=list(_titled(found, ("Verdict per device",))),
+        facts=[*header(plan).facts, *prediction(plan).facts],
+        first=[*changes(plan), *lists(plan, "Reasons")],
+        rest=[
+            *stage_tables(plan, width=None),
+            boundary_table(plan, width=None),
+            *measured_sections(plan, seen),
+            *lists(plan, "Whole modules", "Notes"),
+        ],
+        verdicts=list(verdicts(plan, width=None)),
         what=_what(plan),
-        answer=_answer(plan),
-        counted=any(peak is not None for peak in (data["recorded"] or {}).get("peaks", ())),
-        verdict=verdict,
-        verdict_words=_VERDICTS[verdict],
-        legend=_legend(data),
-        parts=_PARTS,
-        ranged=any(stage.memory.low_bytes is not None for stage in plan.stages),
-        places=min(_MOST_PLACES, max(Counter(stage.lane for stage in plan.stages).values())),
+        answer=memory_words(plan),
+        verdict="unknown" if binding(plan) is None else plan.verdict,
         seconds=format_seconds,
         bytes=format_bytes,
     )
@@ -104,10 +88,6 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _titled(found: Iterable[Section], starts: tuple[str, ...]) -> Iterable[Section]:
-    return (section for section in found if section.title.startswith(starts))
-
-
 def _what(plan: Plan) -> str:
     """Return what was planned in one line: devices, schedule, batch, optimizer."""
     rows = plan.microbatch_rows
@@ -117,12 +97,6 @@ def _what(plan: Plan) -> str:
     size = f"{format_count(plan.parameters)} parameters{precision}"
     schedule = schedule_words(plan.schedule, plan.virtual_stages)
     return f"{size} · {device_words(plan.devices)} · {schedule} · {batch} · {plan.optimizer}"
-
-
-def _answer(plan: Plan) -> str:
-    """Return whether it fits as a sentence; the verdict stands beside it."""
-    words = memory_words(plan).removeprefix("fits; ").removeprefix("borderline: ").removeprefix("DOES NOT FIT: ")
-    return f"{words[0].upper()}{words[1:]}."
 
 
 def _figures(plan: Plan, seen: Beside | None) -> list[tuple[str, str, str]]:
@@ -162,44 +136,24 @@ def _speed(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield unit, format_rate(rate), used
 
 
-def _legend(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the kinds of actions that the step has."""
-    used = {kind for lane in data["lanes"] for kind in lane[1::3]}
-    return [names for kind, names in enumerate(_KINDS) if kind in used]
-
-
-_ACTIONS = "FBIW"
-
-
 def page_data(plan: Plan, seen: Beside | None = None) -> dict[str, Any]:
-    """Return what the page's script reads; seconds and bytes, a list entry per device, stage or unit."""
+    """Return what the page's script reads: the plan's own fields, its actions and curves, and a recorded step.
+
+    There are no units where they leave a stage empty, so that a moved cut cannot be costed.
+    """
     schedule = plan.schedule_for(len(plan.microbatch_rows))
-    return {
+    fields = plan.model_dump(include=_READ, exclude={"stages": {"__all__": {"nodes", "modules"}}})
+    movable = {unit.stage for unit in plan.units} == set(range(len(plan.stages)))
+    return fields | {
         "devices": [printable(device) for device in plan.devices],
         "microbatches": schedule.microbatches,
-        "step": plan.step_s,
-        "bubble": plan.bubble,
-        "bottleneck": plan.bottleneck_s,
-        "lanes": [
-            [number for a in lane for number in (a.stage, _ACTIONS.index(a.kind), a.microbatch)]
-            for lane in schedule.lanes
+        "lanes": [[str(action) for action in lane] for lane in schedule.lanes],
+        "units": [unit | {"name": printable(unit["name"])} for unit in fields["units"]] if movable else [],
+        "curves": [_short(curve) for curve in plan.curves] if plan.curves_match(schedule) else None,
+        "frontier": [
+            fields | {"title": _title(one), "plan": is_this_plan(plan, one)}
+            for fields, one in zip(fields["frontier"], plan.frontier, strict=True)
         ],
-        "stages": [
-            {
-                "lane": stage.lane,
-                "forward": stage.forward_s,
-                "backward": stage.backward_s,
-                "weight": stage.weight_s,
-                "recompute": stage.recompute,
-                "activations": stage.memory.activation_bytes,
-            }
-            for stage in plan.stages
-        ],
-        "transfers": [[t.producer, t.consumer, t.forward_s, t.backward_s] for t in plan.transfers],
-        "memory": [_device(plan, lane) for lane in range(len(plan.devices))],
-        "units": _units(plan),
-        "curves": [_curve(curve) for curve in plan.curves] if plan.curves_match(schedule) else None,
-        "frontier": [_alternative(plan, one) for one in plan.frontier],
         "recorded": None if seen is None else _recorded(schedule, seen),
     }
 
@@ -210,59 +164,14 @@ def as_script(data: dict[str, Any]) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _device(plan: Plan, lane: int) -> dict[str, Any]:
-    """Return a device at its fullest moment; buffers count as parameters, as in its curve."""
-    own = [stage.memory for stage in plan.stages if stage.lane == lane]
-    return {
-        "peak": own[0].peak_bytes,
-        "low": own[0].low_bytes,
-        "high": own[0].high_bytes,
-        "capacity": own[0].capacity_bytes,
-        "reserve": own[0].reserve_bytes,
-        "parts": [
-            sum(memory.parameter_bytes + memory.buffer_bytes for memory in own),
-            sum(memory.gradient_bytes for memory in own),
-            sum(memory.optimizer_bytes for memory in own),
-            sum(memory.activation_bytes for memory in own),
-            sum(memory.transient_bytes for memory in own),
-        ],
-    }
+def _short(curve: LaneCurve) -> list[Any]:
+    """Return a device's bytes by kind; a kind that never changes is one number."""
+    return [list(values) if len(set(values)) > 1 else values[0] for values in curve.kinds]
 
 
-def _units(plan: Plan) -> dict[str, list[Any]] | None:
-    """Return the units as columns; None where a moved cut cannot be costed."""
-    used = {unit.stage for unit in plan.units}
-    if used != set(range(len(plan.stages))):
-        return None
-    return {
-        "name": [printable(unit.name) for unit in plan.units],
-        "stage": [unit.stage for unit in plan.units],
-        "forward": [unit.forward_s for unit in plan.units],
-        "backward": [unit.backward_s for unit in plan.units],
-        "weight": [unit.weight_s for unit in plan.units],
-        "fixed": [unit.static_bytes for unit in plan.units],
-        "kept": [unit.kept_bytes for unit in plan.units],
-        "transient": [unit.transient_bytes for unit in plan.units],
-        "sent": [unit.sent_bytes for unit in plan.units],
-    }
-
-
-def _curve(curve: LaneCurve) -> dict[str, Any]:
-    short = [list(values) if len(set(values)) > 1 else values[0] for values in curve.kinds]
-    return {"moments": len(curve.parameter_bytes), "kinds": short}
-
-
-def _alternative(plan: Plan, one: Alternative) -> dict[str, Any]:
+def _title(one: Alternative) -> str:
     again = "" if set(one.recompute) == {"never"} else f", recompute {recompute_words(one.recompute)}"
-    words = f"{schedule_words(one.schedule, one.virtual_stages)}, {plural(one.chunks, 'chunk')}{again}"
-    return {
-        "title": printable(words),
-        "step": one.step_s,
-        "peak": one.peak_bytes,
-        "verdict": one.verdict,
-        "replayed": one.replayed,
-        "plan": is_this_plan(plan, one),
-    }
+    return printable(f"{schedule_words(one.schedule, one.virtual_stages)}, {plural(one.chunks, 'chunk')}{again}")
 
 
 def _recorded(schedule: Schedule, seen: Beside) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from autosplit.units import format_bytes, format_seconds
 
 COLLAPSED_SHARE = 0.5
 HINDERED_SHARE = 0.1
+_VERDICTS = {"fits": "fits; ", "borderline": "borderline: ", "no": "DOES NOT FIT: "}
 _TERMS = {
     "states": "parameters, gradients and optimizer state",
     "activations": "activations",
@@ -46,7 +47,7 @@ def prediction(plan: Plan) -> Section:
         ("imbalance", f"{ratio} (slowest {unit} over the mean; the slowest is {unit} {slowest})"),
         ("bottleneck", bottleneck if steps else f"{bottleneck}, {proof(plan)}"),
         *_classes(plan),
-        ("memory", memory_words(plan)),
+        ("memory", f"{_VERDICTS[plan.verdict] if binding(plan) else ''}{memory_words(plan)}"),
     )
     return Section("Prediction", facts=facts)
 
@@ -100,7 +101,7 @@ def _classes(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def memory_words(plan: Plan) -> str:
-    """Return whether the plan fits, with the numbers of the device that is nearest to its capacity."""
+    """Return the numbers of the device that is nearest to its capacity; the verdict stands before or above them."""
     tightest = binding(plan)
     if tightest is None:
         worst = max(device_verdicts(plan), key=lambda one: one.peak_bytes)
@@ -109,11 +110,11 @@ def memory_words(plan: Plan) -> str:
     holder = _holder(plan, tightest)
     numbers = f"needs {needs_words(tightest)}, {tightest.device} has {has_words(tightest)}"
     if plan.verdict == "fits":
-        return f"fits; the tightest is {holder}: it {numbers}"
+        return f"the tightest is {holder}: it {numbers}"
     if plan.verdict == "borderline":
-        return f"borderline: {holder} {numbers}"
+        return f"{holder} {numbers}"
     way_out = "" if plan.changes else "; more devices, more chunks or a smaller batch need less"
-    return f"DOES NOT FIT: {holder} {numbers}; {term_words(tightest)}{way_out}"
+    return f"{holder} {numbers}; {term_words(tightest)}{way_out}"
 
 
 def needs_words(device: DeviceVerdict) -> str:

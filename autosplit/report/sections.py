@@ -62,19 +62,24 @@ def _seen(plan: Plan, measured: StepTimeline | None) -> Beside | None:
 
 def sections(plan: Plan, *, width: int | None, seen: Beside | None = None) -> list[Section]:
     """Return the report of ``plan`` for a page of ``width`` columns of text; None: a page without a width."""
-    found = [
-        _header(plan),
+    return [
+        header(plan),
         *_grid(plan, width=width),
-        *_stages(plan, width=width),
+        *stage_tables(plan, width=width),
         *verdicts(plan, width=width),
-        _boundaries(plan, width=width),
+        boundary_table(plan, width=width),
         prediction(plan),
-        *([] if seen is None else measured_sections(plan, seen)),
+        *measured_sections(plan, seen),
         *changes(plan),
         *frontier(plan, width=width),
+        *lists(plan, "Reasons", "Whole modules", "Notes"),
     ]
-    listed = {"Reasons": plan.reasons, "Whole modules": plan.whole, "Notes": plan.notes}
-    return found + [Section(title, points=points) for title, points in listed.items() if points]
+
+
+def lists(plan: Plan, *titles: str) -> Iterator[Section]:
+    """Yield what the planner has to say under these titles."""
+    points = {"Reasons": plan.reasons, "Whole modules": plan.whole, "Notes": plan.notes}
+    yield from (Section(title, points=points[title]) for title in titles if points[title])
 
 
 def _grid(plan: Plan, *, width: int | None) -> Iterator[Section]:
@@ -86,7 +91,8 @@ def _grid(plan: Plan, *, width: int | None) -> Iterator[Section]:
         yield Section("Schedule (a row per device; 2F0 is stage 2, forward, microbatch 0)", verbatim=tuple(lines))
 
 
-def _header(plan: Plan) -> Section:
+def header(plan: Plan) -> Section:
+    """Return what was planned, and on what."""
     each = f", up to {plan.virtual_stages} stages on each" if plan.virtual_stages > 1 else ""
     own = " (from an action file)" if plan.actions else ""
     times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
@@ -126,7 +132,7 @@ def _microbatches(plan: Plan) -> str:
     return f"{plan.chunks}{used}: {sizes} (a batch of {plural(sum(rows), 'row')})"
 
 
-def _stages(plan: Plan, *, width: int | None) -> Iterator[Section]:
+def stage_tables(plan: Plan, *, width: int | None) -> Iterator[Section]:
     """Yield two tables with one row per stage: one of all columns would need about 160 columns of text."""
     index = column("stage", plan.stages, lambda stage: str(stage.index))
     times = _time_columns(plan)
@@ -213,7 +219,7 @@ def _sends(plan: Plan, stage: StagePlan) -> str:
     return f"{format_bytes(sum(item.bytes * len(item.consumers) for item in out))} to {some_numbers(consumers)}"
 
 
-def _boundaries(plan: Plan, *, width: int | None) -> Section:
+def boundary_table(plan: Plan, *, width: int | None) -> Section:
     """Return the boundary table: all of them, or the largest in model order and a line that counts the rest."""
     if not plan.boundaries:
         return Section("Boundaries: none")

@@ -84,7 +84,7 @@ def test_names_from_a_file_are_text():
     assert tags.count("script") == 2
     assert "img" not in tags
     data = json.loads("".join(parts.held["json"]))
-    assert "<img src=x" in data["units"]["name"][0]
+    assert "<img src=x" in data["units"][0]["name"]
     assert "\x1b" not in page(plan)
 
 

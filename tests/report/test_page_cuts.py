@@ -78,8 +78,8 @@ def check(page, plan, moved):
     assert page.js("page.view") == {"from": 0, "to": drawn * 1.02}
     assert drawn + 0.002 == pytest.approx(expected.step_s)
     memory = page.js(
-        "page.data.devices.map((_, lane) => page.data.curves ? Math.max(...Array.from({length:"
-        " page.data.curves[lane].moments}, (_, k) => page.memoryChart.parts(lane, k)"
+        "page.schedule.lanes.map(({count}, lane) => page.data.curves ? Math.max(...Array.from({length:"
+        " count + 1}, (_, k) => page.memoryChart.parts(lane, k)"
         ".reduce((sum, size) => sum + size, 0))) : 0)"
     )
     assert memory == pytest.approx(list(expected.peak_bytes), abs=2)

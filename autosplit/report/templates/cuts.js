@@ -7,10 +7,10 @@ class CutEditor {
     Object.assign(this, { app, strip, canvas, labels });
     const { units } = app.data;
     // A stage's units stay together, in model order: every cut of this order is legal.
-    this.order = units.stage.map((_, unit) => unit).sort((a, b) => units.stage[a] - units.stage[b] || a - b);
-    this.own = app.data.stages.slice(1).map((_, k) => this.order.findIndex((unit) => units.stage[unit] > k));
+    this.order = units.map((_, unit) => unit).sort((a, b) => units[a].stage - units[b].stage || a - b);
+    this.own = app.data.stages.slice(1).map((_, k) => this.order.findIndex((unit) => units[unit].stage > k));
     this.cuts = [...this.own];
-    const time = this.order.map((unit) => units.forward[unit] + units.backward[unit]);
+    const time = this.order.map((unit) => units[unit].forward_s + units[unit].backward_s);
     const total = time.reduce((sum, own) => sum + own, 0);
     const least = total ? total / (4 * time.length) : 1;
     this.edges = [0];
@@ -35,7 +35,7 @@ class CutEditor {
   }
 
   name(place) {
-    return this.app.data.units.name[this.order[place]];
+    return this.app.data.units[this.order[place]].name;
   }
 
   makeHandle(k) {
@@ -114,8 +114,8 @@ class CutEditor {
     return [
       `cut between stage ${k} and ${k + 1}`,
       `behind ${this.name(this.cuts[k] - 1)}, before ${this.name(this.cuts[k])}`,
-      `sends ${bytes(data.units.sent[this.order[this.cuts[k] - 1]])} per microbatch`,
-      `step ${seconds(result.step)} (${change(result.step, data.step)})`,
+      `sends ${bytes(data.units[this.order[this.cuts[k] - 1]].sent_bytes)} per microbatch`,
+      `step ${seconds(result.step)} (${change(result.step, data.step_s)})`,
     ];
   }
 
@@ -150,7 +150,7 @@ class CutEditor {
     let stage = 0;
     for (let place = 0; place < this.order.length; place++) {
       while (stage < this.cuts.length && place >= this.cuts[stage]) stage++;
-      const here = this.app.data.units.stage[this.order[place]] === stage;
+      const here = this.app.data.units[this.order[place]].stage === stage;
       context.fillStyle = here ? colours.kinds[F] : colours.kinds[B];
       const wide = x(place + 1) - x(place);
       context.globalAlpha = stage % 2 ? 0.86 : 1;
@@ -188,12 +188,12 @@ class CutEditor {
 function movesOf(data, stages) {
   const runs = [];
   stages.forEach((stage, unit) => {
-    if (stage === data.units.stage[unit]) return;
+    if (stage === data.units[unit].stage) return;
     const run = runs[runs.length - 1];
     if (run && run.stage === stage && run.last === unit - 1) run.last = unit;
     else runs.push({ first: unit, last: unit, stage });
   });
-  const name = (unit) => data.units.name[unit];
+  const name = (unit) => data.units[unit].name;
   return runs.map(({ first, last, stage }) => {
     const count = last - first + 1;
     return `${name(first)}${count > 1 ? ` to ${name(last)} (${count} units)` : ""} → stage ${stage}`;
@@ -202,10 +202,10 @@ function movesOf(data, stages) {
 
 /** The moves as the command line takes them; null where only a part of a module moved, which has no name there. */
 function commandOf(data, stages) {
-  const paths = data.units.name.map((name) => name.replace(/ \(\d+\)$/, ""));
+  const paths = data.units.map(({ name }) => name.replace(/ \(\d+\)$/, ""));
   const moves = new Set();
   for (const [unit, stage] of stages.entries()) {
-    if (stage === data.units.stage[unit]) continue;
+    if (stage === data.units[unit].stage) continue;
     const parts = paths[unit].split(".");
     const prefixes = parts.map((_, k) => parts.slice(0, k + 1).join("."));
     const lies = (prefix, other) => paths[other] === prefix || paths[other].startsWith(`${prefix}.`);
@@ -221,23 +221,23 @@ function drawComparison(app, body) {
   const { data, result } = app;
   const worst = (peaks) => Math.max(...peaks);
   const rows = [
-    ["step", seconds(data.step), seconds(result.step), change(result.step, data.step)],
+    ["step", seconds(data.step_s), seconds(result.step), change(result.step, data.step_s)],
     ["bubble", percent(data.bubble), percent(result.bubble), ""],
     [
       "slowest device, per microbatch",
-      seconds(data.bottleneck),
+      seconds(data.bottleneck_s),
       seconds(result.bottleneck),
-      change(result.bottleneck, data.bottleneck),
+      change(result.bottleneck, data.bottleneck_s),
     ],
     [
       "largest peak",
-      bytes(worst(data.memory.map((own) => own.peak))),
+      bytes(worst(devicesOf(data).map((own) => own.peak))),
       bytes(worst(app.peaks())),
-      change(worst(app.peaks()), worst(data.memory.map((own) => own.peak))),
+      change(worst(app.peaks()), worst(devicesOf(data).map((own) => own.peak))),
     ],
   ];
   data.stages.forEach((stage, k) => {
-    const [was, now] = [stage.forward + stage.backward, result.times.forward[k] + result.times.backward[k]];
+    const [was, now] = [stage.forward_s + stage.backward_s, result.times.forward[k] + result.times.backward[k]];
     if (now !== was) rows.push([`time of stage ${k}`, seconds(was), seconds(now), change(now, was)]);
   });
   body.replaceChildren(

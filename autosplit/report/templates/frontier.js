@@ -21,14 +21,14 @@ class FrontierChart {
     this.drawn = room;
     const [width, height] = [room, 300];
     const [left, right, top, bottom] = [64, 18, 24, 40];
-    const capacity = Math.max(...data.memory.map((own) => own.capacity ?? 0));
-    const peaks = data.frontier.map((own) => own.peak);
+    const capacity = Math.max(...devicesOf(data).map((own) => own.capacity ?? 0));
+    const peaks = data.frontier.map((own) => own.peak_bytes);
     const reach = capacity && capacity <= 2 * Math.max(...peaks) ? [...peaks, capacity] : peaks;
     // Where sizes differ by much, what lies near the capacity would be one heap on a plain axis.
     const wide = Math.max(...reach) > WIDE * Math.min(...reach) && Math.min(...reach) > 0;
     const most = (wide ? 1.3 : 1.08) * Math.max(...reach);
     const least = wide ? Math.min(...reach) / 1.3 : 0;
-    const steps = data.frontier.map((own) => own.step);
+    const steps = data.frontier.map((own) => own.step_s);
     const pad = 0.08 * (Math.max(...steps) - Math.min(...steps) || Math.max(...steps));
     const [from, to] = [Math.max(0, Math.min(...steps) - pad), Math.max(...steps) + pad];
     const x = (step) => left + ((step - from) / (to - from)) * (width - left - right);
@@ -54,7 +54,7 @@ class FrontierChart {
       const words = { class: "axis", x: left + 6, y: y(capacity) - 5 };
       drawn.push(svgElement("text", words, `capacity ${bytes(capacity)}`));
     }
-    this.points = data.frontier.map((own, k) => this.point(own, k, x(own.step), y(own.peak)));
+    this.points = data.frontier.map((own, k) => this.point(own, k, x(own.step_s), y(own.peak_bytes)));
     this.svg.replaceChildren(...drawn, ...this.points);
     if (focused) this.points[this.chosen].focus();
   }
@@ -86,8 +86,8 @@ class FrontierChart {
   figures(own) {
     return [
       own.plan ? `${own.title} (this plan)` : own.title,
-      `step ${seconds(own.step)}`,
-      `largest peak ${bytes(own.peak)}${own.replayed ? "" : " (by formula)"}`,
+      `step ${seconds(own.step_s)}`,
+      `largest peak ${bytes(own.peak_bytes)}${own.replayed ? "" : " (by formula)"}`,
       MARKS[own.verdict],
     ];
   }

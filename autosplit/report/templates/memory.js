@@ -15,7 +15,7 @@ class MemoryChart extends LaneChart {
   /** Neighbours that hold alike at every moment share a row; where a cut is moved, each has its own. */
   get rows() {
     if (this.app.moved || this.app.recorded?.held) return super.rows;
-    this.folded ??= foldedLanes(this.app.data);
+    this.folded ??= foldedLanes(this.app);
     return this.folded;
   }
 
@@ -26,7 +26,7 @@ class MemoryChart extends LaneChart {
   /** The bytes of each part at a moment: an action, or the optimizer's step behind the last. */
   parts(lane, moment) {
     const { data, result } = this.app;
-    const own = data.curves[lane].kinds.map((values) => at(values, moment));
+    const own = data.curves[lane].map((values) => at(values, moment));
     if (!result.memory) return own;
     const moved = result.memory[lane];
     const states = own[0] + own[1] + own[2];
@@ -38,8 +38,8 @@ class MemoryChart extends LaneChart {
 
   scale() {
     const { data } = this.app;
-    const peak = Math.max(...data.memory.map((_, lane) => this.app.peaks()[lane]), 1);
-    const capacity = Math.max(...data.memory.map((own) => own.capacity ?? 0));
+    const peak = Math.max(...this.app.peaks(), 1);
+    const capacity = Math.max(...devicesOf(data).map((own) => own.capacity ?? 0));
     const held = Math.max(0, ...(this.app.recorded?.held ?? []).map((sizes) => Math.max(...sizes)));
     const most = Math.max(peak, held);
     return { peak, most: 1.06 * (capacity <= 3 * most ? Math.max(most, capacity) : most), capacity };
@@ -53,7 +53,7 @@ class MemoryChart extends LaneChart {
       const { data, colours } = this.app;
       const [index, last] = [lanes[0], lanes[lanes.length - 1]];
       const peak = Math.max(...lanes.map((lane) => this.app.peaks()[lane]));
-      const capacity = data.memory[index].capacity;
+      const capacity = devicesOf(data)[index].capacity;
       const share = capacity ? `${Math.round((100 * peak) / capacity)}%` : "";
       const two = { last, under: bytes(peak), right: capacity ? [`${share} of`, bytes(capacity)] : [] };
       this.drawLabel(context, index, this.many ? { last, right: [share || bytes(peak)] } : two);
@@ -177,12 +177,13 @@ class MemoryChart extends LaneChart {
 }
 
 /** Runs of neighbouring devices whose curves differ by at most a hundredth of the peak at every moment. */
-function foldedLanes(data) {
-  const totals = data.curves.map(totalsOf);
+function foldedLanes({ data, schedule }) {
+  const totals = schedule.lanes.map((lane) => totalsOf(data, lane));
+  const devices = devicesOf(data);
   const alike = (one, other) =>
     totals[one].length === totals[other].length &&
-    data.memory[one].capacity === data.memory[other].capacity &&
-    totals[one].every((size, k) => Math.abs(size - totals[other][k]) <= ALIKE * data.memory[one].peak);
+    devices[one].capacity === devices[other].capacity &&
+    totals[one].every((size, k) => Math.abs(size - totals[other][k]) <= ALIKE * devices[one].peak);
   const found = [];
   data.devices.forEach((_, lane) => {
     const run = found[found.length - 1];
@@ -204,7 +205,7 @@ const MARKS = { fits: "✓ fits", borderline: "≈ borderline", no: "✕ no" };
 
 /** A device as the page shows it now: the plan's figures, and what moved cuts add. */
 function deviceNow(app, lane) {
-  const own = app.data.memory[lane];
+  const own = devicesOf(app.data)[lane];
   const moved = app.result.memory?.[lane];
   if (!moved || !app.moved) return own;
   const states = own.parts[0] + own.parts[1] + own.parts[2];

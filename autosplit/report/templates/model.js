@@ -7,13 +7,14 @@ const AGAIN = { never: () => 0, except_last: (count) => (count - 1) / count };
 function readSchedule(data) {
   const microbatches = data.microbatches;
   const split = new Uint8Array(data.stages.length * microbatches);
-  const lanes = data.lanes.map((flat, index) => {
-    const count = flat.length / 3;
+  const lanes = data.lanes.map((actions, index) => {
+    const count = actions.length;
     const lane = { index, count, stage: new Int32Array(count), kind: new Uint8Array(count), mb: new Int32Array(count) };
-    for (let k = 0; k < count; k++) {
-      lane.stage[k] = flat[3 * k];
-      lane.kind[k] = flat[3 * k + 1];
-      lane.mb[k] = flat[3 * k + 2];
+    for (const [k, action] of actions.entries()) {
+      const [, stage, kind, mb] = action.match(/(\d+)([FBIW])(\d+)/);
+      lane.stage[k] = stage;
+      lane.kind[k] = "FBIW".indexOf(kind);
+      lane.mb[k] = mb;
       if (lane.kind[k] === I) split[lane.stage[k] * microbatches + lane.mb[k]] = 1;
     }
     return lane;
@@ -93,6 +94,17 @@ function simulate(data, schedule, times) {
   return { lanes: found, step, bubble: step ? 1 - busy / (step * lanes.length) : 0, endOf };
 }
 
+/** What each device holds at its fullest moment; buffers count as parameters, as in its curve. */
+function devicesOf(data) {
+  return data.devices.map((_, lane) => {
+    const own = data.stages.filter((stage) => stage.lane === lane).map((stage) => stage.memory);
+    const total = (name) => own.reduce((sum, memory) => sum + memory[`${name}_bytes`], 0);
+    const parts = [total("parameter") + total("buffer"), ...["gradient", "optimizer", "activation", "transient"].map(total)];
+    const { peak_bytes: peak, low_bytes: low, high_bytes: high, capacity_bytes: capacity, reserve_bytes: reserve } = own[0];
+    return { peak, low, high, capacity, reserve, parts };
+  });
+}
+
 /** By waiting stage, the stages of other lanes whose values travel to it, and for how long. */
 function delaysOf(data, transfers) {
   const coming = data.stages.map(() => []);
@@ -107,34 +119,33 @@ function delaysOf(data, transfers) {
 
 /** What the units of each stage add up to; `ratios` say which part of what is kept stays under "block". */
 function sumsOf(data, stages, ratios) {
-  const { forward, backward, weight, fixed, kept, transient, sent } = data.units;
   const members = data.stages.map(() => []);
-  stages.forEach((stage, unit) => members[stage].push(unit));
+  stages.forEach((stage, unit) => members[stage].push(data.units[unit]));
   return members.map((units, stage) => {
-    const total = (column) => units.reduce((sum, unit) => sum + column[unit], 0);
+    const total = (figure) => units.reduce((sum, unit) => sum + unit[figure], 0);
     const recompute = data.stages[stage].recompute;
     const again = (AGAIN[recompute] ?? (() => 1))(data.microbatches);
     const ratio = ratios[stage];
-    let most = Math.max(...units.map((unit) => transient[unit]));
-    let keeps = total(kept);
+    let most = Math.max(...units.map((unit) => unit.transient_bytes));
+    let keeps = total("kept_bytes");
     if (recompute === "block") {
-      most = Math.max(...units.map((unit) => transient[unit] + (1 - ratio) * kept[unit]));
+      most = Math.max(...units.map((unit) => unit.transient_bytes + (1 - ratio) * unit.kept_bytes));
       keeps *= ratio;
     } else if (recompute !== "never") {
       // A stage that is done again whole keeps what enters it; of the first one's inputs nothing changes.
       const before = members[stage - 1];
-      const entering = before ? sent[before[before.length - 1]] : 0;
+      const entering = before ? before[before.length - 1].sent_bytes : 0;
       most += Math.max(0, keeps - entering);
       keeps = entering;
     }
     return {
-      forward: total(forward),
-      backward: total(backward) + again * total(forward),
-      weight: total(weight),
-      fixed: total(fixed),
+      forward_s: total("forward_s"),
+      backward_s: total("backward_s") + again * total("forward_s"),
+      weight_s: total("weight_s"),
+      fixed: total("static_bytes"),
       kept: keeps,
       transient: most,
-      sent: sent[units[units.length - 1]],
+      sent: units[units.length - 1].sent_bytes,
     };
   });
 }
@@ -145,8 +156,8 @@ function keptRatios(data, schedule) {
     const place = lane.stages.indexOf(index);
     let most = 0;
     for (let k = 0; k < lane.count; k++) most = Math.max(most, lane.held[k * lane.stages.length + place]);
-    const kept = most * data.units.stage.reduce((sum, own, unit) => sum + (own === index ? data.units.kept[unit] : 0), 0);
-    return stage.recompute === "block" && kept > 0 ? Math.min(1, stage.activations / kept) : 1;
+    const kept = most * data.units.reduce((sum, unit) => sum + (unit.stage === index ? unit.kept_bytes : 0), 0);
+    return stage.recompute === "block" && kept > 0 ? Math.min(1, stage.memory.activation_bytes / kept) : 1;
   });
 }
 
@@ -161,30 +172,31 @@ function bottleneck(data, forward, backward) {
 /** The plan's own times, as `simulate` takes them. */
 function planTimes(data) {
   const column = (name) => data.stages.map((stage) => stage[name]);
-  return { forward: column("forward"), backward: column("backward"), weight: column("weight"), transfers: data.transfers };
+  const transfers = data.transfers.map((own) => [own.producer, own.consumer, own.forward_s, own.backward_s]);
+  return { forward: column("forward_s"), backward: column("backward_s"), weight: column("weight_s"), transfers };
 }
 
 /** What the plan costs with each unit in the stage that `stages` says; `planned` is its own step as simulated. */
 function recost(data, schedule, stages, planned = simulate(data, schedule, planTimes(data))) {
   const ratios = keptRatios(data, schedule);
-  const [old, now] = [sumsOf(data, data.units.stage, ratios), sumsOf(data, stages, ratios)];
+  const [old, now] = [data.units.map((unit) => unit.stage), stages].map((own) => sumsOf(data, own, ratios));
   const own = planTimes(data);
   const column = (name) => data.stages.map((stage, k) => scaled(stage[name], old[k][name], now[k][name]));
-  const transfers = data.transfers.map(([producer, consumer, forward, backward]) => {
+  const transfers = own.transfers.map(([producer, consumer, forward, backward]) => {
     const was = old[producer].sent;
     const share = consumer === producer + 1 && was > 0 ? now[producer].sent / was : 1;
     return [producer, consumer, share * forward, share * backward];
   });
-  const times = { forward: column("forward"), backward: column("backward"), weight: column("weight"), transfers };
+  const times = { forward: column("forward_s"), backward: column("backward_s"), weight: column("weight_s"), transfers };
   const timeline = simulate(data, schedule, times);
   const memory = schedule.lanes.map((lane) => movedMemory(data, lane, old, now));
   return {
     times,
     timeline,
-    step: data.step + (timeline.step - planned.step),
+    step: data.step_s + (timeline.step - planned.step),
     bubble: timeline.bubble,
     bottleneck:
-      data.bottleneck + (bottleneck(data, times.forward, times.backward) - bottleneck(data, own.forward, own.backward)),
+      data.bottleneck_s + (bottleneck(data, times.forward, times.backward) - bottleneck(data, own.forward, own.backward)),
     memory,
     peaks: memory.map((lane) => lane.peak),
   };
@@ -198,7 +210,7 @@ function movedMemory(data, lane, old, now) {
   const activations = new Float64Array(lane.count + 1);
   const transient = new Float64Array(lane.count + 1);
   let [was, is] = [-Infinity, -Infinity];
-  const base = data.curves ? totalsOf(data.curves[lane.index]) : null;
+  const base = data.curves ? totalsOf(data, lane) : null;
   const start = lane.stages.reduce((sum, stage) => sum + old[stage].fixed, 0);
   for (let k = 0; k <= lane.count; k++) {
     let before = base ? base[k] : start;
@@ -215,12 +227,14 @@ function movedMemory(data, lane, old, now) {
     is = Math.max(is, before + fixed + activations[k] + transient[k]);
   }
   const grown = Math.floor(is - was + 0.5);
-  return { peak: data.memory[lane.index].peak + grown, grown, fixed, activations, transient };
+  return { peak: devicesOf(data)[lane.index].peak + grown, grown, fixed, activations, transient };
 }
 
 /** A kind's bytes at moment `k`; a kind that never changes is one number. */
 const at = (values, k) => (typeof values === "number" ? values : values[k]);
 
-function totalsOf(curve) {
-  return Array.from({ length: curve.moments }, (_, k) => curve.kinds.reduce((sum, values) => sum + at(values, k), 0));
+/** What a device holds in all at each of its actions and in the optimizer's step. */
+function totalsOf(data, lane) {
+  const kinds = data.curves[lane.index];
+  return Array.from({ length: lane.count + 1 }, (_, k) => kinds.reduce((sum, values) => sum + at(values, k), 0));
 }

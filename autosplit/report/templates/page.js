@@ -22,7 +22,7 @@ class App {
     this.memoryChart = data.curves ? new MemoryChart(this, byId("memory")) : null;
     this.frontierChart = data.frontier.length > 1 ? new FrontierChart(this, byId("frontier")) : null;
     this.cutEditor = null;
-    if (data.units && data.stages.length > 1) {
+    if (data.units.length && data.stages.length > 1) {
       const names = { strip: byId("strip"), canvas: byId("units"), handles: byId("handles"), labels: byId("stage-labels") };
       this.cutEditor = new CutEditor(this, names);
       byId("reset").addEventListener("click", () => this.cutEditor.reset());
@@ -31,9 +31,9 @@ class App {
     byId("zoom-in").addEventListener("click", () => this.zoom(1.5));
     byId("zoom-out").addEventListener("click", () => this.zoom(1 / 1.5));
     byId("zoom-whole").addEventListener("click", () => this.whole());
-    const beside = data.step - this.result.timeline.step;
+    const beside = data.step_s - this.result.timeline.step;
     byId("beside").textContent = seconds(beside);
-    byId("beside-note").hidden = beside < 1e-3 * data.step;
+    byId("beside-note").hidden = beside < 1e-3 * data.step_s;
     this.followTheme();
     const main = document.querySelector("main");
     let width = main.clientWidth;
@@ -48,7 +48,7 @@ class App {
     const { data } = this;
     const times = planTimes(data);
     const timeline = simulate(data, this.schedule, times);
-    return { times, timeline, step: data.step, bubble: data.bubble, bottleneck: data.bottleneck, memory: null };
+    return { times, timeline, step: data.step_s, bubble: data.bubble, bottleneck: data.bottleneck_s, memory: null };
   }
 
   get moved() {
@@ -56,7 +56,7 @@ class App {
   }
 
   peaks() {
-    return this.result.memory ? this.result.peaks : this.data.memory.map((own) => own.peak);
+    return this.result.memory ? this.result.peaks : devicesOf(this.data).map((own) => own.peak);
   }
 
   // --- what is in view -----------------------------------------------------------------------------------------------
@@ -70,9 +70,9 @@ class App {
   /** Begin with the middle of the step where its bars would be a texture; the memory chart shows all of it. */
   showSteady() {
     const { timelineChart: chart, data, result } = this;
-    if (this.recorded || !data.bottleneck) return;
-    const slot = (chart.plot * data.bottleneck) / result.timeline.step;
-    const span = (chart.plot / STEADY_SLOT) * data.bottleneck;
+    if (this.recorded || !data.bottleneck_s) return;
+    const slot = (chart.plot * data.bottleneck_s) / result.timeline.step;
+    const span = (chart.plot / STEADY_SLOT) * data.bottleneck_s;
     if (slot >= TEXTURE_SLOT || span >= result.timeline.step) return;
     this.look((result.timeline.step - span) / 2, span);
     this.steady = true;
@@ -259,7 +259,7 @@ class App {
     byId("unmoved").hidden = this.moved;
     if (!this.moved) return;
     const worst = this.worstVerdict();
-    byId("moved-step").textContent = `${seconds(result.step)} (${change(result.step, data.step)})`;
+    byId("moved-step").textContent = `${seconds(result.step)} (${change(result.step, data.step_s)})`;
     byId("moved-bubble").textContent = percent(result.bubble);
     byId("moved-peak").textContent = `${bytes(Math.max(...this.peaks()))}${worst ? `, ${MARKS[worst]}` : ""}`;
     byId("moves").replaceChildren(...movesOf(data, this.stages).map((text) => element("li", "", text)));
