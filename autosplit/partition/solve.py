@@ -153,7 +153,7 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -
     It is the best of three bounds: by paths with works spread at will, by a mixture of critical paths, and by the least
     that the longest stage takes without transfers, which the search for the least bottleneck finds.
     """
-    from autosplit.partition.bounds.step import simple_bound, spread_bound
+    from autosplit.partition.step_bound import simple_bound, spread_bound
 
     works: tuple[Work, ...] = problem.works
     if not problem.schedule_of(stages).has_backward:

@@ -8,13 +8,13 @@ from itertools import combinations
 
 import pytest
 
-from autosplit.partition.bounds.step import spread_bound
 from autosplit.partition.checker import Costs, check
 from autosplit.partition.graph import base_graph
 from autosplit.partition.line.coarse import coarsened, runs, taken_apart
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineSearch
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
+from autosplit.partition.step_bound import spread_bound
 
 
 def random_problem(seed: int, *, works: int = 9, schedule: str = "1f1b", virtual: int = 1, devices: int = 3) -> Problem:

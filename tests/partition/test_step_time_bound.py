@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from autosplit.partition.bounds.step import families, simple_bound
 from autosplit.partition.checker import check
 from autosplit.partition.problem import Problem, TensorEdge, Work
 from autosplit.partition.solve import step_lower_bound
+from autosplit.partition.step_bound import families, simple_bound
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.simulate import simulate
 

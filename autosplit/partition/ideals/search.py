@@ -2,8 +2,7 @@
 
 1. A first solution: the best prefixes of a few topological orders.
 2. Where all devices are alike, graphs merged as far as the best value survives when stages may be empty. Where their
-   ideals can be listed, they are searched by thresholds: a lower bound, and usually the solution as well. Else a bound
-   that needs no list, and the ideals around the boundaries that it names.
+   ideals can be listed, they are searched by thresholds: a lower bound, and usually the solution as well.
 3. While the gap is open: all ideals with the limits, of the merged graph and then of the unmerged one.
 4. Where the ideals are too many: the same on graphs whose small costs are set to zero, which gives lower bounds, and
    then the ideals around the best solution's cuts, until they bring nothing more.
@@ -19,7 +18,6 @@ from itertools import pairwise
 from typing import Literal
 
 from autosplit.errors import InfeasibleError
-from autosplit.partition.bounds.elimination import bound
 from autosplit.partition.goal import FOREVER, PLAIN, Clock, Goal, OutOfTime
 from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals.chains import Chain, best_chain
@@ -37,7 +35,7 @@ _TOLERANCE = 1e-9
 _SHORT = {True: 2_500, False: 600}
 """Orders of at most so many groups are tried by the handful: where devices are alike, and where they differ."""
 
-_FEW, _MANY, _PER_GROUP = 5_000, 20_000, 20
+_FEW, _MANY, _PER_GROUP = 5_000, 50_000, 20
 """How many ideals are listed: for side questions; for a proof by thresholds, and how many more for each group."""
 
 _ENTRIES = 25_000_000
@@ -218,7 +216,6 @@ class _Search:
             upper = upper if seed is None else min(upper, seed.value)
         ideals = lattice(graph, limit=_MANY + _PER_GROUP * graph.size, clock=self.clock)
         if ideals is None:
-            self._name_boundaries(graph, upper=upper)
             return
         found = threshold_search(ideals, stages=self.goal.stages, lower=self.lower, upper=upper, clock=self.clock)
         self.lower, self.loads_known = max(self.lower, found.lower_bound), True
@@ -229,16 +226,6 @@ class _Search:
             # The merges had no eye for bytes, and stages may be empty, but most of what is legal is still there.
             near = () if seed is None else seed.ideals
             self._try(graph, self._ideals(graph, most=_FEW) or self._around(graph, near, width=_WIDTHS[1]))
-
-    def _name_boundaries(self, graph: Graph, *, upper: float) -> None:
-        """Raise the lower bound by one that needs no list of ideals, and search around the boundaries that it names."""
-        found = bound(graph, stages=self.goal.stages, upper_s=upper, clock=self.clock)
-        if found is None:
-            return
-        self.lower = max(self.lower, found.lower_s)
-        for width in _WIDTHS:
-            if not self.closed:
-                self._try(graph, self._around(graph, found.ideals, width=width))
 
     def _try_leanest(self) -> None:
         """Look for a chain within the capacities near the one that needs the fewest bytes.

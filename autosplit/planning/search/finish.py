@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autosplit.partition.bounds.step import simple_bound, spread_bound
 from autosplit.partition.checker import check
 from autosplit.partition.line.coarse import Coarse, coarsened, taken_apart
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineCut, LineSearch
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.solve import Partition, Status
+from autosplit.partition.step_bound import simple_bound, spread_bound
 from autosplit.planning.explain.verdicts import Verdict, judged
 from autosplit.planning.plan.write import Writer
 from autosplit.planning.profiled.between import INSIDE, WIDE

@@ -1,1 +1,0 @@
-"""Lower bounds on what any cut can reach."""
