@@ -187,6 +187,18 @@ def paper_plan(
     return Plan(**(values | fields))
 
 
+def with_cuts(plan: Plan, stages: Sequence[int]) -> Plan:
+    """The plan made anew with unit ``i`` in stage ``stages[i]``."""
+    units = [unit.model_copy(update={"stage": stage}) for unit, stage in zip(plan.units, stages, strict=True)]
+    return paper_plan(
+        units,
+        stages=len(plan.stages),
+        microbatches=len(plan.microbatch_rows),
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
+    )
+
+
 def searched(plan: Plan) -> Plan:
     """The plan with what a search and its advice leave behind."""
     peak = max(stage.memory.peak_bytes for stage in plan.stages)

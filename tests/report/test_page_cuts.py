@@ -1,59 +1,12 @@
-"""Cuts that are moved on the page: by pointer and by keys, costed as `recost` costs them."""
+"""Cuts that are moved on the page, by pointer and by keys: its figures are those of a plan of them."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from autosplit.report.page import page_data
 from autosplit.units import format_seconds
-from tests.planning.page_recost import recost
-from tests.report.paper_plans import make_units, paper_plan
-
-SHAPES = [("1f1b", 4, 1), ("gpipe", 2, 1), ("interleaved", 4, 2), ("zb_h1", 3, 1), ("zb_v", 4, 2), ("forward", 2, 1)]
-
-
-def unlike(stage):
-    """The stage as it runs on a device that is slower the farther back it stands."""
-    slower = 1 + 0.6 * stage.lane
-    times = {name: slower * getattr(stage, name) for name in ("forward_s", "backward_s", "weight_s")}
-    return stage.model_copy(update=times)
-
-
-@pytest.mark.parametrize(("schedule", "stages", "virtual"), SHAPES)
-def test_the_page_costs_cuts_as_python_does(opened, schedule, stages, virtual):
-    units = make_units(4 * stages, stages=stages)
-    plan = paper_plan(units, stages=stages, microbatches=5, schedule=schedule, virtual_stages=virtual)
-    page = opened(plan)
-    draw = random.Random(stages)
-    for recompute in ("never", "block", "always", "except_last"):
-        again = tuple(unlike(stage.model_copy(update={"recompute": recompute})) for stage in plan.stages)
-        own = plan.model_copy(update={"stages": again} | ({"curves": ()} if recompute == "block" else {}))
-        for _ in range(4):
-            cuts = sorted(draw.sample(range(1, len(units)), stages - 1))
-            check_costs(page, own, [sum(cut <= index for cut in cuts) for index in range(len(units))])
-
-
-def check_costs(page, plan, moved):
-    """The page, given another plan of its schedule, costs a cut as `recost` does."""
-    expected = recost(plan, moved)
-    found = page.chrome.execute_script(
-        "const page = autosplitPage, found = page.constructor.recost(arguments[1], page.schedule, arguments[0]);"
-        "return {...found, timeline: null, memory: null};",
-        moved,
-        page_data(plan),
-    )
-    assert found["step"] == pytest.approx(expected.step_s, rel=1e-12)
-    assert found["bubble"] == pytest.approx(expected.bubble, abs=1e-12)
-    assert found["bottleneck"] == pytest.approx(expected.bottleneck_s, rel=1e-12)
-    assert found["peaks"] == pytest.approx(list(expected.peak_bytes), abs=1)
-    assert found["times"]["forward"] == pytest.approx(expected.forward_s, rel=1e-12)
-    assert found["times"]["backward"] == pytest.approx(expected.backward_s, rel=1e-12)
-    assert found["times"]["weight"] == pytest.approx(expected.weight_s, rel=1e-12)
-    transfers = [[t.producer, t.consumer, t.forward_s, t.backward_s] for t in expected.transfers]
-    assert found["times"]["transfers"] == [pytest.approx(one, rel=1e-12) for one in transfers]
+from tests.report.paper_plans import make_units, paper_plan, with_cuts
 
 
 def stages_of(page):
@@ -71,7 +24,7 @@ def check(page, plan, moved):
     """The page's figures are those of the cut."""
     page.settle()
     assert stages_of(page) == moved
-    expected = recost(plan, moved)
+    expected = with_cuts(plan, moved)
     assert page.js("page.result.step") == pytest.approx(expected.step_s, rel=1e-12)
     assert page.text("#moved-step").startswith(format_seconds(expected.step_s))
     drawn = page.js("page.timelineChart.timeline.step")
@@ -82,7 +35,7 @@ def check(page, plan, moved):
         " count + 1}, (_, k) => page.memoryChart.parts(lane, k)"
         ".reduce((sum, size) => sum + size, 0))) : 0)"
     )
-    assert memory == pytest.approx(list(expected.peak_bytes), abs=2)
+    assert memory == pytest.approx([stage.memory.peak_bytes for stage in expected.stages], abs=2)
 
 
 def test_arrow_keys_move_a_cut_and_escape_puts_it_back(opened):
@@ -194,4 +147,4 @@ def test_a_stage_s_units_stay_together_where_branches_interleave(opened):
     moved = [0, 0, 1, 0, 1, 1, 1, 1]
     page.settle()
     assert stages_of(page) == moved
-    assert page.js("page.result.step") == pytest.approx(recost(plan, moved).step_s, rel=1e-12)
+    assert page.js("page.result.step") == pytest.approx(with_cuts(plan, moved).step_s, rel=1e-12)

@@ -1,4 +1,4 @@
-// A step on the clock, and what moved cuts change: the sums of schedule/simulate.py and planning/recost.py.
+// A step on the clock as schedule/simulate.py has it, and what moved cuts change of it.
 
 const [F, B, I, W] = [0, 1, 2, 3];
 const AGAIN = { never: () => 0, except_last: (count) => (count - 1) / count };
