@@ -7,8 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
@@ -16,10 +14,8 @@ from autosplit.partition.ideals import enumerate as ideals
 from autosplit.partition.ideals import search
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work
 from autosplit.partition.solve import solve
-from tests.partition.oracle_brute import brute_force, most_stages
-from tests.partition.oracle_problems import Mix, random_problem, with_extras
-from tests.partition.oracle_verdict import solved
-from tests.properties import examples
+from tests.partition.oracle_brute import brute_force
+from tests.partition.oracle_problems import Mix, random_problem
 
 CHAIN = Problem(
     tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=100, weight_s=1.0, sync_s=4.0) for index in range(4)),
@@ -86,25 +82,6 @@ def test_the_simulated_step_by_hand() -> None:
     assert costs.step_s == forward_s + backward_s + 8 / 2
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(seed=st.integers(0, 10**6), free=st.booleans())
-def test_solve_on_any_devices_equals_brute_force(seed: int, free: bool) -> None:
-    chance = random.Random(seed)
-    mix = Mix(chance.randint(2, 7), colours=chance.choice((0, 0.2)), unordered=chance.choice((0, 0.3)))
-    problem = random_problem(seed, mix)
-    stages = most_stages(problem, stages=chance.randint(1, 3))
-    kinds = [Device(chance.choice((0.5, 1.0, 2.0)), chance.choice((None, 60, 150))) for _ in range(2)]
-    links = tuple(chance.choice((0.0, 0.5, 1.0, 3.0)) for _ in range(stages - 1))
-    problem = replace(
-        problem,
-        devices=tuple(chance.choice(kinds) for _ in range(stages)),
-        links=links[:1] * len(links) if free else links,
-        free_order=free,
-    )
-    problem = with_extras(problem, seed, ties=False, recompute=False, replicas=chance.random() < 0.5)
-    solved(problem, stages=stages, optimum=brute_force(problem, stages=stages).value)
-
-
 def test_two_kinds_of_device_on_a_long_chain_beat_a_cut_that_ignores_them() -> None:
     chance = random.Random(3)
     works = tuple(Work(f"w{index}", chance.uniform(1, 3), chance.uniform(2, 6)) for index in range(60))
@@ -118,14 +95,6 @@ def test_two_kinds_of_device_on_a_long_chain_beat_a_cut_that_ignores_them() -> N
     # Six fast devices' worth of speed; no cut of such works is perfectly even.
     whole_s = math.fsum(work.forward_s + work.backward_s for work in works)
     assert whole_s / 6 <= aware_s < 1.15 * whole_s / 6
-
-
-@pytest.mark.parametrize("ideal_limit", [20_000, 1])
-def test_the_same_problem_has_the_same_cut_every_time(ideal_limit: int) -> None:
-    problem = random_problem(5, Mix(12))
-    problem = replace(problem, devices=(Device(), Device(2.0), Device(), Device(2.0)), free_order=True)
-    found = {(p.assignment, p.order) for p in (solve(problem, ideal_limit=ideal_limit) for _ in range(3))}
-    assert len(found) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

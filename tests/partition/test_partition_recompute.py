@@ -1,13 +1,10 @@
-"""Recompute options: their bytes and seconds by hand, and the solver's choice against brute force."""
+"""Recompute options: their bytes and seconds by hand, and the solver's choice."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
@@ -15,10 +12,7 @@ from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineSearch
 from autosplit.partition.problem import RECOMPUTE, Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import solve
-from tests.partition.oracle_brute import brute_force, most_stages
-from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices, with_extras
-from tests.partition.oracle_verdict import smallest_capacity, solved
-from tests.properties import examples
+from tests.partition.oracle_verdict import smallest_capacity
 
 # Four works in two blocks of two; each output is saved by its consumer, and each work saves 5 bytes of its own.
 CHAIN = Problem(
@@ -98,17 +92,3 @@ def test_the_solver_recomputes_only_where_it_must() -> None:
 def test_what_must_be_recomputed_costs_time_without_any_limit() -> None:
     assert solve(replace(CHAIN, recompute=("always",)), stages=2).loads_s == (8.0, 8.0)
     assert solve(CHAIN, stages=2).loads_s == (6.0, 6.0)
-
-
-@settings(max_examples=examples(80), deadline=None)
-@given(seed=st.integers(0, 10**6), uneven=st.booleans())
-def test_solve_with_recompute_equals_brute_force(seed: int, uneven: bool) -> None:
-    chance = random.Random(seed)
-    problem = random_problem(seed, Mix(chance.randint(2, 7), unordered=chance.choice((0, 0.3))))
-    stages = most_stages(problem, stages=chance.randint(1, 3))
-    if uneven:
-        problem = with_devices(problem, seed, stages=stages)
-    problem = with_extras(problem, seed, ties=chance.random() < 0.5, recompute=True, replicas=uneven)
-    cut = solve(replace(problem, recompute=("never",)), stages=stages).assignment
-    problem = limited(problem, seed, assignment=cut, stages=stages)
-    solved(problem, stages=stages, optimum=brute_force(problem, stages=stages).value)
