@@ -113,12 +113,13 @@ class NodeClass(str, Enum):
 class Size:
     """A size that is affine in the number of batch rows: ``per_row * rows + constant``.
 
+    So is any other Python number that depends on the rows; there both may be floats.
     Where lengths of the inputs are symbols, both are those at the lengths that were recorded first, and ``number`` is
     the size at any.
     """
 
-    per_row: int
-    constant: int
+    per_row: Any
+    constant: Any
     number: Number | None = None
 
     def at(self, rows: int, lengths: Mapping[str, int] = MappingProxyType({})) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.trace.graph import INFO, LENGTH, Formula, Length, NodeClass, Number, Symbol, TracedNode
-from autosplit.trace.recording.merge import Affine, MergedCall, MergedRecording
+from autosplit.trace.graph import INFO, LENGTH, Formula, Length, NodeClass, Number, Size, Symbol, TracedNode
+from autosplit.trace.recording.merge import MergedCall, MergedRecording
 from autosplit.trace.recording.recording import Attribute, Call, Ref, invoke, mapped, refs_in
 
 
@@ -127,13 +127,13 @@ class _Builder:
             return self.nodes[value.index]
         if isinstance(value, Attribute):
             return self.graph.get_attr(value.name)
-        if isinstance(value, Affine):
+        if isinstance(value, Size):
             return self._size(value)
         if isinstance(value, (Formula, Symbol)):
             return self._formula(value)
         return value
 
-    def _size(self, affine: Affine) -> fx.Node:
+    def _size(self, affine: Size) -> fx.Node:
         node = self.rows
         if affine.per_row != 1:
             node = self.graph.call_function(operator.mul, (node, affine.per_row))

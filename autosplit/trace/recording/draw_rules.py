@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.trace.graph import ROWS, Formula, NodeClass, Symbol, TracedNode, symbols_in
-from autosplit.trace.recording.merge import Affine, number_at
+from autosplit.trace.graph import ROWS, Formula, NodeClass, Size, Symbol, TracedNode, symbols_in
+from autosplit.trace.recording.merge import number_at
 from autosplit.trace.recording.random_watch import Draw, TensorSpec
 
 Sizes = Mapping[str, int]
@@ -88,7 +88,7 @@ def _uneven(out: TensorSpec) -> bool:
 
 
 def _depends(size: Any) -> bool:
-    return isinstance(size, Affine) or (isinstance(size, (Formula, Symbol)) and ROWS in symbols_in(size))
+    return isinstance(size, Size) or (isinstance(size, (Formula, Symbol)) and ROWS in symbols_in(size))
 
 
 class _Some(dict[str, int]):

@@ -38,20 +38,8 @@ BATCH_SIZES = (3, 4)
 
 
 @dataclass(frozen=True)
-class Affine:
-    """A Python number that is ``per_row * rows + constant``."""
-
-    per_row: float
-    constant: float
-
-    def at(self, rows: int) -> float:
-        """Return the number for a batch of ``rows`` rows."""
-        return self.per_row * rows + self.constant
-
-
-@dataclass(frozen=True)
 class MergedCall:
-    """A call with Affine numbers, or formulas, in its arguments, and the tensors that it makes."""
+    """A call with sizes, or formulas, for numbers in its arguments, and the tensors that it makes."""
 
     call: Call
     args: Any
@@ -208,19 +196,17 @@ def _number(sizes: Sequence[int], values: Sequence[float]) -> Any:
     constant = values[0] - per_row * sizes[0]
     if abs(per_row * sizes[2] + constant - values[2]) > 1e-9 * max(1.0, abs(values[2])):
         raise Differs(f"the numbers {', '.join(map(str, values))}")
-    if isinstance(first, int):
-        return Affine(int(per_row), int(constant))
-    return Affine(per_row, constant)
+    return Size(int(per_row), int(constant)) if isinstance(first, int) else Size(per_row, constant)
 
 
 def _size(sizes: Sequence[int], values: Sequence[int]) -> Size:
     number = _number(sizes, values)
-    return Size(int(number.per_row), int(number.constant)) if isinstance(number, Affine) else Size(0, number)
+    return number if isinstance(number, Size) else Size(0, number)
 
 
 def number_at(number: Any, sizes: Mapping[str, int]) -> Any:
     """Return the value of a number of a merged recording at given sizes; anything else as it is."""
-    if isinstance(number, Affine):
+    if isinstance(number, Size):
         return number.at(sizes[ROWS])
     return evaluate(number, sizes) if isinstance(number, (Formula, Symbol)) else number
 

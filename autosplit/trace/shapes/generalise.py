@@ -25,7 +25,6 @@ from autosplit.trace.inputs.signature import Shape, sizes_at
 from autosplit.trace.reads.reads import Unanswered
 from autosplit.trace.recording.merge import (
     BATCH_SIZES,
-    Affine,
     MergedCall,
     MergedRecording,
     changed_constant,
@@ -227,7 +226,7 @@ class _Compare:
         return replace(info, shape=tuple(sizes))
 
     def _size(self, size: Size, number: Number) -> Size:
-        kept = size.number if size.number is not None else Affine(size.per_row, size.constant)
+        kept = size if size.number is None else size.number
         found = self(kept, number)
         if not isinstance(found, (Formula, Symbol)):
             return replace(size, number=None)
@@ -247,8 +246,8 @@ class _Compare:
         if free != {ROWS}:
             return found
         at_none, at_one = (evaluate(found, {ROWS: rows}) for rows in (0, 1))
-        return Affine(at_one - at_none, at_none)
+        return Size(at_one - at_none, at_none)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, Affine, Formula, Symbol)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, Size, Formula, Symbol)) and not isinstance(value, bool)
