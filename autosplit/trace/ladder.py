@@ -5,10 +5,12 @@ record at three sizes ─► merge ─► fx graph ─► value probe (eval mode
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import networkx as nx
 import torch
 from torch import fx, nn
 
@@ -22,7 +24,6 @@ from autosplit.trace.inputs.inputs import batch_rows, flatten
 from autosplit.trace.inputs.objects import leaves_of
 from autosplit.trace.proof import identity
 from autosplit.trace.reads.reads import Guard, guard_of, without_reads
-from autosplit.trace.reads.watch import READS
 from autosplit.trace.recording.build import RawGraph, build
 from autosplit.trace.recording.gather import Gathered, answering, gather, refuse_hiding
 from autosplit.trace.recording.merge import MergedRecording
@@ -30,7 +31,7 @@ from autosplit.trace.recording.recording import Refusal, Unexpected
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.reductions.decompose import decompose, is_decomposed
 from autosplit.trace.rows.classes import batched_nodes, classify, with_classes
-from autosplit.trace.rows.findings import Findings, Proof, key_of_opaque
+from autosplit.trace.rows.findings import Findings, Proof
 from autosplit.trace.rows.kinds import function_of, note_rewritten
 from autosplit.trace.rows.probe import run_probe
 from autosplit.trace.scope import Scope
@@ -96,7 +97,7 @@ def trace(
         _raise_own(model, flat, error.error)
     raw = _decomposed(model, gathered)
     own = identity(model, flat, gathered, raw)
-    known = next((p for p in proofs if p.recording == own and _opaque_reading(model, gathered) <= {*p.alone}), None)
+    known = next((p for p in proofs if p.recording == own), None)
     findings = _probe(model, flat, gathered, raw) if known is None else known.findings()
     graph = _accept(model, flat, gathered, raw, findings)
     refuse_hiding(model, gathered.scope, _opaque_once(graph))
@@ -178,12 +179,6 @@ def _opaque_once(graph: TracedGraph) -> set[str]:
     """Return the modules that are one node and run once per step."""
     nodes = ((node, info) for node, info in graph.compute_nodes() if info.node_class is NodeClass.FULL)
     return {info.module for node, info in nodes if node.op == "call_module"}
-
-
-def _opaque_reading(model: nn.Module, gathered: Gathered) -> set[str]:
-    """Return the keys of the opaque modules that read values: a proof has to know how each treats rows."""
-    calls = [m.call for m in gathered.recording.calls if m.call.leaf is not None and m.call.whole.startswith(READS)]
-    return {key_of_opaque(call.name, model.get_submodule(str(call.leaf))) for call in calls}
 
 
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
@@ -279,13 +274,6 @@ def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
 
 def _colocate(raw: RawGraph, merged: MergedRecording) -> None:
     """Number the groups that must share a stage: parts of one result, users of changed state, shared leaves."""
-    leader: dict[fx.Node, fx.Node] = {}
-
-    def find(node: fx.Node) -> fx.Node:
-        while leader.get(node, node) is not node:
-            node = leader[node]
-        return node
-
     groups = [*raw.effects.storages, *raw.effects.buffers]
     groups += [
         (node, raw.nodes[merged.calls[index].args[0].index])
@@ -299,16 +287,12 @@ def _colocate(raw: RawGraph, merged: MergedRecording) -> None:
     groups += [
         tuple(nodes) for nodes in readers.values() if len(nodes) > 1 and any(_holds_state(n, raw.root) for n in nodes)
     ]
-    for first, *rest in groups:
-        for other in rest:
-            leader[find(other)] = find(first)
-    numbers: dict[fx.Node, int] = {}
-    sizes: dict[fx.Node, int] = defaultdict(int)
-    for node in leader:
-        sizes[find(node)] += 1
+    together: nx.Graph[fx.Node] = nx.Graph(pair for group in groups for pair in itertools.pairwise(group))
+    numbers: dict[int, int] = {}
+    component = {node: n for n, nodes in enumerate(nx.connected_components(together)) for node in nodes}
     for node in raw.graph.nodes:
-        if INFO in node.meta and node.op != "placeholder" and (node in leader or sizes[find(node)]):
-            group = numbers.setdefault(find(node), len(numbers))
+        if INFO in node.meta and node.op != "placeholder" and node in component:
+            group = numbers.setdefault(component[node], len(numbers))
             node.meta[INFO] = replace(node.meta[INFO], colocation_group=group)
 
 

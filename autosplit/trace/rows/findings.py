@@ -35,14 +35,12 @@ class Proof:
     recording: str
     values: tuple[str, ...] = ()
     mixing: tuple[str, ...] = ()
-    alone: tuple[str, ...] = ()
 
     def findings(self) -> Findings:
-        """Return what the probe found."""
-        return Findings(True, frozenset(self.values), frozenset(self.mixing), frozenset(self.alone))
+        """Return what the probe found; a recording with opaque modules has no proof."""
+        return Findings(True, frozenset(self.values), frozenset(self.mixing))
 
     @classmethod
     def of(cls, recording: str, findings: Findings) -> Proof:
         """Write down what was found about a recording."""
-        groups = (findings.suspects, findings.mixing, findings.alone)
-        return cls(recording, *(tuple(sorted(names)) for names in groups))
+        return cls(recording, tuple(sorted(findings.suspects)), tuple(sorted(findings.mixing)))
