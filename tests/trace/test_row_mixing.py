@@ -243,6 +243,8 @@ ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
     "topk": lambda h, dim: h * h.topk(h.shape[dim], dim).values,
     "diff": lambda h, dim: torch.diff(h, prepend=h.narrow(dim, 0, 1), dim=dim),
     "normalize": lambda h, dim: F.normalize(h, 2.0, dim),
+    "flip": lambda h, dim: h.flip(dim),
+    "roll": lambda h, dim: h.roll(1, dim),
 }
 
 

@@ -9,6 +9,7 @@ divide a weight's gradient by the number of rows. It is asked with small gradien
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO
 from autosplit.trace.recording.recording import apply_function
 from autosplit.trace.rows.kinds import function_of
-from autosplit.trace.rows.row_values import size_at, tensors_of
+from autosplit.trace.rows.row_values import from_sources, rows_of, tensors_of
 from autosplit.trace.scope import is_layer
 
 _SCALES = (1.0, 1e4)
@@ -57,8 +58,8 @@ class BackwardProbe:
 
     def _adds_up(self, scale: float) -> bool:
         self.weights = []
-        whole = self._gradients(0, self.rows, scale)
-        pieces = [self._gradients(start, stop, scale) for start, stop in zip(self.cuts, self.cuts[1:], strict=False)]
+        whole = self._gradients(range(self.rows), scale)
+        pieces = [self._gradients(range(*ends), scale) for ends in itertools.pairwise(self.cuts)]
         for operand, gradient in whole.items():
             parts = [piece[operand] for piece in pieces]
             found = [part for part in parts if part is not None]
@@ -74,10 +75,10 @@ class BackwardProbe:
                 return False
         return True
 
-    def _gradients(self, start: int, stop: int, scale: float) -> Gradients:
+    def _gradients(self, rows: range, scale: float) -> Gradients:
         """Return the gradients of all operands and parameters for some of the rows."""
         leaves: dict[Operand, torch.Tensor] = {}
-        given = {n: self._operand(n, start, stop, leaves) for n in self.node.all_input_nodes}
+        given = {n: self._operand(n, rows, leaves) for n in self.node.all_input_nodes}
         args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
         function = function_of(self.node, self.run.module)
         if isinstance(function, nn.Module):
@@ -88,8 +89,7 @@ class BackwardProbe:
         if not self.weights:
             generator = torch.Generator().manual_seed(0)
             self.weights = [torch.randn(t.shape, generator=generator) * scale for t in made]
-        whole = zip(self.weights, self.dims, strict=True)
-        weights = [w if d is None else self._rows(w, d, start, stop) for w, d in whole]
+        weights = [from_sources(w, d, self.rows, rows) for w, d in zip(self.weights, self.dims, strict=True)]
         roots = [position for position, tensor in enumerate(made) if tensor.requires_grad]
         if not roots or not leaves:
             return dict.fromkeys(leaves)
@@ -101,23 +101,12 @@ class BackwardProbe:
         )
         return dict(zip(leaves, found, strict=True))
 
-    def _operand(self, operand: fx.Node, start: int, stop: int, leaves: dict[Operand, torch.Tensor]) -> Any:
-        value = self.run.env[operand]
-        if isinstance(value, (int, float)):
-            return size_at(operand, self.run, stop - start)
-        if not isinstance(value, torch.Tensor):
-            return value
-        dim = _batch_dim(operand)
-        if dim is not None:
-            value = self._rows(value, dim, start, stop)
-        if not (value.is_floating_point() or value.is_complex()):
+    def _operand(self, operand: fx.Node, rows: range, leaves: dict[Operand, torch.Tensor]) -> Any:
+        value = rows_of(operand, self.run, self.rows, rows)
+        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
         leaves[operand] = value.detach().clone().requires_grad_()
         return leaves[operand].clone()  # the operation may change what it is given
-
-    def _rows(self, value: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
-        factor = value.shape[dim] // self.rows
-        return value.narrow(dim, start * factor, (stop - start) * factor)
 
 
 def _batch_dim(operand: Operand) -> int | None:

@@ -30,9 +30,9 @@ from autosplit.trace.rows.kinds import (
     normalises_rows_apart,
     permutes_at_random,
     rearranges,
-    runs_along_batch,
     takes_shape_only,
 )
+from autosplit.trace.rows.operator_probe import without_values
 
 Dependencies = Mapping[fx.Node, Collection[fx.Node]]
 
@@ -67,6 +67,7 @@ def batched_nodes(graph: fx.Graph, effects: Effects, batched_inputs: Collection[
 
 def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node], findings: Findings) -> set[fx.Node]:
     """Return the batch-dependent nodes that mix rows by their structure, whatever the values are."""
+    made_up = None if findings.probed else without_values(graph, root)
     return {
         node
         for node in graph.nodes
@@ -78,7 +79,7 @@ def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node],
             any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
             or (node.meta[INFO].whole and not _is_alone(node.meta[INFO], root, findings.alone))
             or permutes_at_random(node, root)
-            or (not findings.probed and runs_along_batch(node, root))
+            or (made_up is not None and made_up.mixes_made_up(node))
             or mixes_gradients(node, root)
         )
     }

@@ -31,14 +31,6 @@ SHAPE_ONLY = frozenset(
     "randint_like".split()
 )
 UNSET = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
-_ALONG: dict[str, tuple[int, int | None]] = {
-    **dict.fromkeys("cumsum cumprod cummax cummin logcumsumexp softmax log_softmax softmin".split(), (1, None)),
-    **dict.fromkeys(("sort", "argsort"), (1, -1)),
-    **dict.fromkeys(("topk", "diff"), (2, -1)),
-    "normalize": (2, 1),
-    "msort": (1, 0),
-}
-"""What runs along its ``dim``: where that argument stands, and its default. See `runs_along_batch`."""
 _BY_FREQUENCY = {"embedding": 5, "embedding_bag": 5}
 """Where functions take `scale_grad_by_freq`."""
 _MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.PixelShuffle, nn.PixelUnshuffle)
@@ -120,29 +112,6 @@ def permutes_at_random(node: fx.Node, root: nn.Module) -> bool:
     name = _name(function_of(node, root))
     bounds = node.args[:2] if name == "randint" else ()
     return name in _DRAWN_WHOLE or any(isinstance(bound, fx.Node) for bound in bounds)
-
-
-def runs_along_batch(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether an operation runs along its operand's batch dimension, such as a softmax; where no probe can tell.
-
-    On the meta device there are no values to ask the value probe about. What it says counts wherever there are.
-    """
-    tensors = [t for n in node.all_input_nodes if INFO in n.meta for t in n.meta[INFO].tensors]
-    if not tensors or tensors[0].batch_dim is None:
-        return False
-    function = function_of(node, root)
-    if isinstance(function, (nn.Softmax, nn.LogSoftmax, nn.Softmin)):
-        dim: Any = function.dim
-    else:
-        name, args = called(node, root)
-        if name not in _ALONG:
-            return False
-        place, default = _ALONG[name]
-        dim = node.kwargs.get("dim", node.kwargs.get("axis", args[place] if len(args) > place else default))
-    dims = len(tensors[0].shape)
-    if dim is None:  # torch's rule for a softmax without a dimension
-        dim = 0 if dims in (0, 1, 3) else 1
-    return isinstance(dim, int) and dim % dims == tensors[0].batch_dim
 
 
 def mixes_gradients(node: fx.Node, root: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Does a module that runs by its own Python treat each row alone, although it reads values of the batch?
 
-    one row at a time      0 │ 1 │ … │ 7      what each row must give
-    some together          01 │ 23 │ 45 │ 67
-    all, backwards, drawn  01234567 │ 76543210 │ 32 of them, drawn with repetition
+    one row at a time      0 │ 1 │ 2 │ 3      what each row must give
+    some together          01 │ 23
+    all, backwards, drawn  0123 │ 3210 │ 32 of them, drawn with repetition
 
 Equal results are not enough: ``if x.mean() > 0`` may go one way on all of these rows. So every read is listed with what
 it gave. A yes-or-no read has to give both answers in these runs, or the other answer, forced upon it, has to change
@@ -25,10 +25,10 @@ from torch.overrides import TorchFunctionMode
 from autosplit.compare import same_rounded
 from autosplit.errors import is_internal
 from autosplit.trace.borrowed.state import random_state
-from autosplit.trace.graph import INFO, TensorInfo
+from autosplit.trace.graph import INFO
 from autosplit.trace.reads.watch import SIZES, Taint
 from autosplit.trace.recording.recording import VALUE_READS
-from autosplit.trace.rows.row_values import tensors_of
+from autosplit.trace.rows.row_values import rows_of, tensors_of
 
 Site = tuple[str, int, str]
 """File, line and function of a read."""
@@ -73,11 +73,10 @@ class ReadLog(TorchFunctionMode):
 
 
 class OpaqueProbe:
-    """One opaque module of a graph, with the values that its operands have in two runs of the same size."""
+    """One opaque module of a graph, with the values that its operands have in a run on ``rows`` rows."""
 
-    def __init__(self, node: fx.Node, root: nn.Module, runs: Sequence[fx.Interpreter], *, rows: int) -> None:
-        self.node, self.root, self.runs = node, root, runs
-        self.rows, self.run_rows = rows * len(runs), rows
+    def __init__(self, node: fx.Node, root: nn.Module, run: fx.Interpreter, *, rows: int) -> None:
+        self.node, self.root, self.run, self.rows = node, root, run, rows
         module = root.get_submodule(str(node.target))
         self.steady = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self.outcomes: dict[Site, list[Any]] = defaultdict(list)
@@ -114,7 +113,7 @@ class OpaqueProbe:
     def _results(
         self, rows: Sequence[int], forced: Forced | None = None, *, emptied: bool = False
     ) -> list[torch.Tensor]:
-        given = {n: self._operand(n, rows) for n in self.node.all_input_nodes}
+        given = {n: rows_of(n, self.run, self.rows, rows) for n in self.node.all_input_nodes}
         args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
         log, module = ReadLog(self.steady, forced, emptied=emptied), self.root.get_submodule(str(self.node.target))
         with random_state():
@@ -127,20 +126,6 @@ class OpaqueProbe:
             for site, outcomes in log.outcomes.items():
                 self.outcomes[site] += outcomes
         return tensors_of(made)
-
-    def _operand(self, node: fx.Node, rows: Sequence[int]) -> Any:
-        values = [run.env[node] for run in self.runs]
-        infos: tuple[TensorInfo, ...] = node.meta[INFO].tensors if INFO in node.meta else ()
-        dim = infos[0].batch_dim if len(infos) == 1 else None
-        if isinstance(values[0], torch.Tensor) and dim is not None:
-            per_row = values[0].shape[dim] // self.run_rows
-            pieces = [piece for value in values for piece in value.split(per_row, dim)]
-            return torch.cat([pieces[row] for row in rows], dim)
-        if isinstance(values[0], int) and not isinstance(values[0], bool) and values[0] % self.run_rows == 0:
-            return values[0] // self.run_rows * len(rows) if INFO not in node.meta else values[0]
-        if isinstance(values[0], (tuple, list, dict)):
-            raise RuntimeError("an operand of several tensors is not cut by rows here")
-        return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
 
     def _is_shown(self, site: Site, alone: Sequence[list[torch.Tensor]]) -> bool:
         """Tell whether the runs show what a read may bring about, or nothing hangs on it."""

@@ -30,7 +30,7 @@ from torch import fx, nn
 
 from autosplit.compare import same_bits, same_reordered, same_rounded
 from autosplit.errors import is_internal
-from autosplit.trace.graph import INFO, TracedNode
+from autosplit.trace.graph import INFO, Size, TracedNode
 from autosplit.trace.rows.kinds import (
     function_of,
     is_opaque,
@@ -50,9 +50,11 @@ from autosplit.trace.rows.row_values import (
     copied,
     from_sources,
     has_rows,
+    made_or_changed,
+    made_or_changed_infos,
     result_of,
+    rows_of,
     size_at,
-    tensors_of,
     with_neighbours,
 )
 
@@ -64,7 +66,10 @@ _FAR = 512
 
 
 class OperatorProbe:
-    """Asks the operations of one graph, in order, each before it runs on the values that it has in a run."""
+    """Asks the operations of one graph, in order, each before it runs on the values that it has in a run.
+
+    On the meta device a run has no values: see `without_values`.
+    """
 
     def __init__(
         self,
@@ -108,6 +113,19 @@ class OperatorProbe:
                 self.numbered.add(node)
             return False
         return self._mixes_values(node, operands, suspects) or self._depends_on_place(node, suspects)
+
+    def mixes_made_up(self, node: fx.Node) -> bool:
+        """Tell whether an operation that keeps its operand's shape lets rows influence each other, as a softmax may.
+
+        An index is not made up: what it picks hangs on the model's own values.
+        """
+        operands = [n for n in node.all_input_nodes if INFO in n.meta]
+        infos = [tensor for n in operands for tensor in n.meta[INFO].tensors]
+        kept = {tensor.shape for tensor in infos}.issuperset(tensor.shape for tensor in node.meta[INFO].tensors)
+        floats = all(tensor.dtype.is_floating_point for tensor in infos)
+        if not (infos and kept and floats) or takes_shape_only(node, self.root) or not is_torchs(node, self.root):
+            return False
+        return self._once("influence", node, lambda: self._is_influenced(node, operands))
 
     def _mixes_values(self, node: fx.Node, operands: Sequence[fx.Node], suspects: Collection[str]) -> bool:
         info: TracedNode = node.meta[INFO]
@@ -179,12 +197,10 @@ class OperatorProbe:
         }
 
     def _result_layouts(self, node: fx.Node, made: Sequence[torch.Tensor]) -> list[Layout | None]:
-        if node in self.layouts.noted:
-            return self.layouts.noted[node]
         infos = node.meta[INFO].tensors
         if not infos:
             return [layout for n in changed_by(node) for layout in self.layouts.of(n)]
-        return self.layouts.stacks(made, infos)
+        return self.layouts.noted.get(node) or self.layouts.stacks(made, infos)
 
     def _is_light(self, node: fx.Node) -> bool:
         """Tell whether an operation is torch's own and has no weights."""
@@ -253,6 +269,41 @@ def _valued(graph: fx.Graph, root: nn.Module) -> set[fx.Node]:
     return found
 
 
+# -- without values ------------------------------------------------------------------------------------------------
+_MADE_UP_ROWS = 7
+_MADE_UP_ENTRIES = 4
+
+
+class _MadeUp(dict[fx.Node, Any]):
+    """What stands for a run's values: random tensors of a few rows, at most four entries in any other dimension."""
+
+    def __init__(self, run: fx.Interpreter) -> None:
+        super().__init__()
+        self.run = run
+
+    def __missing__(self, node: fx.Node) -> Any:
+        self[node] = value = self._value(node)
+        return value
+
+    def _value(self, node: fx.Node) -> Any:
+        if INFO in node.meta:
+            tensors = [torch.rand([self._entries(size) for size in info.shape]) for info in node.meta[INFO].tensors]
+            return tensors[0] if len(tensors) == 1 else tensors
+        if node.op == "get_attr":
+            return self.run.fetch_attr(str(node.target))
+        return size_at(node, self.run, _MADE_UP_ROWS)
+
+    def _entries(self, size: Size) -> int:
+        return size.at(_MADE_UP_ROWS) if size.per_row else min(size.constant, _MADE_UP_ENTRIES)
+
+
+def without_values(graph: fx.Graph, root: nn.Module) -> OperatorProbe:
+    """Return a probe for a graph of a model on the meta device; ask it `OperatorProbe.mixes_made_up`."""
+    run = fx.Interpreter(root, graph=graph)
+    run.env = _MadeUp(run)
+    return OperatorProbe(graph, root, run, rows=_MADE_UP_ROWS, lengths={}, sample_rows=0)
+
+
 # -- more rows ----------------------------------------------------------------------------------------------------
 def _counts_of_rows(graph: fx.Graph, rows: int, sample_rows: int) -> list[int]:
     """Return the numbers of rows to try: a few, the sample's own, and one beyond all constants of the graph."""
@@ -293,17 +344,17 @@ class _MoreRows:
         if self.count > 2 * self.rows + 1 and max(self._elements(node), default=0) > _LARGEST:
             return False
         try:
-            given = {n: self._operand(n) for n in node.all_input_nodes}
+            given = {
+                n: copied(self.numbered[n]) if n in self.numbered else rows_of(n, self.run, self.rows, self.sources)
+                for n in node.all_input_nodes
+            }
             made = call_with(node, self.run, given)
             plain = result_of(node, self.run, {})
         except Exception as error:  # a table may be too short for so many rows
             if is_internal(error):
                 raise
             return False
-        infos = node.meta[INFO].tensors
-        changed = [n for n in given if not infos and INFO in n.meta and n.meta[INFO].mutated]
-        many = tensors_of(made) if infos else [t for n in changed for t in tensors_of(given[n])]
-        infos = infos or [info for n in changed for info in n.meta[INFO].tensors]
+        many, infos = made_or_changed(node, made, given), made_or_changed_infos(node)
         if any(t.shape != i.shape_at(self.count, self.lengths) for t, i in zip(many, infos, strict=True)):
             return False
         if node not in self.valued:
@@ -311,15 +362,6 @@ class _MoreRows:
         dims = [info.batch_dim for info in infos]
         expected = (from_sources(t, d, self.rows, self.sources) for t, d in zip(plain, dims, strict=True))
         return any(not same_reordered(a, b) for a, b in zip(many, expected, strict=True))
-
-    def _operand(self, node: fx.Node) -> Any:
-        if node in self.numbered:
-            return copied(self.numbered[node])
-        value = self.run.env[node]
-        if INFO not in node.meta:
-            return size_at(node, self.run, self.count) if isinstance(value, (int, float)) else value
-        infos = iter(node.meta[INFO].tensors)
-        return copied(value, lambda t: from_sources(t, next(infos).batch_dim, self.rows, self.sources))
 
     def _elements(self, node: fx.Node) -> Iterator[int]:
         for n in (node, *node.all_input_nodes):

@@ -183,8 +183,8 @@ class _Lockstep:
         if node in self.sorts.sorting:
             return
         if info.whole.startswith(READS) and is_opaque(node, self.raw.root):
-            runs, rows = [self.runs["among"], self.runs["beside"]], len(self.rows["among"])
-            if OpaqueProbe(node, self.raw.root, runs, rows=rows).treats_rows_alone():
+            probe = OpaqueProbe(node, self.raw.root, self.runs["among"], rows=len(self.rows["among"]))
+            if probe.treats_rows_alone():
                 self.alone.add(key_of_opaque(info.name, self.raw.root.get_submodule(info.module)))
         with self._own_contents(info, self.contents["among"]):
             mixes = self.operators.mixes(node, self.suspects)

@@ -212,8 +212,27 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def result_of(node: fx.Node, run: fx.Interpreter, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
     """Run a node on copies of its operands, or of ``values`` in their place; return what it makes or changes."""
     given = {n: copied(values.get(n, run.env[n])) if INFO in n.meta else run.env[n] for n in node.all_input_nodes}
-    made = call_with(node, run, given)
+    return made_or_changed(node, call_with(node, run, given), given)
+
+
+def made_or_changed(node: fx.Node, made: Any, given: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call of a node made, or those of the given operands that it changed."""
     return tensors_of(made) if node.meta[INFO].tensors else [t for n in changed_by(node) for t in tensors_of(given[n])]
+
+
+def made_or_changed_infos(node: fx.Node) -> tuple[TensorInfo, ...]:
+    """Return what is known about the tensors that a node makes, or about those that it changes."""
+    infos: tuple[TensorInfo, ...] = node.meta[INFO].tensors
+    return infos or tuple(info for n in changed_by(node) for info in n.meta[INFO].tensors)
+
+
+def rows_of(node: fx.Node, run: fx.Interpreter, rows: int, sources: Sequence[int]) -> Any:
+    """Return a copy of a node's value, of a run on ``rows`` rows, for a batch of the given ones; sizes for as many."""
+    value = run.env[node]
+    if INFO not in node.meta:
+        return size_at(node, run, len(sources)) if isinstance(value, (int, float)) else value
+    infos = iter(node.meta[INFO].tensors)
+    return copied(value, lambda tensor: from_sources(tensor, next(infos).batch_dim, rows, sources))
 
 
 def call_with(node: fx.Node, run: fx.Interpreter, given: Mapping[fx.Node, Any]) -> Any:
