@@ -17,10 +17,9 @@ from autosplit.devices import Allocations
 from autosplit.errors import InputError, PlanError
 from autosplit.files import write_text
 from autosplit.planning.timeline import Bar, HeldBytes, Sent, SentAlone, StagesAlone, StepTimeline, by_stage
-from autosplit.report.beside import render_json
 from autosplit.report.page import page
-from autosplit.report.sections import render, render_markdown
-from autosplit.report.trace_file import write_trace
+from autosplit.report.sections import FORMS, render
+from autosplit.report.trace_file import trace_text
 from autosplit.runtime.lanes.ambient import one_intra_op_thread
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import MARK, Began, Copied, Ended, StepLog
@@ -29,8 +28,6 @@ from autosplit.trace.borrowed.state import left_alone, random_state_on_refusal
 
 if TYPE_CHECKING:
     from autosplit.planning.plan.plan import Plan
-
-FORMS = ("text", "markdown", "json")
 
 
 class Measured:
@@ -59,12 +56,8 @@ class Measured:
             raise InputError(f"form={form!r} is none of {', '.join(map(repr, FORMS))}")
         if self.plan is None:
             return "not planned yet: the pipe plans itself on its first call, or give autosplit a sample="
-        measured = self._core.measured
-        if form == "json":
-            return render_json(self.plan, measured=measured)
-        if form == "markdown":
-            return render_markdown(self.plan, measured=measured)
-        return render(self.plan, width=width, measured=measured) + str(self._core.recordings.notes())
+        text = render(self.plan, form, width=width, measured=self._core.measured)
+        return text + str(self._core.recordings.notes()) if form == "text" else text
 
     @property
     def profiled(self) -> StepTimeline | None:
@@ -140,7 +133,7 @@ class Measured:
 
         Raises OSError, and PlanError where nothing is planned yet.
         """
-        write_trace(path, self._planned(), self._shown(measured))
+        write_text(path, trace_text(self._planned(), self._shown(measured)))
 
     def save_page(self, path: str | Path, measured: StepTimeline | None = None) -> None:
         """Write the plan as one HTML page that needs nothing but a browser, beside the step that was profiled last.

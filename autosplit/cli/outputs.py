@@ -80,10 +80,11 @@ def _text(plan: Plan, option: str, measured: StepTimeline | None) -> str:
     return plan.export(option.removeprefix("export "))
 
 
-def check_form(*, as_json: bool, as_markdown: bool) -> None:
-    """Raise InputError, before the work, where two forms of the answer are asked for."""
+def form_of(*, as_json: bool, as_markdown: bool) -> str:
+    """Return the form of the answer; InputError, before the work, where two are asked for."""
     if as_json and as_markdown:
         raise InputError("--json and --markdown are two forms of one answer; give one of them")
+    return "json" if as_json else "markdown" if as_markdown else "text"
 
 
 def _why_not(path: Path) -> str | None:
@@ -102,29 +103,17 @@ def _write(option: str, path: Path, text: str) -> None:
     tell(f"wrote {path}")
 
 
-def answered(
-    plan: Plan, outputs: Outputs, *, as_json: bool, as_markdown: bool, measured: StepTimeline | None = None
-) -> int:
+def answered(plan: Plan, outputs: Outputs, *, form: str, measured: StepTimeline | None = None) -> int:
     """Write the files that were asked for and print the plan, also where one of them cannot be written.
 
-    ``measured`` is a recorded step, which the page and the trace show too. Returns the exit code.
+    ``measured`` is a recorded step, which all of them show too. Returns the exit code: 1 when the plan does not fit.
     """
+    from autosplit.report.sections import render
+
     try:
         with plain_warnings():
             for option, path in outputs:
                 _write(option, path, _text(plan, option, measured))
     finally:
-        code = print_plan(plan, as_json=as_json, as_markdown=as_markdown, measured=measured)
-    return code
-
-
-def print_plan(plan: Plan, *, as_json: bool, as_markdown: bool = False, measured: StepTimeline | None = None) -> int:
-    """Print a plan on stdout and return the exit code: 1 when it does not fit."""
-    from autosplit.report.beside import render_json
-    from autosplit.report.sections import render, render_markdown
-
-    if as_json or as_markdown:
-        typer.echo(render_json(plan, measured=measured) if as_json else render_markdown(plan, measured=measured))
-    else:
-        typer.echo(render(plan, width=page_width(), measured=measured))
+        typer.echo(render(plan, form, width=page_width(), measured=measured))
     return ANSWER_IS_NO if plan.fits is False else DONE

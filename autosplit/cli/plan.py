@@ -92,7 +92,7 @@ def plan_command(
     debug: common.Debug = False,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
-    outputs.check_form(as_json=as_json, as_markdown=as_markdown)
+    form = outputs.form_of(as_json=as_json, as_markdown=as_markdown)
     files = outputs.outputs_of(save=save, html=html, trace=trace, exports=export)
     wanted = False if loss is not None else wants_labels(labels, schedule)
     sizes = ConfigInputs(batch, sequence, wanted)
@@ -107,7 +107,7 @@ def plan_command(
     common.check_choices(len(machine), pinned, **choices)
     with common.beside_stdout():
         found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, batch_dims=dims, **choices)
-    return outputs.answered(found, files, as_json=as_json, as_markdown=as_markdown)
+    return outputs.answered(found, files, form=form)
 
 
 def _devices(text: str, pinned: Plan | None) -> str | list[str]:

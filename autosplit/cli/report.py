@@ -83,7 +83,7 @@ def report_command(
     debug: common.Debug = False,
 ) -> int:
     """Plan a model and print its partition: stages, times, memory, boundaries; or print a saved plan."""
-    outputs.check_form(as_json=as_json, as_markdown=as_markdown)
+    form = outputs.form_of(as_json=as_json, as_markdown=as_markdown)
     files = outputs.outputs_of(save=save, html=html, trace=trace, exports=export)
     measured = None
     if is_plan_file(model):
@@ -105,7 +105,7 @@ def report_command(
             raise InputError("--measure runs a training step, and --schedule forward has none; leave one out")
         with common.beside_stdout():
             found, measured = _plan(spec, measure=measure, devices=own, plan=pinned, batch_dims=dims, **choices)
-    return outputs.answered(found, files, as_json=as_json, as_markdown=as_markdown, measured=measured)
+    return outputs.answered(found, files, form=form, measured=measured)
 
 
 def _check_alone(context: typer.Context, path: str) -> None:

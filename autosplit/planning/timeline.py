@@ -178,32 +178,6 @@ def host_step(plan: Plan) -> HostStep | None:
     return HostStep(waiting.host_s, plan.step_s, waiting.step_s + beside_s)
 
 
-def with_measured_issue(plan: Plan, measured: StepTimeline) -> Plan | None:
-    """Return the plan with the time that its host took to issue a recorded step, per microbatch; None without any.
-
-    That is the least of a stage's microbatches: behind about a thousand launches CUDA's queue is full, and a host that
-    waits for room there takes the device's time, which is none of its own.
-    """
-    took: dict[tuple[int, str, int], float] = {}
-    for bar in measured.bars:
-        if bar.issue_s is not None:
-            took[bar.stage, bar.kind, bar.microbatch] = bar.issue_s
-    if not took:
-        return None
-    stages = []
-    for stage in plan.stages:
-        cells = sorted({microbatch for index, _, microbatch in took if index == stage.index})
-        there = [took.get((stage.index, "F", m), 0.0) for m in cells]
-        back = [sum(took.get((stage.index, kind, m), 0.0) for kind in "BIW") for m in cells]
-        stages.append(stage.model_copy(update={"forward_issue_s": _least(there), "backward_issue_s": _least(back)}))
-    return plan.model_copy(update={"stages": tuple(stages), "issue_threads": 1})
-
-
-def _least(times: Sequence[float]) -> float:
-    """Return the least time that was taken; 0 where none was."""
-    return min((seconds for seconds in times if seconds), default=0.0)
-
-
 Link = Callable[[int, int, int], float]
 """Seconds that so many bytes take from one stage to another: ``link(producer, consumer, bytes)``."""
 

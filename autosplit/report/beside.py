@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -10,12 +9,14 @@ from typing import Any
 
 from autosplit.planning.explain.verdicts import device_verdicts
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.timeline import StepTimeline, host_step, predicted, with_measured_issue
+from autosplit.planning.timeline import StepTimeline, predicted
 from autosplit.report.document import Column, Section, column
 from autosplit.report.words import numbers
 from autosplit.units import format_bytes, format_seconds
 
 _BACKWARD = ("B", "I", "W")
+_HOST_BINDS = 0.9
+"""Of a step: a host that issues for so long keeps its devices waiting."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,10 @@ def measured_sections(plan: Plan, found: Beside | None) -> Iterator[Section]:
     rows = found.devices
     columns = [column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")]
     if any(row.busy_s is not None for row in rows):
-        columns += _pair("busy", rows, lambda row: row.predicted_busy_s, lambda row: row.busy_s, format_seconds)
-        columns += _pair("idle", rows, lambda row: row.predicted_idle, lambda row: row.idle, _percent)
+        columns += _pair("busy", rows, "busy_s", format_seconds)
+        columns += _pair("idle", rows, "idle", lambda share: f"{share:.1%}")
     if any(row.peak_bytes is not None for row in rows):
-        columns += _pair("peak", rows, lambda row: row.predicted_peak_bytes, lambda row: row.peak_bytes, format_bytes)
+        columns += _pair("peak", rows, "peak_bytes", format_bytes)
     yield Section(
         "Predicted beside measured",
         facts=tuple(_facts(plan, found)),
@@ -143,23 +144,19 @@ def measured_sections(plan: Plan, found: Beside | None) -> Iterator[Section]:
         below=tuple(_below(found)),
     )
     if any(stage.forward_s is not None for stage in found.stages):
-        yield _stage_section(found.stages)
+        columns = [column("stage", found.stages, lambda row: str(row.stage))]
+        columns += _pair("forward", found.stages, "forward_s", format_seconds)
+        columns += _pair("backward", found.stages, "backward_s", format_seconds)
+        title = "Stages, predicted beside measured (per microbatch, the median)"
+        yield Section(title, columns=tuple(columns))
 
 
-def render_json(plan: Plan, *, measured: StepTimeline | None = None) -> str:
-    """Return the plan's own JSON; with a recorded step there is "recorded" too, and it is no plan file any more.
+def recorded_fields(found: Beside) -> dict[str, Any]:
+    """Return a recorded step for JSON: a row per device and per stage, and the step's bars and transfers.
 
-    "recorded" has a row per device and per stage, predicted and measured, and the step's bars and transfers. Seconds
-    and bytes; null where something was not measured.
+    Seconds and bytes; None where something was not measured.
     """
-    text = plan.to_json()
-    if measured is None:
-        return text
-    return json.dumps(json.loads(text) | {"recorded": _recorded(plan, measured)}, indent=2, allow_nan=False)
-
-
-def _recorded(plan: Plan, measured: StepTimeline) -> dict[str, Any]:
-    found = beside(plan, measured)
+    measured = found.measured
     loss = measured.loss
     return {
         "step_s": found.step_s,
@@ -175,31 +172,14 @@ def _recorded(plan: Plan, measured: StepTimeline) -> dict[str, Any]:
     }
 
 
-def _pair(
-    title: str,
-    rows: Sequence[Any],
-    foreseen: Callable[[Any], float],
-    measured: Callable[[Any], float | None],
-    words: Callable[..., str],
-) -> list[Column]:
+def _pair(title: str, rows: Sequence[Any], figure: str, words: Callable[[float], str]) -> list[Column]:
+    """Return the columns of a figure as predicted and as measured."""
+
     def seen(row: Any) -> str:
-        value = measured(row)
+        value = getattr(row, figure)
         return "-" if value is None else words(value)
 
-    return [column(title, rows, lambda row: words(foreseen(row))), column("measured", rows, seen)]
-
-
-def _stage_section(stages: Sequence[StageBeside]) -> Section:
-    return Section(
-        "Stages, predicted beside measured (per microbatch, the median)",
-        columns=(
-            column("stage", stages, lambda row: str(row.stage)),
-            *_pair("forward", stages, lambda row: row.predicted_forward_s, lambda row: row.forward_s, format_seconds),
-            *_pair(
-                "backward", stages, lambda row: row.predicted_backward_s, lambda row: row.backward_s, format_seconds
-            ),
-        ),
-    )
+    return [column(title, rows, lambda row: words(getattr(row, f"predicted_{figure}"))), column("measured", rows, seen)]
 
 
 def _facts(plan: Plan, found: Beside) -> Iterator[tuple[str, str]]:
@@ -218,17 +198,23 @@ def _facts(plan: Plan, found: Beside) -> Iterator[tuple[str, str]]:
 
 
 def _host(plan: Plan, measured: StepTimeline) -> Iterator[tuple[str, str]]:
-    """Yield how long the host issued, and that it binds where the simulated step says so with its measured time."""
-    known = with_measured_issue(plan, measured)
-    if known is None:
+    """Yield how long the host issued, and that it binds where that is most of the step.
+
+    Of a stage's microbatches the least counts: behind about a thousand launches CUDA's queue is full, and a host that
+    waits for room there takes the device's time, which is none of its own.
+    """
+    took: dict[tuple[int, str], list[float]] = {}
+    for bar in measured.bars:
+        if bar.issue_s is not None:
+            took.setdefault((bar.stage, bar.kind), []).append(bar.issue_s)
+    if not took:
         return
-    foreseen, found = host_step(plan), host_step(known)
-    issued_s = sum(bar.issue_s or 0.0 for bar in measured.bars)
-    words = "" if foreseen is None else f"{format_seconds(foreseen.issue_s)} predicted, "
+    issued_s = sum(len(times) * min(times) for times in took.values())
+    each_s = sum(stage.forward_issue_s + stage.backward_issue_s for stage in plan.stages) / plan.issue_threads
+    words = f"{format_seconds(len(plan.microbatch_rows) * each_s)} predicted, " if each_s else ""
     words += f"{format_seconds(issued_s)} measured to issue the step, {issued_s / measured.step_s:.0%} of it"
-    if found is not None and found.binds:
-        words += f"; host-bound: {format_seconds(found.devices_s)} by the devices alone, {format_seconds(found.step_s)}"
-        words += " behind the host: fewer chunks, or compile=True, make fewer calls"
+    if issued_s > _HOST_BINDS * measured.step_s:
+        words += "; host-bound: fewer chunks, or compile=True, make fewer calls"
     yield "host", words
 
 
@@ -258,10 +244,6 @@ def _busy_s(timeline: StepTimeline, lanes: int) -> list[float]:
 
 def _idle(busy_s: float, step_s: float) -> float:
     return max(0.0, 1 - busy_s / step_s) if step_s else 0.0
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def _ratio(measured_s: float, predicted_s: float) -> str:

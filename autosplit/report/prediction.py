@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative
-from autosplit.planning.timeline import host_step
 from autosplit.report.document import Section, column, room_beside, table_width
 from autosplit.report.words import clip, format_rate, numbers, plural, recompute_words, schedule_words
 from autosplit.units import format_bytes, format_seconds
@@ -71,15 +70,7 @@ def _speed(plan: Plan) -> Iterator[tuple[str, str]]:
     rows = f"{format_rate(plan.rows_per_s)} rows/s"
     speed = rows if plan.tokens_per_s is None else f"{format_rate(plan.tokens_per_s)} tokens/s ({rows})"
     used = "" if plan.mfu is None else f", {plan.mfu:.1%} model FLOPs utilisation (MFU)"
-    yield "speed", f"{speed}{used}{_held_up(plan)}"
-
-
-def _held_up(plan: Plan) -> str:
-    """Return which part of the speed is left where host threads issue kernels more slowly than devices run them."""
-    host = host_step(plan)
-    if host is None or not host.binds:
-        return ""
-    return f"; {host.devices_s / host.step_s:.0%} of that while the host binds (see the reasons)"
+    yield "speed", f"{speed}{used}"
 
 
 def _classes(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -143,16 +134,13 @@ def _holder(plan: Plan, device: DeviceVerdict) -> str:
 
 
 FRONTIER_ROWS = 12
-VERDICT_ROWS = 16
 
 
 def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
     """Yield one row per device, where a capacity is known: what it needs and has, and what most of that is."""
-    every = device_verdicts(plan)
-    if all(row.verdict is None for row in every):
+    rows = device_verdicts(plan)
+    if all(row.verdict is None for row in rows):
         return
-    fullest = sorted(every, key=lambda row: (row.verdict == "fits", -row.share))[:VERDICT_ROWS]
-    rows = every if width is None else tuple(row for row in every if row in fullest)
     ranged = any(row.low_bytes != row.high_bytes for row in rows)
     stages = [column("stages", rows, lambda row: numbers(row.stages), align="left")] if _several(rows) else []
     columns = (
@@ -167,18 +155,7 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
         device = column("device", rows, lambda row: str(row.lane))
     if width is not None and table_width([device, *stages, *columns]) > width:
         stages = []  # the table of stages has their devices
-    left = [row for row in every if row not in rows]
-    yield Section("Verdict per device", columns=(device, *stages, *columns), below=tuple(_emptier(left)))
-
-
-def _emptier(rows: Sequence[DeviceVerdict]) -> Iterator[str]:
-    """Yield a line for the devices that have the most room."""
-    if rows:
-        sizes, said = sorted(row.peak_bytes for row in rows), dict.fromkeys(row.verdict or "-" for row in rows)
-        yield (
-            f"and {len(rows)} that are less full, {format_bytes(sizes[0])} to {format_bytes(sizes[-1])}: "
-            f"{', '.join(said)}"
-        )
+    yield Section("Verdict per device", columns=(device, *stages, *columns))
 
 
 def changes(plan: Plan) -> Iterator[Section]:

@@ -14,13 +14,14 @@ Predicted beside measured a recorded step beside the predicted one, by device an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Boundary, StagePlan
 from autosplit.planning.timeline import StepTimeline
-from autosplit.report.beside import Beside, beside, measured_sections
+from autosplit.report.beside import Beside, beside, measured_sections, recorded_fields
 from autosplit.report.document import (
     Column,
     Section,
@@ -41,23 +42,25 @@ GRID_ROWS = 16
 _PLAIN_SCHEDULES = ("gpipe", "1f1b", "forward")
 
 
-def render(plan: Plan, *, width: int | None = None, measured: StepTimeline | None = None) -> str:
-    """Return the partition report of ``plan`` as text; with a recorded step, beside that.
+FORMS = ("text", "markdown", "json")
 
-    Lines are at most ``width`` columns wide (120 when None) where that is 80 or more. Bytes are in binary units; times
-    are per microbatch where the table says so and per step elsewhere.
+
+def render(plan: Plan, form: str = "text", *, width: int | None = None, measured: StepTimeline | None = None) -> str:
+    """Return the partition report of ``plan`` in one of `FORMS`; with a recorded step, beside that.
+
+    Lines of a text are at most ``width`` columns wide (120 when None) where that is 80 or more; markdown says what the
+    text does, with all module names. Bytes are in binary units; times are per microbatch where the table says so and
+    per step elsewhere. JSON is the plan's own; with a recorded step it has "recorded" too, and is no plan file then.
     """
+    seen = None if measured is None else beside(plan, measured)
+    if form == "json":
+        if seen is None:
+            return plan.to_json()
+        return json.dumps(plan.model_dump(mode="json") | {"recorded": recorded_fields(seen)}, indent=2, allow_nan=False)
+    if form == "markdown":
+        return as_markdown(sections(plan, width=None, seen=seen))
     page = page_width(width)
-    return as_text(sections(plan, width=page, seen=_seen(plan, measured)), width=page)
-
-
-def render_markdown(plan: Plan, *, measured: StepTimeline | None = None) -> str:
-    """Return the report of ``plan`` as markdown; it says what the text does, with all module names."""
-    return as_markdown(sections(plan, width=None, seen=_seen(plan, measured)))
-
-
-def _seen(plan: Plan, measured: StepTimeline | None) -> Beside | None:
-    return None if measured is None else beside(plan, measured)
+    return as_text(sections(plan, width=page, seen=seen), width=page)
 
 
 def sections(plan: Plan, *, width: int | None, seen: Beside | None = None) -> list[Section]:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from autosplit.files import write_text
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import Bar, Sent, StepTimeline, predicted
 from autosplit.schedule.action import Action, Kind, describe
@@ -29,11 +27,6 @@ _TRACKS = {False: (1, "predicted"), True: (2, "measured")}
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait", "I": "thread_state_iowait", "W": "rail_idle"}
 _KINDS = ("parameter", "gradient", "optimizer", "activation", "transient")
 Event = dict[str, Any]
-
-
-def write_trace(path: str | Path, plan: Plan, measured: StepTimeline | None = None) -> None:
-    """Write a plan's step, and a measured one beside it, as a trace file; raises OSError."""
-    write_text(path, trace_text(plan, measured))
 
 
 def trace_text(plan: Plan, measured: StepTimeline | None = None) -> str:

@@ -22,7 +22,7 @@ from autosplit.partition.workload import load_workload, parse_workload
 from autosplit.planning.plan.diff import diff
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import predicted
-from autosplit.report.sections import render, render_markdown
+from autosplit.report.sections import render
 from autosplit.report.trace_file import trace_text
 from autosplit.schedule.files import parse_actions, read_actions
 from tests.planning.test_plan_file import a_plan
@@ -126,8 +126,9 @@ def shown(plan: Plan) -> None:
     """Show a plan in every way there is."""
     predicted(plan)
     assert not diff(plan, plan)
-    for show in (render, render_markdown, trace_text):
-        show(plan)
+    render(plan)
+    render(plan, "markdown")
+    trace_text(plan)
     for form in EXPORTS:
         with warnings.catch_warnings(), contextlib.suppress(InputError):
             warnings.simplefilter("ignore")

@@ -75,12 +75,8 @@ def test_the_report_the_page_and_json_say_so(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == found
 
 
-def test_a_host_that_binds_is_said_beside_the_speed() -> None:
-    found = planned()
-    assert any(reason.startswith("host-bound") for reason in found.reasons)
-    assert "of that while the host binds (see the reasons)" in " ".join(render(found).split())
-    idle = (s.model_copy(update={"forward_issue_s": 0.0, "backward_issue_s": 0.0}) for s in found.stages)
-    assert "the host binds (" not in " ".join(render(found.model_copy(update={"stages": tuple(idle)})).split())
+def test_a_host_that_binds_is_among_the_reasons() -> None:
+    assert any(reason.startswith("host-bound") for reason in planned().reasons)
 
 
 def test_what_has_no_tokens_has_rows() -> None:

@@ -11,7 +11,7 @@ from autosplit.planning.explain.verdicts import binding, device_verdicts, judged
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, Change, StageMemory
 from autosplit.planning.timeline import Bar, StepTimeline, predicted
-from autosplit.report.sections import render, render_markdown
+from autosplit.report.sections import render
 from autosplit.report.words import recompute_words
 from tests.report.plans import GIB, make_plan, make_stage
 
@@ -100,7 +100,7 @@ def test_report_of_a_plan_that_does_not_fit(width: int, golden: Callable[[str, s
 
 
 def test_markdown_of_a_plan_that_does_not_fit(golden: Callable[[str, str], None]) -> None:
-    golden("refused.md", render_markdown(refused_plan()) + "\n")
+    golden("refused.md", render(refused_plan(), "markdown") + "\n")
 
 
 def test_no_line_of_a_verdict_on_many_stages_per_device_is_wider_than_the_page() -> None:
@@ -201,8 +201,8 @@ def test_a_recorded_step_stands_beside_the_predicted_one() -> None:
     assert "2.00 times the prediction" in text
     row = next(line for line in text.split("Predicted beside measured")[1].splitlines() if line.startswith("0: cpu"))
     assert row.split()[2:8] == ["149", "ms", "298", "ms", "20.0%", "20.0%"]
-    assert "## Predicted beside measured" in render_markdown(
-        plan, measured=StepTimeline(bars, (), 2 * foreseen.step_s, measured=True)
+    assert "## Predicted beside measured" in render(
+        plan, "markdown", measured=StepTimeline(bars, (), 2 * foreseen.step_s, measured=True)
     )
 
 
@@ -211,7 +211,7 @@ def test_names_of_strangers_are_neither_escapes_nor_markup() -> None:
     plan = make_plan(
         stages=(make_stage(0, modules=(nasty,)), make_stage(1)), notes=(f"note of {nasty}",), devices=("cpu", "cpu")
     )
-    text, markdown = render(plan), render_markdown(plan)
+    text, markdown = render(plan), render(plan, "markdown")
     assert "\x1b" not in text + markdown
     assert "<script>" not in markdown
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
@@ -222,17 +222,6 @@ def test_names_of_strangers_are_neither_escapes_nor_markup() -> None:
 
 def test_markdown_lists_all_modules_of_a_stage() -> None:
     modules = tuple(f"part{index}x.attention" for index in range(40))
-    text = render_markdown(make_plan(stages=(make_stage(0, modules=modules), make_stage(1))))
+    text = render(make_plan(stages=(make_stage(0, modules=modules), make_stage(1))), "markdown")
     assert "part39x" in text
     assert "more" not in text.split("Memory")[0]
-
-
-def test_of_many_devices_the_fullest_are_listed_and_the_rest_counted() -> None:
-    memories = [memory(4, activation_gib, 0) for activation_gib in (*range(20), 90)]
-    stages = [make_stage(index).model_copy(update={"memory": one}) for index, one in enumerate(memories)]
-    plan = make_plan(devices=("cpu",) * 21, stages=tuple(stages))
-    table = render(plan, width=120).split("Verdict per device")[1].split("\n\n")[0]
-    listed = [int(line.split(":")[0]) for line in table.splitlines()[3:-1]]
-    assert listed == list(range(5, 21))
-    assert table.splitlines()[-1] == "and 5 that are less full, 4.00 GiB to 8.00 GiB: fits"
-    assert all(f"| {index}: " in render_markdown(plan) for index in range(21))
