@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import combinations
+from itertools import combinations, takewhile
 from typing import Literal, cast
 
 from autosplit.checks import resolve_machine
 from autosplit.errors import TraceError
-from autosplit.planning.explain.verdicts import Verdict, binding, device_verdicts
+from autosplit.planning.explain.verdicts import binding
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Change
@@ -26,45 +25,21 @@ from autosplit.units import format_bytes, format_seconds
 from cost_models import registry
 from cost_models.specs import DeviceSpec
 
-Kind = Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device"]
+Kind = Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device", "pair"]
 Arguments = Mapping[str, str | int]
 
-_ORDER: tuple[tuple[Kind, ...], ...] = (
-    ("recompute", "chunks", "schedule"),
-    ("batch",),
-    ("devices", "device"),
-    ("optimizer", "precision"),
-)
-MOST_DEVICES = 256
-"""More devices are not proposed."""
+_ORDER = {"recompute": 0, "chunks": 0, "schedule": 0, "batch": 1, "devices": 2, "optimizer": 3, "precision": 3}
+"""What a change of an argument asks of the caller, the least first."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One change, or two: what they are called, and the arguments of `plan` that say it."""
 
-    kinds: tuple[Kind, ...]
+    kind: Kind
     words: str
     arguments: dict[str, str | int]
     note: str = ""
-    promising: bool = False
-    """Whether it is likely to be enough: of several the first such is tried first."""
-
-    @property
-    def group(self) -> int:
-        """What it asks of the caller, as a place in the order."""
-        return max(place for place, kinds in enumerate(_ORDER) for kind in self.kinds if kind in kinds)
-
-
-@dataclass(frozen=True)
-class _Priced:
-    """A change that fits, or may."""
-
-    candidate: Candidate
-    step_s: float
-    peak_bytes: int
-    verdict: Verdict
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -124,11 +99,10 @@ def changes(plan: Plan, request: Request) -> tuple[Change, ...]:
     if plan.verdict == "fits" or binding(plan) is None:
         return ()
     trials = _Trials(plan, request)
-    priced = [own for own in map(trials.least_of, trials.kinds) if own is not None]
-    if all(own.verdict != "fits" for own in priced) and (pair := _pair(trials)) is not None:
-        priced.append(pair)
-    priced.sort(key=_price)
-    return tuple(_change(plan, own) for own in priced)
+    found = [change for change in map(trials.least_of, trials.kinds) if change is not None]
+    if all(change.verdict != "fits" for change in found) and (pair := _pair(trials)) is not None:
+        found.append(pair)
+    return tuple(sorted(found, key=lambda change: _price(change, request.rows)))
 
 
 def tried(plan: Plan, request: Request) -> str:
@@ -163,53 +137,67 @@ class _Trials:
     """The changes of each kind, those that change the least first, and what the planner says of them."""
 
     def __init__(self, plan: Plan, request: Request) -> None:
-        self.plan, self.request = plan, request
-        self._searches: dict[str, Search] = {}
-        self._leanest: dict[str, Finished | None] = {}
-
-    @cached_property
-    def kinds(self) -> list[list[Candidate]]:
+        self.plan, self.request = plan, request.narrowed(plan)
+        self.kinds = [own for own in (list(make(plan, request)) for make in _KINDS) if own]
         """The candidates of each kind that has some."""
-        plan, request = self.plan, self.request
-        return [own for own in (list(make(plan, request)) for make in _KINDS) if own]
+        self._leanest: dict[str, tuple[Search, Finished | None] | None] = {}
 
-    def least_of(self, candidates: Sequence[Candidate]) -> _Priced | None:
+    def least_of(self, candidates: Sequence[Candidate]) -> Change | None:
         """Return the least change of several that surely fits; else the last, where that may."""
-        guess = next((place for place, own in enumerate(candidates) if own.promising), 0)
-        place = least(lambda place: self.fits(candidates[place]), guess=guess, low=0, high=len(candidates) - 1)
-        return self._priced(candidates[-1 if place is None else place])
+        place = least(lambda place: self.fits(candidates[place]), guess=0, low=0, high=len(candidates) - 1)
+        return self._change(candidates[-1 if place is None else place])
 
     def fits(self, candidate: Candidate) -> bool:
         """Tell whether a change makes some cut fit for sure."""
-        leanest = self._min_memory_cut(candidate)
-        return leanest is not None and leanest.sure
+        tried = self._min_memory_cut(candidate)
+        return tried is not None and tried[1] is not None and tried[1].sure
 
-    def _min_memory_cut(self, candidate: Candidate) -> Finished | None:
+    def _min_memory_cut(self, candidate: Candidate) -> tuple[Search, Finished | None] | None:
+        """Return the search with a change, and the cut of it that needs the least; None where it cannot be recorded."""
         words = candidate.words
         if words not in self._leanest:
             try:
-                request = self.request.narrowed(self.plan).changed(candidate.arguments, chunks=self.plan.chunks)
-                self._searches[words] = request.search()
-                self._leanest[words] = self._searches[words].min_memory_cut()
-            except TraceError:  # there is no recording in that precision
+                search = self.request.changed(candidate.arguments, chunks=self.plan.chunks).search()
+                self._leanest[words] = search, search.min_memory_cut()
+            except TraceError:  # in that precision
                 self._leanest[words] = None
         return self._leanest[words]
 
-    def _priced(self, candidate: Candidate) -> _Priced | None:
-        """Return what a change that may fit costs: by the formula the fastest cut, else the one that was replayed."""
-        leanest = self._min_memory_cut(candidate)
-        if leanest is None or leanest.verdict == "no":
+    def _change(self, candidate: Candidate) -> Change | None:
+        """Return a change that may fit and its price: by the formula the fastest cut's, else the replayed one's."""
+        tried = self._min_memory_cut(candidate)
+        search, leanest = tried or (None, None)
+        if search is None or leanest is None or leanest.verdict == "no":
             return None
-        search = self._searches[candidate.words]
         step_s, peak_bytes = leanest.step_s, max(leanest.peaks)
         if (best := search.fastest()) is not None and best.step_s < step_s:
             step_s, peak_bytes = best.step_s, max(best.cut.device_bytes)
-        return _Priced(candidate, step_s, peak_bytes, leanest.verdict, search.sweep.rows)
+        fits = "" if leanest.verdict == "fits" else ", borderline"
+        need = f"about {format_bytes(peak_bytes)} on the fullest device{fits}"
+        return Change(
+            kind=candidate.kind,
+            text=f"{candidate.words}: {need}, {self._longer(candidate, step_s, search.sweep.rows)}{candidate.note}",
+            arguments=candidate.arguments,
+            step_s=step_s,
+            peak_bytes=peak_bytes,
+            verdict=leanest.verdict,
+        )
+
+    def _longer(self, candidate: Candidate, step_s: float, rows: int) -> str:
+        """Return the price in time; of a batch of another size, per row."""
+        before_s = self.plan.step_s / sum(self.plan.microbatch_rows)
+        ratio = step_s / rows / before_s if before_s else 1.0
+        of = f"the step about {format_seconds(step_s)}," + (" per row" if "batch" in candidate.arguments else "")
+        if abs(ratio - 1) < 0.005:
+            return f"{of} as long"
+        if ratio >= 2:
+            return f"{of} {ratio:.1f} times as long"
+        return f"{of} {abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
 
 
-def _pair(trials: _Trials) -> _Priced | None:
+def _pair(trials: _Trials) -> Change | None:
     """Return the first two changes that surely fit together: the most of one kind, and the least of another with it."""
-    pairs = sorted(combinations(trials.kinds, 2), key=lambda pair: max(own[0].group for own in pair))
+    pairs = sorted(combinations(trials.kinds, 2), key=lambda pair: max(_asks(own[0].arguments) for own in pair))
     for first, second in pairs:
         joined = [pair for own in second if (pair := _joined(first[-1], own)) is not None]
         if joined and trials.fits(joined[-1]):
@@ -219,71 +207,44 @@ def _pair(trials: _Trials) -> _Priced | None:
 
 def _joined(first: Candidate, second: Candidate) -> Candidate | None:
     """Return two changes as one; None where both change the same."""
-    if first.arguments.keys() & second.arguments.keys() or {*first.kinds, *second.kinds} == {"batch", "chunks"}:
+    arguments = {**first.arguments, **second.arguments}
+    if len(arguments) < 2 or arguments.keys() == {"batch", "chunks"}:
         return None
-    return Candidate(
-        (*first.kinds, *second.kinds),
-        f"{first.words} and {second.words}",
-        {**first.arguments, **second.arguments},
-        first.note + second.note,
-    )
+    return Candidate("pair", f"{first.words} and {second.words}", arguments, first.note + second.note)
 
 
-def _price(own: _Priced) -> tuple[int, int, float]:
-    return own.candidate.group, own.verdict != "fits", own.step_s / max(own.rows, 1)
+def _asks(arguments: Arguments) -> int:
+    """Return what a change asks of the caller, as a place in the order."""
+    return max(_ORDER[name] for name in arguments)
 
 
-def _change(plan: Plan, own: _Priced) -> Change:
-    fits = "" if own.verdict == "fits" else ", borderline"
-    text = (
-        f"{own.candidate.words}: about {format_bytes(own.peak_bytes)} on the fullest device{fits}, "
-        f"{_longer(plan, own)}{own.candidate.note}"
-    )
-    return Change(
-        kind=own.candidate.kinds[0] if len(own.candidate.kinds) == 1 else "pair",
-        text=text,
-        arguments=own.candidate.arguments,
-        step_s=own.step_s,
-        peak_bytes=own.peak_bytes,
-        verdict=own.verdict,
-    )
-
-
-def _longer(plan: Plan, own: _Priced) -> str:
-    """Return the price in time; of a batch of another size, per row."""
-    rows = sum(plan.microbatch_rows)
-    ratio = (own.step_s / max(own.rows, 1)) / (plan.step_s / rows) if plan.step_s else 1.0
-    of = f"the step about {format_seconds(own.step_s)}," + (" per row" if "batch" in own.candidate.kinds else "")
-    if abs(ratio - 1) < 0.005:
-        return f"{of} as long"
-    if ratio >= 2:
-        return f"{of} {ratio:.1f} times as long"
-    return f"{of} {abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
+def _price(change: Change, rows: int) -> tuple[int, bool, float]:
+    return _asks(change.arguments), change.verdict != "fits", change.step_s / int(change.arguments.get("batch", rows))
 
 
 def _recompute(plan: Plan, request: Request) -> Iterator[Candidate]:
     if request.space.recompute is not None:
         for kind in ("block", "always"):
-            yield Candidate(("recompute",), f'recompute="{kind}"', {"recompute": kind})
+            yield Candidate("recompute", f'recompute="{kind}"', {"recompute": kind})
 
 
 def _chunks(plan: Plan, request: Request) -> Iterator[Candidate]:
     chunks = len(plan.microbatch_rows) * 2
     while len(request.space.chunks) == 1 and not plan.actions and chunks <= request.rows:
-        yield Candidate(("chunks",), f"chunks={chunks}", {"chunks": chunks})
+        yield Candidate("chunks", f"chunks={chunks}", {"chunks": chunks})
         chunks *= 2
 
 
 def _schedule(plan: Plan, request: Request) -> Iterator[Candidate]:
     if len(request.space.schedules) == 1 and plan.schedule not in ("1f1b", "forward"):
-        yield Candidate(("schedule",), 'schedule="1f1b"', {"schedule": "1f1b"})
+        yield Candidate("schedule", 'schedule="1f1b"', {"schedule": "1f1b"})
 
 
 def _batch(plan: Plan, request: Request) -> Iterator[Candidate]:
     """A smaller microbatch, as many of them."""
     for rows in range(max(plan.microbatch_rows) - 1, 0, -1):
         total = rows * len(plan.microbatch_rows)
-        yield Candidate(("batch",), f"a batch of {total} rows", {"batch": total})
+        yield Candidate("batch", f"a batch of {total} rows", {"batch": total})
 
 
 def _kinds_of_device(request: Request) -> list[str]:
@@ -295,20 +256,17 @@ def _devices(plan: Plan, request: Request) -> Iterator[Candidate]:
     names, own = _kinds_of_device(request), len(request.paper.options.devices)
     if plan.actions or len(names) != 1 or len(request.space.recompute or ()) > 1:
         return
-    most = min(MOST_DEVICES, sum(len(stage.nodes) for stage in plan.stages))
-    for count, text in device_counts(names[0], more_than=own):
-        if count > most:
-            break
-        yield Candidate(("devices",), text, {"devices": text}, f", {count / own:.3g} times the devices")
+    most = sum(len(stage.nodes) for stage in plan.stages)
+    for count, text in takewhile(lambda pair: pair[0] <= most, device_counts(names[0], more_than=own)):
+        yield Candidate("devices", text, {"devices": text}, f", {count / own:.3g} times the devices")
 
 
 def _device(plan: Plan, request: Request) -> Iterator[Candidate]:
     options = request.paper.options
-    needs = max(device.high_bytes + device.reserve_bytes for device in device_verdicts(plan))
     if options.machine is not None and options.memory_limit is None and len(_kinds_of_device(request)) == 1:
         for spec in larger(options.machine.devices[0]):
             text = f"{len(options.devices)}x{spec.name}"
-            yield Candidate(("device",), text, {"devices": text}, promising=(spec.usable_bytes or 0) >= needs)
+            yield Candidate("device", text, {"devices": text})
 
 
 def _optimizer(plan: Plan, request: Request) -> Iterator[Candidate]:
@@ -319,7 +277,7 @@ def _optimizer(plan: Plan, request: Request) -> Iterator[Candidate]:
             ("sgd", 'optimizer="sgd"'),
         )
         for value, words in names:
-            yield Candidate(("optimizer",), words, {"optimizer": value}, "; it trains otherwise")
+            yield Candidate("optimizer", words, {"optimizer": value}, "; it trains otherwise")
 
 
 def _precision(plan: Plan, request: Request) -> Iterator[Candidate]:
@@ -327,18 +285,21 @@ def _precision(plan: Plan, request: Request) -> Iterator[Candidate]:
     if plan.precision in names or plan.dtype in ("bfloat16", "float16"):
         names = ("bf16",) if plan.precision == "bf16_fp32_master" else ()
     for name in names if plan.parameters and not request.paper.by_values else ():
-        yield Candidate(("precision",), f'precision="{name}"', {"precision": name}, "; other rounding")
+        yield Candidate("precision", f'precision="{name}"', {"precision": name}, "; other rounding")
 
 
 _KINDS = (_recompute, _chunks, _schedule, _batch, _devices, _device, _optimizer, _precision)
 
 
-_MOST_DEVICES = 4096
+_MOST_DEVICES = 256
 _PER_HOST = 8
 
 
 def device_counts(name: str, *, more_than: int, per_host: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yield how many devices of a kind there may be, and the machine's text: up to one host's, then whole hosts."""
+    """Yield how many devices of a kind there may be, and the machine's text: up to one host's, then whole hosts.
+
+    They are 256 at most.
+    """
     own = per_host or registry.device(name).peer_group or _PER_HOST
     for count in range(max(1, more_than + 1), own + 1):
         yield count, f"{count}x{name}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autosplit.checks import resolve_machine
 from autosplit.errors import DeviceError, InputError
-from autosplit.planning.explain.changes import MOST_DEVICES, Request, changes, device_counts, least, tried
+from autosplit.planning.explain.changes import Request, changes, device_counts, least, tried
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.paper import OnPaper, stand_ins
@@ -36,29 +36,8 @@ class Extreme:
     words: str
 
 
-class _Edge:
-    """Requests by a number, from some number on none of which fits, or all do; each is planned once."""
-
-    def __init__(self, request: Callable[[int], Request]) -> None:
-        self.request = request
-        self._plans: dict[int, Plan] = {}
-
-    def plan(self, number: int) -> Plan:
-        """Return the plan of a number."""
-        if number not in self._plans:
-            self._plans[number] = self.request(number).plan()
-        return self._plans[number]
-
-    def fits(self, number: int) -> bool:
-        """Tell whether the plan of a number surely fits."""
-        return self.plan(number).verdict == "fits"
-
-    def ratio(self, number: int, *, like: Plan) -> float:
-        """Return how full the fullest device is at least, relative to its limit, with the chunks of another plan."""
-        if binding(like) is None:  # without a known capacity nothing surely fits
-            return math.inf
-        leanest = self.request(number).narrowed(like).search().min_memory_cut()
-        return math.inf if leanest is None else leanest.fullest
+def _fits(plan: Plan) -> bool:
+    return plan.verdict == "fits"
 
 
 def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
@@ -71,24 +50,23 @@ def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
     counts, rows = _counts(paper), batch_rows(paper.found.inputs)
 
     def request(index: int) -> Request:
-        machine = resolve_machine(counts[index].text)
+        machine = resolve_machine(counts[index][1])
         own = replace(paper, options=replace(paper.options, machine=machine, devices=stand_ins(machine)))
         return Request(own, space_of(own), rows)
 
-    edge = _Edge(request)
-    given = next((place for place, own in enumerate(counts) if own.devices >= len(paper.options.devices)), 0)
-    first = edge.plan(given)
-    parts = len(first.units) or sum(len(stage.nodes) for stage in first.stages)
-    top = max(place for place, own in enumerate(counts) if own.devices <= max(parts, 1))
-    near = least(lambda place: edge.ratio(place, like=first) <= 1.0, guess=given, low=0, high=top)
-    index = least(edge.fits, guess=top if near is None else near, low=0, high=top)
+    plan = cache(lambda index: request(index).plan())
+    asked = len(paper.options.devices)
+    given = next((place for place, (devices, _) in enumerate(counts) if devices >= asked), 0)
+    parts = len(plan(given).units) or sum(len(stage.nodes) for stage in plan(given).stages)
+    top = max(place for place, (devices, _) in enumerate(counts) if devices <= max(parts, 1))
+    index = least(lambda place: _fits(plan(place)), guess=given, low=0, high=top)
     if index is None:
-        words = f"no number of {counts[0].name} holds the model: with {counts[top].text}, {_binds(edge.plan(top))}"
-        return Extreme(edge.plan(top), request(top).paper, words)
-    words = f"{counts[index].text} is the least that holds the model"
+        words = f"no number of {plan(top).devices[0]} holds the model: with {counts[top][1]}, {_binds(plan(top))}"
+        return Extreme(plan(top), request(top).paper, words)
+    words = f"{counts[index][1]} is the least that holds the model"
     if index:
-        words += f": with {counts[index - 1].text}, {_binds(edge.plan(index - 1))}"
-    return Extreme(edge.plan(index), request(index).paper, words)
+        words += f": with {counts[index - 1][1]}, {_binds(plan(index - 1))}"
+    return Extreme(plan(index), request(index).paper, words)
 
 
 def largest_batch(paper: OnPaper, space: Space) -> Extreme:
@@ -101,36 +79,34 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
     chunks = space.chunks[0] if len(space.chunks) == 1 else len(first.microbatch_rows)
     if all(stage.memory.capacity_bytes is None for stage in first.stages):
         raise InputError("no capacity is known, so any batch fits; give memory_limit=, or devices with a known memory")
-    edge = _Edge(lambda each: Request(paper, replace(space, chunks=(chunks,)), each * chunks))
+
+    def request(each: int) -> Request:
+        return Request(paper, replace(space, chunks=(chunks,)), each * chunks)
+
+    plan = cache(lambda each: request(each).plan())
     fewest, near = paper.found.graph.min_rows, max(first.microbatch_rows)
     for _ in range(_GUESSES):
-        near = min(max(int(near / max(edge.ratio(near, like=first), 1e-6)), fewest), MOST_ROWS)
+        leanest = request(near).search().min_memory_cut()
+        near = min(max(int(near / max(leanest.fullest, 1e-6)) if leanest else 0, fewest), MOST_ROWS)
     grain = max(1, near // _GRAINS)
     low, high = -(-fewest // grain), MOST_ROWS // grain
-    beyond = least(lambda each: not edge.fits(each * grain), guess=near // grain + 1, low=low, high=high)
+    beyond = least(lambda each: not _fits(plan(each * grain)), guess=near // grain + 1, low=low, high=high)
     if beyond is None:
-        return Extreme(edge.plan(high * grain), paper, f"{high * grain * chunks} rows still fit")
-    binds, most = _binds(edge.plan(beyond * grain)), (beyond - 1) * grain
+        return Extreme(plan(high * grain), paper, f"{high * grain * chunks} rows still fit")
+    binds, most = _binds(plan(beyond * grain)), (beyond - 1) * grain
     if beyond == low:
         words = f"not even {low * grain * chunks} rows in {_microbatches(chunks)} fit: {binds}"
-        return Extreme(edge.plan(low * grain), paper, words)
+        return Extreme(plan(low * grain), paper, words)
     rows = f"{'about ' * (grain > 1)}{most * chunks} rows, {most} in each"
     words = (
         f"the largest batch that fits in {_microbatches(chunks)} is {rows}: with {beyond * grain}, {binds}; more "
         "microbatches of as many rows need hardly more memory"
     )
-    return Extreme(edge.plan(most), paper, words)
+    return Extreme(plan(most), paper, words)
 
 
-@dataclass(frozen=True)
-class _Count:
-    devices: int
-    text: str
-    name: str
-
-
-def _counts(paper: OnPaper) -> list[_Count]:
-    """Return the machines of the kind that was given, the smallest first."""
+def _counts(paper: OnPaper) -> list[tuple[int, str]]:
+    """Return how many devices of the kind that was given there may be, and the machine's text, the fewest first."""
     machine, options = paper.options.machine, paper.options
     assert machine is not None
     names = list(dict.fromkeys(spec.name for spec in machine.devices))
@@ -140,8 +116,7 @@ def _counts(paper: OnPaper) -> list[_Count]:
         what = "an action file" if options.actions else "a recompute per stage"
         raise InputError(f"{what} is made for one number of devices; leave it out to search for the fewest")
     hosts = machine.host_devices
-    found = device_counts(names[0], more_than=0, per_host=hosts[0] if len(hosts) > 1 else None)
-    return [_Count(count, text, names[0]) for count, text in found if count <= MOST_DEVICES]
+    return list(device_counts(names[0], more_than=0, per_host=hosts[0] if len(hosts) > 1 else None))
 
 
 def _microbatches(count: int) -> str:
