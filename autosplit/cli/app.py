@@ -9,6 +9,7 @@ Modules of commands import torch and the like only when their command runs: help
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -102,7 +103,7 @@ def diff_command(
         from autosplit.planning.plan.plan import Plan
 
         found = Plan.load(before).diff(Plan.load(after))
-    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+    typer.echo(json.dumps(asdict(found)) if as_json else str(found))
     return ANSWER_IS_NO if found else DONE
 
 

@@ -23,7 +23,6 @@ from autosplit.planning.timeline import simulated
 from autosplit.profile.calibrate import calibrate, default_path
 from autosplit.progress import phase, update
 from autosplit.runtime.lanes.ambient import one_intra_op_thread
-from autosplit.schedule.simulate import simulate
 from autosplit.trace.borrowed.state import random_state
 from cost_models.calibration import Calibrated, robust_costs
 from cost_models.roofline import Roofline
@@ -142,7 +141,7 @@ def _samples(case: StepCase, *, steps: int) -> Iterator[StepSample]:
         measured_s = statistics.median([_step_s(pipe, batch) for _ in range(steps + 2)][2:])
         plan = pipe.plan
         assert plan is not None, "a sample was given"
-        amounts = step_amounts(plan.stages, plan.schedule_for(case.chunks), simulated(plan, simulate))
+        amounts = step_amounts(plan.stages, plan.schedule_for(case.chunks), simulated(plan))
         yield StepSample(max(amounts), measured_s - (plan.step_s - plan.overhead_s), measured_s)
 
 

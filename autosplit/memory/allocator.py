@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autosplit.memory.pieces import Change, StageTraces
 from autosplit.memory.replay import Lane, StaticBytes
@@ -69,67 +70,61 @@ def simulate_allocator(changes: Iterable[Change]) -> Reserved:
     return Reserved(requested_peak, allocated_peak, small.reserved_bytes + large.reserved_bytes)
 
 
-class _Block:
-    """A range of a segment, in use or free, between its neighbours."""
+class _Block(NamedTuple):
+    """A range of a segment; blocks compare by size, then by address."""
 
-    __slots__ = ("address", "free", "next", "previous", "size")
+    size: int
+    address: int
 
-    def __init__(self, address: int, size: int) -> None:
-        self.address = address
-        self.size = size
-        self.free = False
-        self.previous: _Block | None = None
-        self.next: _Block | None = None
+    @property
+    def end(self) -> int:
+        """The address behind it."""
+        return self.address + self.size
 
 
 class _Pool:
-    """The blocks of one pool; a block is split where at least ``smallest_rest`` bytes are left."""
+    """The free blocks of one pool; a block is split where at least ``smallest_rest`` bytes are left."""
 
     def __init__(self, *, smallest_rest: int) -> None:
         self.reserved_bytes = 0
         self._smallest_rest = smallest_rest
-        self._keys: list[tuple[int, int]] = []
-        """Size and address of each free block, ascending."""
-        self._blocks: dict[tuple[int, int], _Block] = {}
+        self._segments = 0
+        self._free: list[_Block] = []
+        """Ascending."""
+        self._at: dict[int, _Block] = {}
+        self._ending: dict[int, _Block] = {}
+        """The same by where they begin and end."""
 
     def allocate(self, size: int) -> _Block:
         """Return the smallest free block that fits, the lowest address among equals, or that of a new segment."""
-        at = bisect_left(self._keys, (size, 0))
-        block = self._take(self._blocks[self._keys[at]]) if at < len(self._keys) else self._open(size)
-        if block.size - size >= self._smallest_rest:
-            rest = _Block(block.address + size, block.size - size)
-            block.size = size
-            _link(rest, block.next)
-            _link(block, rest)
-            self._put(rest)
-        return block
+        place = bisect_left(self._free, (size, 0))
+        block = self._take(self._free[place]) if place < len(self._free) else self._open(size)
+        if block.size - size < self._smallest_rest:
+            return block
+        self._put(_Block(block.size - size, block.address + size))
+        return _Block(size, block.address)
 
     def free(self, block: _Block) -> None:
         """Join a block with its free neighbours and put it among the free ones."""
-        if block.next is not None and block.next.free:
-            _join(block, self._take(block.next))
-        if block.previous is not None and block.previous.free:
-            previous = self._take(block.previous)
-            _join(previous, block)
-            block = previous
+        if (following := self._at.get(block.end)) is not None:
+            block = _Block(block.size + self._take(following).size, block.address)
+        if (before := self._ending.get(block.address)) is not None:
+            block = _Block(self._take(before).size + block.size, before.address)
         self._put(block)
 
     def _open(self, size: int) -> _Block:
-        """Return a new segment as one block; segments do not touch, so none is another's neighbour."""
-        segment = _Block(self.reserved_bytes, _segment_bytes(size))
+        """Return a new segment as one block; a byte lies between segments, so that none is another's neighbour."""
+        segment = _Block(_segment_bytes(size), self.reserved_bytes + self._segments)
         self.reserved_bytes += segment.size
+        self._segments += 1
         return segment
 
     def _put(self, block: _Block) -> None:
-        block.free = True
-        key = block.size, block.address
-        insort(self._keys, key)
-        self._blocks[key] = block
+        insort(self._free, block)
+        self._at[block.address] = self._ending[block.end] = block
 
     def _take(self, block: _Block) -> _Block:
-        block.free = False
-        key = block.size, block.address
-        del self._keys[bisect_left(self._keys, key)], self._blocks[key]
+        del self._free[bisect_left(self._free, block)], self._at[block.address], self._ending[block.end]
         return block
 
 
@@ -139,17 +134,6 @@ def _segment_bytes(size: int) -> int:
     if size < _MIN_OWN_SEGMENT_BYTES:
         return _LARGE_SEGMENT_BYTES
     return -(-size // _SMALL_SEGMENT_BYTES) * _SMALL_SEGMENT_BYTES
-
-
-def _link(block: _Block, following: _Block | None) -> None:
-    block.next = following
-    if following is not None:
-        following.previous = block
-
-
-def _join(block: _Block, following: _Block) -> None:
-    block.size += following.size
-    _link(block, following.next)
 
 
 def device_changes(

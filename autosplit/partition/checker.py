@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
-from autosplit.schedule.simulate import TransferTime, simulate_step_s
+from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,14 @@ class Costs:
         return tuple(stage.peak_bytes for stage in self.stages)
 
     @cached_property
+    def timeline(self) -> Timeline:
+        """One step, simulated."""
+        return self.cut.timeline(self.recompute, order=self.order)
+
+    @cached_property
     def step_s(self) -> float:
-        """How long one step takes, simulated, and what its stages do once per step at most."""
-        return self.cut.step_s(self.recompute, order=self.order)
+        """How long one step takes, with what its stages do once per step at most."""
+        return self.timeline.step_s + self.cut.once_s(order=self.order)
 
     @property
     def transfers(self) -> tuple[TransferTime, ...]:
@@ -272,10 +277,15 @@ class _Cut:
             return min(options, key=lambda option: needed[option])
         return min(fitting, key=lambda option: sum(self.load_s(stage, option, device=device) for stage in stages))
 
-    def step_s(self, recompute: Sequence[str], *, order: Sequence[int]) -> float:
+    def once_s(self, *, order: Sequence[int]) -> float:
+        """Return the most that a stage does once per step."""
+        used = (stage for stage, own in enumerate(self.members) if own)
+        return max(self._once_s(stage, device=self.device(order[self.lane[stage]])) for stage in used)
+
+    def timeline(self, recompute: Sequence[str], *, order: Sequence[int]) -> Timeline:
         """Simulate one step."""
         schedule = self.problem.schedule_of(self.count)
-        forward, backward, weight, once = ([0.0] * self.count for _ in range(4))
+        forward, backward, weight = ([0.0] * self.count for _ in range(3))
         for stage, own in enumerate(self.members):
             if not own:
                 continue
@@ -286,8 +296,7 @@ class _Cut:
             weight[stage] = each * sum(work.weight_s for work in works)
             again_s = self._recomputed_s(stage, recompute[stage])
             backward[stage] = each * (sum(work.backward_s for work in works) + again_s)
-            once[stage] = self._once_s(stage, device=device)
-        step_s = simulate_step_s(
+        return simulate(
             schedule,
             forward_s=forward,
             backward_s=backward,
@@ -295,7 +304,6 @@ class _Cut:
             weight_gradient_s=weight,
             transfers=self.transfers(),
         )
-        return step_s + max(once)
 
     def transfers(self) -> tuple[TransferTime, ...]:
         """Return what travels between stages: each net once per stage that consumes it, all between two in sequence."""

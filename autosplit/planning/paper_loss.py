@@ -1,21 +1,19 @@
 """A loss function on paper: what it costs and keeps, on the model's output without values and a target made up for it.
 
-loss_fn(output)             takes the output alone
-loss_fn(output, target)     targets that are tried: class indices (the output without its last or second dimension),
-                            then values like the output; the first with which the loss is a scalar is the one
+Tried are the output alone, then with targets: class indices (the output without its last or second dimension), then
+values like the output. The first with which the loss is a scalar is the one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import InputError
@@ -63,17 +61,19 @@ def paper_loss(function: Any, traced: TracedGraph) -> PaperLoss:
     node = next((n for n in _outputs(traced) if _differentiable(n)), None)
     if node is None:
         raise InputError("loss_fn is given, but the model has no output that gradients flow through; leave it out")
-    error: Exception | None = None
-    for target in _targets(function, node):
+    errors: list[Exception] = []
+    for target in _targets(node):
         loss = PaperLoss(function, traced, node.meta[INFO].name, target)
         try:
             with _fake_run(None):
                 total = loss(empty_value(node, _TRIED_ROWS, needs_grad=True), _TRIED_ROWS)
             if isinstance(total, torch.Tensor) and total.dim() == 0 and total.requires_grad:
                 return loss
-            error = TypeError(f"it returns {_described(total)}, no scalar that gradients flow through")
+            errors.append(ValueError(f"it returns {_described(total)}, no scalar that gradients flow through"))
         except Exception as own:
-            error = own
+            errors.append(own)
+    # A TypeError may only say that it takes fewer or more arguments.
+    error = next((own for own in errors[::-1] if not isinstance(own, TypeError)), errors[-1])
     shape = list(node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS))
     raise InputError(
         f"loss_fn cannot be called on the model's output of shape {shape} ({_TRIED_ROWS} rows) and a target of class "
@@ -139,28 +139,13 @@ def _fake_run(
             yield ledger, lowering
 
 
-def _targets(function: Any, node: fx.Node) -> Iterator[Callable[[torch.Tensor], torch.Tensor] | None]:
-    if not _takes_target(function):
-        yield None
-        return
+def _targets(node: fx.Node) -> Iterator[Callable[[torch.Tensor], torch.Tensor] | None]:
+    yield None
     dims = len(node.meta[INFO].tensors[0].shape)
     if dims > 1 and node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS)[-1] > 1:
         yield lambda value: torch.empty(value.shape[:-1], dtype=torch.int64, device=value.device)
         yield lambda value: torch.empty((*value.shape[:1], *value.shape[2:]), dtype=torch.int64, device=value.device)
     yield lambda value: torch.empty_like(value, requires_grad=False)
-
-
-def _takes_target(function: Any) -> bool:
-    """Tell whether a loss wants a second argument; of a module its forward says so."""
-    try:
-        parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
-    except (TypeError, ValueError):
-        return True
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    own = [each for each in parameters.values() if each.kind in kinds]
-    needed = [each for each in own if each.default is inspect.Parameter.empty]
-    several = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values())
-    return len(needed) != 1 or (several and len(own) < 2)
 
 
 def _outputs(traced: TracedGraph) -> list[Any]:

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
-from typing import TypeVar
 
 from autosplit.planning.plan.plan import Plan
 from autosplit.schedule.action import Action, Kind, Schedule
-from autosplit.schedule.simulate import Timeline, TransferTime, simulate, simulate_step_s
-
-Found = TypeVar("Found")
+from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 
 @dataclass(frozen=True)
@@ -91,30 +87,23 @@ class StepTimeline:
     timed: bool = True
 
 
-def predicted_step_s(plan: Plan) -> float:
-    """Return the length of the simulated step of a plan."""
-    return simulated(plan, simulate_step_s)
-
-
-def simulated(plan: Plan, run: Callable[..., Found]) -> Found:
-    """Return what a simulation, given the schedule and times of a plan, finds."""
-    return run(
+def simulated(plan: Plan, *, issue_s: Mapping[Kind, Sequence[float]] | None = None) -> Timeline:
+    """Return the simulated step of a plan; ``issue_s`` is how long a host issues the actions, where it is to count."""
+    return simulate(
         plan.schedule_for(len(plan.microbatch_rows)),
         forward_s=[stage.forward_s for stage in plan.stages],
         backward_s=[stage.backward_s for stage in plan.stages],
         input_gradient_s=[stage.backward_s - stage.weight_s for stage in plan.stages],
         weight_gradient_s=[stage.weight_s for stage in plan.stages],
-        transfers=_travels(plan),
+        transfers=[TransferTime(**dict(transfer)) for transfer in plan.transfers],
+        issue_s=issue_s,
     )
-
-
-def _travels(plan: Plan) -> tuple[TransferTime, ...]:
-    return tuple(TransferTime(t.producer, t.consumer, t.forward_s, t.backward_s) for t in plan.transfers)
 
 
 def predicted(plan: Plan) -> StepTimeline:
     """Return the simulated step of a plan, from what the plan holds and nothing else."""
-    schedule, found = plan.schedule_for(len(plan.microbatch_rows)), simulated(plan, simulate)
+    found = simulated(plan)
+    schedule = found.schedule
     bars = tuple(
         Bar(schedule.lane_of(stage, microbatch), stage, kind, microbatch, span.start_s, span.end_s)
         for span in found.spans
@@ -123,7 +112,7 @@ def predicted(plan: Plan) -> StepTimeline:
     ends = {span.action: span.end_s for span in found.spans}
     sent = []
     microbatches = schedule.microbatches
-    for time in _travels(plan):
+    for time in plan.transfers:
         for microbatch in range(microbatches):
             if schedule.lane_of(time.producer, microbatch) == schedule.lane_of(time.consumer, microbatch):
                 continue
@@ -173,8 +162,8 @@ def host_step(plan: Plan) -> HostStep | None:
         "I": [(1 - part) * whole for part, whole in zip(split, back, strict=True)],
         "W": [part * whole for part, whole in zip(split, back, strict=True)],
     }
-    waiting = simulated(plan, partial(simulate, issue_s=issue))
-    beside_s = plan.step_s - predicted_step_s(plan)
+    waiting = simulated(plan, issue_s=issue)
+    beside_s = plan.step_s - simulated(plan).step_s
     return HostStep(waiting.host_s, plan.step_s, waiting.step_s + beside_s)
 
 
@@ -252,7 +241,7 @@ class StagesAlone:
     def _stages(self) -> int:
         return self.schedule.stages
 
-    def _simulated(self, schedule: Schedule, transfers: tuple[TransferTime, ...], *, issued: bool) -> Timeline:
+    def _simulated(self, schedule: Schedule, transfers: Sequence[TransferTime], *, issued: bool) -> Timeline:
         if schedule.stages != self._stages:
             raise ValueError(f"{self._stages} stages were measured, schedule {schedule.name!r} has {schedule.stages}")
         return simulate(

@@ -17,7 +17,7 @@ from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices
 from autosplit.partition.solve import Partition, solve
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Boundary, StageMemory, StagePlan
-from autosplit.planning.plan.write import covered_modules, fingerprint_of, fit_of
+from autosplit.planning.plan.write import bytes_of_states, covered_modules, fingerprint_of, fit_of
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.specs import link_seconds
 from autosplit.profile.node_costs.module_costs import ModuleCosts, module_costs
@@ -139,11 +139,8 @@ class _Writer:
 
     def _stage(self, index: int) -> StagePlan:
         units = [unit for unit, stage in self.stage_of.items() if stage == index]
-        own = [
-            work for work, stage in zip(self.problem.works, self.partition.assignment, strict=True) if stage == index
-        ]
+        seconds = self.partition.costs.timeline.seconds
         states = [state for state, _ in self.states if self.home[state.name] == index]
-        totals = [state_bytes(state, self.options) for state in states]
         memory, names = self.partition.costs.stages[index], self._names(units)
         return StagePlan(
             index=index,
@@ -151,13 +148,10 @@ class _Writer:
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),
             parameters=sum(s.elements for s in states if s.is_parameter),
-            forward_s=sum(work.forward_s for work in own),
-            backward_s=sum(work.backward_s for work in own),
+            forward_s=seconds["F"][index],
+            backward_s=seconds["B"][index],
             memory=StageMemory(
-                parameter_bytes=sum(s.bytes for s in states if s.is_parameter),
-                buffer_bytes=sum(s.bytes for s in states if not s.is_parameter),
-                gradient_bytes=sum(total.gradient for total in totals),
-                optimizer_bytes=sum(total.optimizer for total in totals),
+                **bytes_of_states(states, self.options),
                 activation_bytes=memory.activation_bytes,
                 transient_bytes=memory.transient_bytes,
                 peak_bytes=memory.peak_bytes,

@@ -30,8 +30,6 @@ MOST_BYTES = 2**20
 """A larger file is no schedule that could be planned."""
 _DIGITS = 6
 _SHOWN = 24
-_AROUND = 4
-"""How many cells and lines are shown on each side of a bad one."""
 _ASIDE = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 
@@ -76,17 +74,16 @@ def read_actions(path: str | Path) -> Schedule:
 
 def parse_actions(text: str, *, name: str) -> Schedule:
     """Return the legal schedule that the text of an action file lists; raises ScheduleError as `read_actions` does."""
-    rows = _rows(text)
     lanes: list[tuple[Action, ...]] = []
     places: list[tuple[Place, ...]] = []
-    for line, row in enumerate(rows, start=1):
+    for line, row in enumerate(_rows(text), start=1):
         cells: list[tuple[Action, Place]] = []
         for column, cell in enumerate(row, start=1):
             place = Place(line, column)
             try:
                 cells += [(action, place) for action in _actions(cell)]
             except ScheduleError as error:
-                raise ScheduleError(f"{place}: {error}\n{_grid(rows, place)}") from None
+                raise ScheduleError(f"{place}: {error}") from None
         if not cells:
             raise ScheduleError(f"line {line}: it lists no work of a stage; write a row only for devices that have any")
         lanes.append(tuple(action for action, _ in cells))
@@ -96,10 +93,8 @@ def parse_actions(text: str, *, name: str) -> Schedule:
     try:
         return validate(_ascending(_placed(lanes, name=name)))
     except ScheduleError as error:
-        marked = [Cell(*cell) for cell in error.cells]
-        where = "; ".join(_where(places, cell) for cell in marked)
-        grid = "" if "\n" in str(error) else f"\n{_grid(rows, places[marked[0].lane][marked[0].position])}"
-        raise ScheduleError(f"{where}: {error}{grid}", cells=error.cells) from None
+        where = "; ".join(_where(places, Cell(*cell)) for cell in error.cells)
+        raise ScheduleError(f"{where}: {error}", cells=error.cells) from None
 
 
 def from_rows(rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
@@ -148,21 +143,6 @@ def _actions(cell: str) -> list[Action]:
     except ScheduleError:
         form = "stage, F, B, I or W, and microbatch, such as 2F0"
         raise ScheduleError(f"{_short(text)} is no action; write {form}, or leave the cell empty") from None
-
-
-def _grid(rows: Sequence[Sequence[str]], place: Place) -> str:
-    """Return the part of a file around a cell, as it is there, with the cell marked."""
-    first = max(0, place.line - 1 - _AROUND)
-    left = max(0, place.column - 1 - _AROUND)
-    shown = []
-    for number, row in enumerate(rows[first : place.line + _AROUND], start=first + 1):
-        cells = [_short(cell.strip())[1:-1] or "." for cell in row[left : place.column + _AROUND]]
-        if number == place.line:
-            cells[place.column - 1 - left] = f">{cells[place.column - 1 - left]}<"
-        shown.append((number, cells))
-    width = max(len(cell) for _, cells in shown for cell in cells)
-    lines = (f"line {number} | " + " ".join(f"{cell:<{width}}" for cell in cells) for number, cells in shown)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _placed(lanes: Sequence[tuple[Action, ...]], *, name: str) -> Schedule:

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_plans_differ_exactly_where_they_are_not_equal(before: Plan, after: Plan
     assert not before.diff(before)
     assert str(before.diff(copy.deepcopy(before))) == "the plans are equal"
     assert bool(before.diff(after)) == (before != after)
-    json.dumps(before.diff(after).to_dict())
+    json.dumps(asdict(before.diff(after)))
     assert str(before.diff(after))
 
 
@@ -213,27 +214,19 @@ def test_a_block_that_is_cut_goes_where_most_of_it_runs() -> None:
         Unit(name="layers.2.down", stage=1, forward_s=2e-3, backward_s=0, **costs),
     )
     with pytest.warns(UserWarning, match=r"goes to stage 1\. "):
-        assert plan.model_copy(update={"units": units}).export("megatron") == "Ett|t*4L\n"
+        assert plan.model_copy(update={"units": units}).export("megatron") == "Ett|ttttL\n"
 
 
 # -- Megatron --------------------------------------------------------------------------------------------------------
-def layout(text: str) -> list[str]:
-    """Parse a layout as Megatron's documentation says: commas mean nothing, groups and letters repeat."""
-    text = text.strip().replace(",", "")
-    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), text)
-    text = re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), text)
-    return text.split("|")
-
-
 @pytest.mark.parametrize(
     ("counts", "text"),
     [
-        ([3, 3], "Et*3|t*3L"),
+        ([3, 3], "Ettt|tttL"),
         ([1, 2, 2, 1], "Et|tt|tt|tL"),
-        ([2, 1, 1, 1, 1, 1, 2], "Ett|(t|)*5,ttL"),
-        ([3, 4, 4, 4, 1], "Et*3|(t*4|)*3,tL"),
-        ([0, 3, 3, 0], "E|t*3|t*3|L"),
-        ([6], "Et*6L"),
+        ([2, 1, 1, 1, 1, 1, 2], "Ett|t|t|t|t|t|ttL"),
+        ([3, 4, 4, 4, 1], "Ettt|tttt|tttt|tttt|tL"),
+        ([0, 3, 3, 0], "E|ttt|ttt|L"),
+        ([6], "EttttttL"),
     ],
 )
 def test_megatron_gets_its_layout(counts: list[int], text: str, plan: Plan) -> None:
@@ -247,16 +240,13 @@ def test_megatron_gets_its_layout(counts: list[int], text: str, plan: Plan) -> N
     )
     made = plan.model_copy(update={"stages": stages, "devices": ("cpu",) * len(counts)})
     assert made.export("megatron") == text + "\n"
-    parsed = layout(made.export("megatron"))
-    assert [stage.count("t") for stage in parsed] == counts
-    assert "".join(parsed) == "E" + "t" * sum(counts) + "L"
 
 
 def test_virtual_stages_go_round_the_devices() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         looped = planned(Language(), schedule="interleaved", virtual_stages=2)
-        assert len(layout(looped.export("megatron"))) == 4
+        assert looped.export("megatron").count("|") == 3
         v_shaped = planned(Language(), schedule="zb_v", virtual_stages=2)
     with pytest.raises(InputError, match=r"stages on lanes \[0, 1, 1, 0\]; .* goes round the devices, \[0, 1, 0, 1\]"):
         v_shaped.export("megatron")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,22 @@ import pytest
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.orders import gpipe
-from autosplit.schedule.simulate import LaneTime, Timeline, TransferTime, simulate, simulate_step_s
+from autosplit.schedule.simulate import Timeline, TransferTime, simulate
+
+
+@dataclass(frozen=True)
+class LaneTime:
+    """When a device's first action starts and its last one ends, and how long it works between."""
+
+    start_s: float
+    end_s: float
+    busy_s: float
+
+
+def lanes(timeline: Timeline) -> tuple[LaneTime, ...]:
+    of_lane = [[s for s in timeline.spans if s.action in lane] for lane in timeline.schedule.lanes]
+    ends = [(own[0].start_s, own[-1].end_s) if own else (0.0, 0.0) for own in of_lane]
+    return tuple(LaneTime(*own, busy_s) for own, busy_s in zip(ends, timeline.busy_s, strict=True))
 
 
 def stall_s(lane: LaneTime) -> float:
@@ -22,7 +38,7 @@ def stall_s(lane: LaneTime) -> float:
 
 
 def lane_bubbles(timeline: Timeline) -> tuple[float, ...]:
-    return tuple(1.0 - lane.busy_s / timeline.step_s for lane in timeline.lanes)
+    return tuple(1.0 - lane.busy_s / timeline.step_s for lane in lanes(timeline))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -74,11 +90,6 @@ def test_no_time_at_all_is_no_bubble() -> None:
     assert simulate(gpipe(2, 2), forward_s=[0.0] * 2, backward_s=[0.0] * 2).bubble == 0.0
 
 
-def test_a_transfer_goes_forward() -> None:
-    with pytest.raises(ValueError, match="later stage, not from 1 to 1"):
-        simulate(gpipe(2, 1), forward_s=[1.0] * 2, backward_s=[1.0] * 2, transfers=(TransferTime(1, 1, 0.0, 0.0),))
-
-
 def equal(schedule: Schedule, *, f: float, i: float, w: float, comm: float = 0.0) -> Timeline:
     """Simulate equal devices: F, I and W are a device's times, whatever stages it holds; B is I and W."""
     share = len(schedule.lanes) / schedule.stages
@@ -115,7 +126,7 @@ def test_zb_h1_has_the_closed_form_bubble(stages: int, microbatches: int, f: flo
     """(P - 1) (F + I - W) where W is the shortest (Qi et al. 2023, arXiv 2401.10241, table 2)."""
     timeline = equal(build("zb_h1", stages=stages, microbatches=microbatches), f=f, i=i, w=w)
     assert timeline.step_s == pytest.approx(microbatches * (f + i + w) + (stages - 1) * (f + i - w))
-    assert stall_s(timeline.lanes[0]) == pytest.approx((stages - 1) * (f + i - w))
+    assert stall_s(lanes(timeline)[0]) == pytest.approx((stages - 1) * (f + i - w))
     assert lane_bubbles(timeline) == pytest.approx([timeline.bubble] * stages)
 
 
@@ -124,14 +135,14 @@ def test_zb_v_never_waits_when_its_parts_are_equal(devices: int) -> None:
     """No bubble between a device's first and last action, from 2 P - 1 microbatches on (arXiv 2401.10241, 6)."""
     for microbatches in (2 * devices - 1, 2 * devices, 3 * devices + 1):
         timeline = equal(build("zb_v", stages=2 * devices, microbatches=microbatches), f=2.0, i=2.0, w=2.0)
-        assert timeline.lanes == tuple(
+        assert lanes(timeline) == tuple(
             LaneTime(start_s=device, end_s=device + 6.0 * microbatches, busy_s=6.0 * microbatches)
             for device in range(devices)
         )
-        assert list(map(stall_s, timeline.lanes)) == [0.0] * devices
+        assert list(map(stall_s, lanes(timeline))) == [0.0] * devices
     if devices > 1:
         short = equal(build("zb_v", stages=2 * devices, microbatches=2 * devices - 2), f=2.0, i=2.0, w=2.0)
-        assert stall_s(short.lanes[0]) > 0.0
+        assert stall_s(lanes(short)[0]) > 0.0
 
 
 @pytest.mark.parametrize(
@@ -175,8 +186,8 @@ def test_a_transfer_between_stages_of_one_device_takes_no_time() -> None:
         "0I0": (233.0, 235.0),
         "0W0": (235.0, 238.0),
     }
-    assert timeline.lanes == (LaneTime(0.0, 238.0, 12.0), LaneTime(11.0, 136.0, 12.0))
-    assert list(map(stall_s, timeline.lanes)) == [226.0, 113.0]
+    assert lanes(timeline) == (LaneTime(0.0, 238.0, 12.0), LaneTime(11.0, 136.0, 12.0))
+    assert list(map(stall_s, lanes(timeline))) == [226.0, 113.0]
     assert lane_bubbles(timeline) == pytest.approx([1 - 12 / 238] * 2)
 
 
@@ -192,7 +203,7 @@ def test_times_that_the_schedule_needs_are_asked_for() -> None:
 
 def test_a_lane_without_work_is_all_bubble() -> None:
     timeline = simulate(Schedule("custom", ((Action(0, "F", 0),), ())), forward_s=[2.0, 2.0])
-    assert timeline.lanes == (LaneTime(0.0, 2.0, 2.0), LaneTime(0.0, 0.0, 0.0))
+    assert lanes(timeline) == (LaneTime(0.0, 2.0, 2.0), LaneTime(0.0, 0.0, 0.0))
     assert lane_bubbles(timeline) == (0.0, 1.0)
 
 
@@ -227,4 +238,4 @@ def test_actions_start_when_the_lane_and_all_that_they_need_is_there(name: str, 
         free[lane] = ends[span.action] = max(ready) + times[kind][stage]
         assert span.end_s == ends[span.action]
     assert len(ends) == sum(map(len, schedule.lanes))
-    assert simulate_step_s(schedule, **asked) == found.step_s == max(free)
+    assert found.step_s == max(free)

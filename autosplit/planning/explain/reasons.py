@@ -9,7 +9,7 @@ from autosplit.partition.problem import recompute_fraction
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, StagePlan
-from autosplit.planning.timeline import host_step, predicted_step_s
+from autosplit.planning.timeline import host_step, simulated
 from autosplit.schedule.action import Action
 from autosplit.units import format_bytes, format_seconds
 
@@ -32,7 +32,7 @@ def _recompute(plan: Plan) -> Iterator[str]:
     again = [stage for stage in plan.stages if stage.recompute != "never"]
     if not again:
         return
-    cost = predicted_step_s(plan) / predicted_step_s(without_recompute(plan)) - 1
+    cost = simulated(plan).step_s / simulated(without_recompute(plan)).step_s - 1
     where = "every stage" if len(again) == len(plan.stages) else _named("stage", [stage.index for stage in again])
     kinds = sorted({stage.recompute for stage in again})
     saved = max(saved_bytes(plan), default=0)

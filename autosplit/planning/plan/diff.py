@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from autosplit.planning.plan.record import PlanRecord
 from autosplit.units import format_bytes, format_seconds
 
 _SHOWN = 24
+"""How many differences of the model, and moved modules, are shown."""
 _CHOICES = ("devices", "chunks", "microbatch_rows", "schedule", "virtual_stages", "optimizer", "precision", "machine")
+_OF_STAGE = {"lane", "parameters", "recompute", "replicas", "forward_s", "backward_s", "weight_s"}
 _COSTS = ("step_s", "bubble", "bottleneck_s", "lower_bound_s", "status", "verdict")
 
 
@@ -57,22 +59,12 @@ class PlanDiff:
     def __str__(self) -> str:
         return "\n\n".join(self._sections()) or "the plans are equal"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, for JSON."""
-        return {
-            "model": list(self.model),
-            "moved": [vars(moved) for moved in self.moved],
-            "changed": [vars(changed) for changed in self.changed],
-            "others": list(self.others),
-        }
-
     def _sections(self) -> Iterator[str]:
         if self.model:
-            yield "\n".join(["Another model", *(f"  {text}" for text in _first(self.model))])
+            yield "\n".join(["Another model", *(f"  {text}" for text in self.model[:_SHOWN])]) + _left(self.model)
         if self.moved:
             rows = [[m.name, m.nodes, _stage(m.before), _stage(m.after)] for m in self.moved[:_SHOWN]]
-            left = len(self.moved) - len(rows)
-            yield _table(["moved", "nodes", "from", "to"], rows) + (f"\nand {left} more" if left > 0 else "")
+            yield _table(["moved", "nodes", "from", "to"], rows) + _left(self.moved)
         if self.changed:
             rows = [[c.name, *(_text(c.name, value) for value in (c.before, c.after)), _ratio(c)] for c in self.changed]
             yield _table(["changed", "from", "to", ""], rows)
@@ -84,7 +76,8 @@ def diff(before: PlanRecord, after: PlanRecord) -> PlanDiff:
     """Return what has to be said of ``before`` so that it becomes ``after``."""
     model = tuple(_models(before, after))
     moved = tuple(_moved(before.stage_of(), after.stage_of()))
-    changed = [*_changed("", _CHOICES, before, after), *_stages(before, after), *_changed("", _COSTS, before, after)]
+    one, other = _figures(before), _figures(after)
+    changed = [Changed(n, one[n], other[n]) for n in one if n in other and one[n] != other[n]]
     told = {"fingerprint", "stages", "fits", *_CHOICES, *_COSTS}
     others = [n for n in type(before).model_fields if n not in told and getattr(before, n) != getattr(after, n)]
     found = PlanDiff(model, moved, tuple(changed), tuple(others))
@@ -142,22 +135,13 @@ def prefixes(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def _stages(before: PlanRecord, after: PlanRecord) -> Iterator[Changed]:
-    one, other = len(before.stages), len(after.stages)
-    if one != other:
-        yield Changed("stages", one, other)
-    for first, then in zip(before.stages, after.stages, strict=False):
-        place = f"stage {first.index}"
-        yield from _changed(place, ("lane", "parameters", "recompute", "replicas"), first, then)
-        yield from _changed(place, ("forward_s", "backward_s", "weight_s"), first, then)
-        yield from _changed(place, tuple(type(first.memory).model_fields), first.memory, then.memory)
-
-
-def _changed(place: str, names: Iterable[str], before: Any, after: Any) -> Iterator[Changed]:
-    for name in names:
-        one, other = getattr(before, name, None), getattr(after, name, None)
-        if one != other:
-            yield Changed(f"{place} {name}".strip(), one, other)
+def _figures(plan: PlanRecord) -> dict[str, Any]:
+    """Return what was chosen and what it costs, by name."""
+    found = {name: getattr(plan, name) for name in _CHOICES} | {"stages": len(plan.stages)}
+    for stage in plan.stages:
+        own = stage.model_dump(include=_OF_STAGE) | stage.memory.model_dump()
+        found |= {f"stage {stage.index} {name}": value for name, value in own.items()}
+    return found | {name: getattr(plan, name) for name in _COSTS}
 
 
 def _text(name: str, value: Any) -> str:
@@ -187,9 +171,8 @@ def _stage(number: int | None) -> str:
     return "-" if number is None else f"stage {number}"
 
 
-def _first(texts: tuple[str, ...]) -> list[str]:
-    left = len(texts) - _SHOWN
-    return [*texts[:_SHOWN], *([f"and {left} more"] if left > 0 else [])]
+def _left(each: Sequence[object]) -> str:
+    return f"\nand {len(each) - _SHOWN} more" if len(each) > _SHOWN else ""
 
 
 def _table(headers: list[str], rows: list[list[Any]]) -> str:

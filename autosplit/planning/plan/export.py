@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from itertools import groupby
 
 from autosplit.checks import EXPORTS, not_available
 from autosplit.errors import InputError
@@ -19,8 +17,6 @@ from autosplit.planning.plan.record import PlanRecord
 from autosplit.schedule.files import dump_actions
 
 _NAMED = 4
-_RUN = 3
-"""So many equal stages of a layout are written as one and a number."""
 
 
 def export(plan: PlanRecord, form: str) -> str:
@@ -46,7 +42,7 @@ def _torchtitan(plan: PlanRecord) -> str:
 
 
 def _megatron(plan: PlanRecord) -> str:
-    """Return the layout: E embedding, t a block, L loss, | between stages; ``t*3`` is ttt, ``(t|)*3`` t|t|t|."""
+    """Return the layout: E embedding, t a block, L loss, | between stages."""
     looped = [index % len(plan.devices) for index in range(len(plan.stages))]
     placed = [stage.lane for stage in plan.stages]
     if placed != looped:
@@ -66,23 +62,7 @@ def _megatron(plan: PlanRecord) -> str:
             f"({names}); use export('torchtitan'), which names modules"
         )
     [blocks] = lists.values()
-    counts = Counter(blocks)
-    middle = [_blocks(counts[stage.index]) for stage in plan.stages]
-    if len(middle) == 1:
-        return f"E{middle[0]}L\n"
-    return f"E{middle[0]}|{_runs(middle[1:-1])}{middle[-1]}L\n"
-
-
-def _blocks(count: int) -> str:
-    return "t" * count if count < _RUN else f"t*{count}"
-
-
-def _runs(stages: Sequence[str]) -> str:
-    text = ""
-    for stage, run in groupby(stages):
-        count = len(list(run))
-        text += f"({stage}|)*{count}," if count >= _RUN else f"{stage}|" * count
-    return text
+    return f"E{'|'.join('t' * blocks.count(stage.index) for stage in plan.stages)}L\n"
 
 
 def _placed(plan: PlanRecord) -> dict[str, int]:

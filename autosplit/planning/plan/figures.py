@@ -37,7 +37,7 @@ def step_amounts(stages: Sequence[StagePlan], schedule: Schedule, timeline: Time
     A lane works beside the others for as long as it works, times the share of the step in which another lane does.
     """
     sums = max(0, schedule.microbatches - 1) if schedule.has_backward else 0
-    busy_s, found = [lane.busy_s for lane in timeline.lanes], []
+    busy_s, found = timeline.busy_s, []
     for lane, actions in enumerate(schedule.lanes):
         own = [stage.memory for stage in stages if stage.lane == lane]
         others = (len(busy_s) - 1) * timeline.step_s

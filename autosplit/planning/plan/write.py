@@ -13,7 +13,8 @@ from torch import nn
 
 from autosplit.errors import PlanError, ProfileError
 from autosplit.memory.pieces import MemoryKind, Recompute
-from autosplit.partition.problem import Work, recompute_fraction
+from autosplit.options import Options
+from autosplit.partition.problem import recompute_fraction
 from autosplit.partition.solve import Partition
 from autosplit.planning.explain.verdicts import verdict_of
 from autosplit.planning.memory import Cut, DevicePeak, fullest_moments
@@ -30,7 +31,6 @@ from autosplit.planning.ranges import PeakRange, peak_ranges
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.types import NodeTimes, Profile, StateProfile
 from autosplit.schedule.action import Schedule
-from autosplit.schedule.simulate import simulate
 from autosplit.trace.graph import NodeClass, TracedGraph
 
 MOST_ACTIONS = 40_000
@@ -86,24 +86,15 @@ class Writer:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = tuple(boundaries_of(self.case.index, self.costs, self.stage_of))
-        transfers = self.partition.costs.transfers
-        timeline = simulate(
-            self.schedule,
-            forward_s=[stage.forward_s for stage in stages],
-            backward_s=[stage.backward_s for stage in stages],
-            input_gradient_s=[stage.backward_s - stage.weight_s for stage in stages],
-            weight_gradient_s=[stage.weight_s for stage in stages],
-            transfers=transfers,
-        )
-        fits = fit_of(stages)
-        extra_s = overhead_s(self.options, stages, self.schedule, timeline)
+        costs, fits = self.partition.costs, fit_of(stages)
+        extra_s = overhead_s(self.options, stages, self.schedule, costs.timeline)
         beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s
         made = Plan(
             fingerprint=fingerprint(self.model, self.traced),
             devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
             stages=stages,
             boundaries=boundaries,
-            transfers=tuple(Transfer(**asdict(time)) for time in transfers),
+            transfers=tuple(Transfer(**asdict(time)) for time in costs.transfers),
             chunks=self.options.chunks,
             microbatch_rows=self.sizes,
             schedule=self.schedule.name,
@@ -113,9 +104,9 @@ class Writer:
             machine=None if self.options.machine is None else self.options.machine.name,
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
-            step_s=self.partition.costs.step_s + beside_s,
+            step_s=costs.step_s + beside_s,
             overhead_s=extra_s,
-            bubble=timeline.bubble,
+            bubble=costs.timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
             status=self.partition.status,
@@ -137,10 +128,8 @@ class Writer:
 
     def _stage(self, index: int) -> StagePlan:
         names = self._names[index]
-        own = self._works_of[index]
+        seconds = self.partition.costs.timeline.seconds
         parameters = [s for s in self._states(index) if s.is_parameter]
-        devices = self.problem.devices
-        slowdown = devices[self.lane[index]].slowdown if devices is not None else 1.0
         again = recompute_fraction(self.recompute[index], microbatches=len(self.sizes))
         issue = self._issue(index, names)
         return StagePlan(
@@ -150,10 +139,10 @@ class Writer:
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),
             parameters=sum(s.elements for s in parameters),
-            forward_s=slowdown * sum(work.forward_s for work in own),
-            backward_s=slowdown * (sum(work.backward_s for work in own) + again * sum(work.forward_s for work in own)),
+            forward_s=seconds["F"][index],
+            backward_s=seconds["B"][index],
             recompute=self.recompute[index],
-            weight_s=slowdown * sum(work.weight_s for work in own),
+            weight_s=seconds["W"][index],
             forward_issue_s=issue.forward_s,
             backward_issue_s=issue.backward_s + again * issue.forward_s,
             memory=self._memory(index),
@@ -188,22 +177,12 @@ class Writer:
         )
 
     def _held(self, index: int) -> dict[str, int]:
-        states = self._states(index)
-        totals = [state_bytes(state, self.options) for state in states]
-        if self.fullest:
-            full = self.fullest[self.lane[index]]
-            gradients = full.of(index, "gradients")
-            activations = full.of(index, "activations", "whole_batch", "casts")
-        else:
-            gradients = sum(total.gradient for total in totals)
-            activations = self.partition.costs.stages[index].activation_bytes
-        return {
-            "parameter_bytes": sum(s.bytes for s in states if s.is_parameter),
-            "buffer_bytes": sum(s.bytes for s in states if not s.is_parameter),
-            "gradient_bytes": gradients,
-            "optimizer_bytes": sum(total.optimizer for total in totals),
-            "activation_bytes": activations,
-        }
+        held = bytes_of_states(self._states(index), self.options)
+        if not self.fullest:
+            return held | {"activation_bytes": self.partition.costs.stages[index].activation_bytes}
+        full = self.fullest[self.lane[index]]
+        activations = full.of(index, "activations", "whole_batch", "casts")
+        return held | {"gradient_bytes": full.of(index, "gradients"), "activation_bytes": activations}
 
     def _states(self, index: int) -> Sequence[StateProfile]:
         """Return the parameters and buffers whose home a stage is."""
@@ -215,13 +194,6 @@ class Writer:
         found: list[list[str]] = [[] for _ in range(self.partition.stages)]
         for _, info in self.traced.compute_nodes():
             found[self.stage_of[info.name]].append(info.name)
-        return found
-
-    @cached_property
-    def _works_of(self) -> Sequence[list[Work]]:
-        found: list[list[Work]] = [[] for _ in range(self.partition.stages)]
-        for work, stage in zip(self.problem.works, self.partition.assignment, strict=True):
-            found[stage].append(work)
         return found
 
     @cached_property
@@ -242,6 +214,17 @@ def shared_s(traced: TracedGraph, costs: Profile) -> float:
     """Return the time of the shared nodes: they run once per step, wherever the cut is."""
     shared = (info.name for _, info in traced.compute_nodes() if info.node_class is NodeClass.SHARED)
     return sum(costs.nodes[name].forward_s + costs.nodes[name].backward_s for name in shared)
+
+
+def bytes_of_states(states: Sequence[StateProfile], options: Options) -> dict[str, int]:
+    """Return what parameters and buffers take at home, with gradients and optimizer state, as `StageMemory` has it."""
+    totals = [state_bytes(state, options) for state in states]
+    return {
+        "parameter_bytes": sum(s.bytes for s in states if s.is_parameter),
+        "buffer_bytes": sum(s.bytes for s in states if not s.is_parameter),
+        "gradient_bytes": sum(total.gradient for total in totals),
+        "optimizer_bytes": sum(total.optimizer for total in totals),
+    }
 
 
 def fit_of(stages: Sequence[StagePlan]) -> bool | None:
