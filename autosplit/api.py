@@ -52,7 +52,6 @@ def autosplit(
     rng: str = "auto",
     batch_norm: str = "micro",
     compile: bool | str | Mapping[str, Any] = False,
-    graphs: Any = False,
     cut: str = "modules",
     mesh: Any = None,
 ) -> PipelinedModule:
@@ -94,7 +93,6 @@ def autosplit(
         batch_norm: "micro": a training norm normalises each microbatch by itself, and its running statistics move once
             per step, by all that it saw; "full": it sees the whole batch, as in the plain model, and all that comes
             behind the first one runs once per step, on the last device: exact, at the price of the overlap.
-        graphs: removed; anything but False is refused. torch's own CUDA graphs are ``compile="reduce-overhead"``.
         cut: where the plan's cuts fall: "modules": between modules; inside a repeated block, or between a head and its
             loss, only where the step gets at least 2% shorter or nothing else fits; "operations": anywhere.
         precision: reserved; anything but None is refused.
@@ -112,7 +110,8 @@ def autosplit(
         ScheduleError: an action file is no legal schedule, or is made for other devices or chunks.
     """
     _check_model(model)
-    _refuse_reserved(precision=precision, mesh=mesh, graphs=graphs)
+    choose("precision", precision, (None,))
+    choose("mesh", mesh, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     resolved = resolve_devices(devices)
     asked = chosen(
@@ -142,13 +141,6 @@ def autosplit(
     if sample is not None:
         pipe.prepare(Sample.of(sample))
     return pipe
-
-
-def _refuse_reserved(*, precision: Any, mesh: Any, graphs: Any) -> None:
-    choose("precision", precision, (None,))
-    choose("mesh", mesh, (None,))
-    if graphs is not False:
-        raise InputError(f"graphs={graphs!r} was removed; compile='reduce-overhead' takes torch's own CUDA graphs")
 
 
 def plan(

@@ -17,7 +17,7 @@ compute a tensor (everything but ``rows``, lengths, sizes, get_attr and output) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -86,15 +86,6 @@ class Length:
 
     name: str
     places: tuple[tuple[int, int], ...]
-
-
-def lengths_in(lengths: Sequence[Length], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Return the lengths in a call from its input tensors, in the order of the graph's placeholders."""
-    found = {}
-    for length in lengths:
-        position, dim = length.places[0]
-        found[length.name] = tensors[position].shape[dim]
-    return found
 
 
 # -- nodes and graphs --------------------------------------------------------------------------------------------------

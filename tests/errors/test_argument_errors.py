@@ -57,7 +57,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"compile": "always"}, InputError, ("compile=", "valid: ")),
     ({"compile": {"mood": "default"}}, InputError, ("mood", "backend", "mode", "dynamic")),
     ({"compile": {"mode": "fast"}}, InputError, ("fast", "reduce-overhead", "max-autotune")),
-    ({"graphs": True}, InputError, ("graphs=True", "compile='reduce-overhead'")),
     ({"chunk_size": 4}, TypeError, ("chunk_size",)),
     *(({"memory_limit": limit}, InputError, ("70GiB",)) for limit in ("a lot", 0, -5)),
     ({"plan": "absent.json"}, PlanError, ("absent.json",)),

@@ -25,7 +25,8 @@ from torch import fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autosplit.errors import is_internal
-from autosplit.trace.graph import Length, lengths_in
+from autosplit.trace.graph import Length
+from autosplit.trace.inputs.signature import sizes_at
 from autosplit.trace.recording.build import build
 from autosplit.trace.recording.merge import MergedRecording
 from autosplit.trace.recording.record import Recorder
@@ -185,7 +186,7 @@ class Guard:
         """Compute the reads from the input tensors of a whole batch of ``rows`` rows."""
         try:
             with torch.no_grad():
-                lengths = lengths_in(self.lengths, inputs).values()
+                lengths = sizes_at(self.lengths, [tensor.shape for tensor in inputs]).values()
                 values = fx.Interpreter(self.root, graph=self.graph).run(rows, *lengths, *inputs)
         except Exception as error:  # reads that fail on this batch do not give what they gave
             if is_internal(error):

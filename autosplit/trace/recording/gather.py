@@ -22,8 +22,8 @@ from autosplit.progress import phase
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.state import written_back
-from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.signature import sizes_at
 from autosplit.trace.reads.reads import MetaValueReader, Unanswered, ValueReader
 from autosplit.trace.reads.watch import Observations, Watcher
 from autosplit.trace.recording.merge import BATCH_SIZES, MergedRecording, holds_at, merge
@@ -49,7 +49,7 @@ class Gathered:
 
     def run_python(self, model: nn.Module, flat: FlatInputs, rows: int) -> PythonRun | None:
         """Run the model's own Python at the sizes of a call; None where its calls are not the recorded ones."""
-        lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
+        lengths = sizes_at(self.recording.lengths, [flat.leaves[index].shape for index in flat.tensors()])
         try:
             run = _run_at(model, flat, rows, self.scope)
         except (Refusal, Unanswered, Unexpected):
@@ -58,7 +58,7 @@ class Gathered:
 
     def check_rows(self, model: nn.Module, flat: FlatInputs, rows: int) -> None:
         """Record once more at another batch size; raise Refusal when the recording does not hold there."""
-        lengths = lengths_in(self.recording.lengths, [flat.leaves[index] for index in flat.tensors()])
+        lengths = sizes_at(self.recording.lengths, [flat.leaves[index].shape for index in flat.tensors()])
         again = record_at(model, flat, rows, self.scope)
         holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
         self.recording.recording.changed |= again.changed
