@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.errors import ScheduleError
 from autosplit.runtime.lanes.ambient import is_transformed, may_hook_saved_tensors, watched
 from autosplit.runtime.ops import CellContext
-from autosplit.runtime.surroundings import Observers, Surroundings
+from autosplit.runtime.surroundings import Surroundings
+from autosplit.trace.inputs.objects import storage_key
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
 _DRAWS = "it takes draws or statistics of the whole step"
@@ -165,9 +166,9 @@ class Recomputed(nn.Module):
             start = len(spread(given[: self.region.takes.index("inputs")])[0])
             found = {start + place: flat[start + place] for place in self.copied}
         if self.aliased:
-            storages = {_storage(self.root.get_buffer(name)) for name in self.aliased}
+            storages = {storage_key(self.root.get_buffer(name)) for name in self.aliased}
             tensors = ((place, value) for place, value in enumerate(flat) if isinstance(value, torch.Tensor))
-            found |= {place: value for place, value in tensors if _storage(value) in storages}
+            found |= {place: value for place, value in tensors if storage_key(value) in storages}
         for place, copy in _copies(found).items():
             flat[place] = copy
         return found
@@ -179,7 +180,6 @@ class _Again:
     def __init__(self, part: Recomputed, sizes: Sequence[int | None], first: dict[int, torch.Tensor]) -> None:
         self.part, self.sizes, self.first, self.places = part, sizes, first, tuple(first)
         self.found: Surroundings | None = None
-        self.observers = Observers(())
 
     def __call__(self, *flat: Any) -> Any:
         own = list(flat)
@@ -190,9 +190,8 @@ class _Again:
         self.found = Surroundings.of(part.region, part.root, steady, rewritten=part.rewritten, written=part.written)
         for place in self.places:
             own[place] = self.first.pop(place)
-        self.observers = Observers(self.found.modules)
         try:
-            with _during("first"), self.observers.watched():
+            with _during("first"):
                 return self.part.run(*gathered(own, self.sizes))
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -207,7 +206,7 @@ class _Again:
         for place, copy in _copies({place: own[place] for place in self.places}).items():
             own[place] = copy
         try:
-            with found.restored(), _during("second"), self.observers.silenced():
+            with found.restored(), _during("second"):
                 return self.part.run(*gathered(own, self.sizes))
         except Exception as error:
             error.add_note(f"raised when {self.part.place} ran again for its backward")
@@ -235,7 +234,3 @@ def gathered(flat: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
     """Put what `spread` took apart together again, each bundle a tuple."""
     rest = iter(flat)
     return [next(rest) if size is None else tuple(next(rest) for _ in range(size)) for size in sizes]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)

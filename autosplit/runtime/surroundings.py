@@ -4,32 +4,26 @@
     second run    what was put in their places since is taken away for as long as it runs
 
 A model may be called with other attributes between a forward and its backward (``eval()``, ``dropout.p``), and the same
-forward may write a buffer behind the region that reads it. A tensor that was changed in place cannot be had back. A
-forward hook that only observes sees the first run alone.
+forward may write a buffer behind the region that reads it. A tensor that was changed in place cannot be had back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from autosplit.trace.inputs.objects import tensors_in
-
 _TABLES = ("_parameters", "_buffers")
 _SWAPPING = threading.RLock()
 """Held while modules have attributes of an earlier forward: second runs that need that take turns."""
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _ABSENT = object()
 Table = dict[str, Any]
-Hook = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -51,14 +45,12 @@ class Surroundings:
         places: other entries that it takes: a dictionary, a name and the value there.
         rewritten: the same of buffers that the forward writes, with copies, and whether the region itself writes them.
         steady: parameters, buffers and inputs that must not change.
-        modules: the modules that it calls, with their children.
     """
 
     tables: tuple[tuple[Table, Table], ...]
     places: tuple[tuple[Table, str, Any], ...]
     rewritten: tuple[tuple[Table, str, torch.Tensor, bool], ...]
     steady: tuple[_Steady, ...]
-    modules: tuple[nn.Module, ...]
 
     @classmethod
     def of(
@@ -100,7 +92,6 @@ class Surroundings:
             tuple((*_place(root, full), value) for full, value in places.items()),
             tuple(copied),
             tuple(_Steady(what, t, t._version, t.requires_grad) for what, t in held if not t.is_inference()),
-            tuple(m for _, m in modules),
         )
 
     def check(self, place: str) -> None:
@@ -173,54 +164,3 @@ def _put(table: Table, name: str, value: Any) -> None:
         table.pop(name, None)
     else:
         table[name] = value
-
-
-class Observers:
-    """Tells which hooks of some modules return None, write to no tensor that they are given, and make none to be used.
-
-    A hook that runs before a forward may make a tensor of the module's for it, as pruning and weight norms do.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        tables = [module.__dict__[name] for module in modules for name in _HOOK_TABLES]
-        self._before = {number for module in modules for number in module._forward_pre_hooks}
-        self._tables: list[dict[int, Hook]] = [table for table in tables if table]
-        self._called: set[int] = set()
-        self._changing: set[int] = set()
-
-    def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the first run, in which hooks are watched."""
-        return self._replaced(lambda number, hook: partial(self._watch, number, hook))
-
-    def silenced(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the second run, in which hooks are not called that only observed the first one."""
-        observers = self._called - self._changing
-        return self._replaced(lambda number, hook: _nothing if number in observers else hook)
-
-    def _watch(self, number: int, hook: Hook, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensor for tensor in tensors_in((args[1:], kwargs)) if not tensor.is_inference()]
-        versions, held = [tensor._version for tensor in tensors], dict(vars(args[0]))
-        result = hook(*args, **kwargs)
-        self._called.add(number)
-        own = vars(args[0]).items() if number in self._before else ()
-        makes = any(isinstance(value, torch.Tensor) and value is not held.get(name) for name, value in own)
-        if makes or result is not None or versions != [tensor._version for tensor in tensors]:
-            self._changing.add(number)
-        return result
-
-    @contextlib.contextmanager
-    def _replaced(self, other: Callable[[int, Hook], Hook]) -> Iterator[None]:
-        """Put other hooks in the places of those that are there; what is registered or removed inside stays so."""
-        found = [(table, dict(table)) for table in self._tables]
-        for table, hooks in found:
-            table.update({number: other(number, hook) for number, hook in hooks.items()})
-        try:
-            yield
-        finally:
-            for table, hooks in found:
-                table.update({number: hook for number, hook in hooks.items() if number in table})
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a hook that only observes."""
