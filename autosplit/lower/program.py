@@ -2,7 +2,7 @@
 
 clock        0      1      2      3          y<stage>_<microbatch>
 stage 0    y0_0   y0_1   y0_2
-stage 1           y1_0   y1_1   y1_2         each cell: wait, transfer, call the stage, record
+stage 1           y1_0   y1_1   y1_2         each cell: transfer, call the stage, record
 
 The order of cells is that of the plan's schedule; where a device holds several stages it takes turns with them.
 """
@@ -20,7 +20,7 @@ from autosplit.lower.region import named
 from autosplit.lower.split import Lowered
 from autosplit.lower.text import readable
 from autosplit.runtime.norms import update_statistics
-from autosplit.runtime.ops import OUT, CellContext, fork, merge, record, split, transfer, wait
+from autosplit.runtime.ops import OUT, CellContext, fork, merge, record, split, transfer
 from autosplit.runtime.regions import Recomputed
 from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, LENGTH, NodeClass
@@ -162,9 +162,9 @@ class _Program:
         moved = self._transfer((self.values[slot],), source, stage, f"{self.values[slot].name}_on{stage}")
         return self._item(moved, 0)
 
-    def _transfer(self, bundle: Any, source: Any, target: int, name: str) -> fx.Node:
+    def _transfer(self, bundle: Any, source: Any, target: int, name: str, *done: fx.Node) -> fx.Node:
         lane = self._item(self.lanes, -1 if source is self.lanes else source)
-        return self._call(transfer, (bundle, lane, self._item(self.lanes, target)), name)
+        return self._call(transfer, (bundle, lane, self._item(self.lanes, target), *done), name)
 
     def _split(self, stage: int) -> fx.Node:
         slots = self.layout.stages[stage].inputs
@@ -194,11 +194,9 @@ class _Program:
         if layout.inputs:
             given["inputs"] = self._item(self.splits[stage], microbatch)
         for source in sorted(layout.received):
-            done = self.done[source, microbatch]
-            self._call(wait, (self._item(self.lanes, stage), done), f"waited{stage}_{microbatch}_{source}")
             bundle = self._item(self.cells[source, microbatch], str(stage))
             name = f"y{source}_{microbatch}_on{stage}"
-            given[f"from{source}"] = self._transfer(bundle, source, stage, name)
+            given[f"from{source}"] = self._transfer(bundle, source, stage, name, self.done[source, microbatch])
         flag: dict[str, Any] = {}
         if isinstance(self.lowered.runs[stage], Recomputed):
             flag["recompute"] = self.lowered.runs_again(stage, last=microbatch == self.last)
@@ -219,7 +217,8 @@ class _Program:
         infos = [nodes[slot.value].meta[INFO].tensors[0] for slot in slots]
         layouts = tuple(info.layout if isinstance(info.layout, tuple) else None for info in infos)
         dims = tuple(info.batch_dim for info in infos)
-        merged = self._call(merge, (bundles, dims, *([layouts] if any(layouts) else [])), f"merged{stage}")
+        lane = self._item(self.lanes, stage)
+        merged = self._call(merge, (bundles, dims, lane, *([layouts] if any(layouts) else [])), f"merged{stage}")
         for position, slot in enumerate(slots):
             self.values[Slot(slot.value)] = self._item(merged, position)
 

@@ -25,12 +25,12 @@ from autosplit.planning.explain.reasons import short_of_memory
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.norms import update_statistics
-from autosplit.runtime.ops import CellContext, fork, merge, record, split, transfer, wait
+from autosplit.runtime.ops import CellContext, fork, merge, record, split, transfer
 from autosplit.schedule.action import Action, describe
 from autosplit.trace.graph import INFO
 
 WORDS: dict[str, Any] = {
-    word.__name__: word for word in (CellContext, fork, merge, record, split, transfer, update_statistics, wait)
+    word.__name__: word for word in (CellContext, fork, merge, record, split, transfer, update_statistics)
 }
 _LINE = re.compile(r"(?P<name>\w+) = (?P<value>.*?);?(?:  (?P<gone>\w+(?: = \w+)* = None))?")
 _ITEM = re.compile(r"(\w+)\[(\d+)\]")
@@ -94,7 +94,7 @@ class _Inliner:
             self.items[name] = f"{plain[1]}_{plain[2]}"
             self.locals |= {self.items[name]} if name in self.locals else set()
             self.block.append(f"{self.items[name]} = {value}")
-        elif value.startswith(("wait(", "update_statistics(")):
+        elif value.startswith("update_statistics("):
             self.block.append(value)
         else:
             self.block.append(f"{name} = {value}")
@@ -109,7 +109,7 @@ class _Inliner:
         """Move the lines up to and including a cell to the output, under a comment when a new tick begins."""
         if clock != self.clock:
             self.clock = clock
-            start = next(i for i, line in enumerate(self.block) if re.match(r"wait\(|y\d+_\d+", line))
+            start = next(i for i, line in enumerate(self.block) if re.match(r"y\d+_\d+", line))
             self.block.insert(start, f"# clock {clock}")
         self.out += self.block
         self.block = []

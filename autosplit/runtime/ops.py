@@ -1,4 +1,4 @@
-"""The words of the pipelined program: split, transfer, record, wait, merge, and what keeps the numbers the same.
+"""The words of the pipelined program: split, transfer, record, merge, and what keeps the numbers the same.
 
 A *bundle* is a tuple of tensors that travel together: everything that one stage sends to one other stage for one
 microbatch.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -58,15 +57,6 @@ class CellContext(NamedTuple):
     microbatch: int
 
 
-class Sent(Bundle):
-    """What a cell on an asynchronous lane gives: it knows that lane.
-
-    Who takes it waits for the event that was recorded behind the cell; a later one would wait for later cells too.
-    """
-
-    lane: Lane
-
-
 def split(
     bundle: Bundle, sizes: Sequence[int], dims: Sequence[int], lane: Lane, changed: Sequence[bool] = ()
 ) -> tuple[Bundle, ...]:
@@ -100,15 +90,16 @@ def rows_along(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[tor
     return [piece.contiguous() for piece in pieces] if dim and tensor.is_contiguous() else pieces
 
 
-def merge(bundles: Sequence[Bundle], dims: Sequence[int], layouts: Sequence[Sequence[int] | None] = ()) -> Bundle:
+def merge(
+    bundles: Sequence[Bundle], dims: Sequence[int], lane: Lane, layouts: Sequence[Sequence[int] | None] = ()
+) -> Bundle:
     """Join the microbatches of every tensor of a bundle along its batch dimension, on the lane that made them.
 
     ``layouts``: the order of each tensor's dimensions in the plain model's memory, where it is not their own.
     """
-    first = bundles[0]
     if len(bundles) == 1:
-        return tuple(first)
-    with first.lane.active() if isinstance(first, Sent) else nullcontext():
+        return tuple(bundles[0])
+    with lane.active():
         pieces = zip(*bundles, strict=True)
         return tuple(map(_joined, pieces, dims, layouts or (None,) * len(dims)))
 
@@ -120,30 +111,21 @@ def _joined(pieces: Sequence[torch.Tensor], dim: int, layout: Sequence[int] | No
     return together.permute([layout.index(place) for place in range(len(layout))])
 
 
-def transfer(bundle: Bundle, source: Lane, target: Lane) -> Bundle:
+def transfer(bundle: Bundle, source: Lane, target: Lane, done: Any = None) -> Bundle:
     """Bring a bundle from one lane to another: a copy between devices, on one device the tensors themselves.
 
-    The target waits for what the source was given so far; for what a cell sent it has waited already. Gradients come
-    back the same way, and so on.
+    The target waits for ``done``, the event behind the cell that made the bundle, and not for later cells; without one
+    for all that the source was given so far. Gradients come back the same way, and so on.
     """
     if not (source.asynchronous or target.asynchronous):
         return bundle
-    if not isinstance(bundle, Sent):
-        target.wait(source.record())
+    target.wait(source.record() if done is None else done)
     if source.device == target.device or not (torch.is_grad_enabled() and any(t.requires_grad for t in bundle)):
         return target.fetch(bundle, source)
     with source.active():
         bundle = _Departure.apply(*bundle)
     with target.active():
         return _Transfer.apply(source.now(), target.now(), *bundle)
-
-
-def take(bundle: Bundle, source: Lane, done: Any, target: Lane) -> Bundle:
-    """Bring what a cell sent to another lane, which waits for ``done``, the event behind that cell, and no more."""
-    if not (source.asynchronous or target.asynchronous):
-        return bundle
-    target.wait(done)
-    return transfer(sent(bundle, source), source, target)
 
 
 def bring(tree: Any, source: Lane, target: Lane) -> Any:
@@ -213,15 +195,7 @@ class _OnLane(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.lane.active():
-            given = self.module(*args, **kwargs)
-        return {to: sent(bundle, self.lane) for to, bundle in given.items()} if isinstance(given, dict) else given
-
-
-def sent(bundle: Bundle, lane: Lane) -> Sent:
-    """Return a bundle that knows the lane whose cell gave it."""
-    made = Sent(bundle)
-    made.lane = lane
-    return made
+            return self.module(*args, **kwargs)
 
 
 def enter(caller: Lane, lanes: Sequence[Lane]) -> None:
@@ -256,11 +230,6 @@ def leave(caller: Lane, lanes: Sequence[Lane], tensors: Sequence[Any]) -> None:
 def record(lane: Lane) -> Any:
     """Return an event for the work that the lane was given so far."""
     return lane.record()
-
-
-def wait(lane: Lane, event: Any) -> None:
-    """Let the lane's later work wait for another lane's event."""
-    lane.wait(event)
 
 
 def alias(value: torch.Tensor) -> torch.Tensor:
@@ -325,5 +294,4 @@ def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, 
                 generator.set_state(state)
 
 
-for _function in (record, wait):
-    has_side_effect(_function)
+has_side_effect(record)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.ops import take
+from autosplit.runtime.ops import transfer
 from autosplit.runtime.step_log import StepLog
 
 Message = Sequence[torch.Tensor | None]
@@ -78,7 +78,7 @@ class SharedMemory:
         there = tuple(tensor for tensor in message if tensor is not None)
         detached = self._detached and not way.backward  # batched gradients cannot be detached, and have no graph
         given = tuple(tensor.detach() for tensor in there) if detached else there
-        move = partial(take, given, self._lanes[way.source], ready, self._lanes[way.target])
+        move = partial(transfer, given, self._lanes[way.source], self._lanes[way.target], ready)
         if self._log is None:
             moved = move()
         else:

@@ -149,7 +149,7 @@ def slow_transfers(chosen: random.Random) -> Iterator[None]:
 
         return moved
 
-    with mock.patch.object(transport, "take", slow(ops.take)):
+    with mock.patch.object(transport, "transfer", slow(ops.transfer)):
         yield
 
 

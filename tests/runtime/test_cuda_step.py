@@ -202,14 +202,16 @@ _SEND = SharedMemory.send
 def _without_event(memory: SharedMemory, way: Way, message: Message) -> None:
     _SEND(memory, way, message)
     if way.backward:
-        memory._sent[way] = message, None
+        memory._sent[way] = message, memory._lanes[way.target].record()
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "the caller before a step": lambda: mock.patch.object(steps, "enter"),
     "the lanes before the gradients are handed over": lambda: mock.patch.object(steps, "leave"),
     "the event behind a cell": lambda: mock.patch.object(
-        transport, "take", lambda bundle, source, done, target: ops.take(bundle, source, None, target)
+        transport,
+        "transfer",
+        lambda bundle, source, target, done: ops.transfer(bundle, source, target, target.record()),
     ),
     "the backward that sends a gradient": lambda: mock.patch.object(SharedMemory, "send", _without_event),
     "the lane's stream under a backward": lambda: mock.patch.object(Cells, "backward", _without_active(Cells.backward)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.runtime import norms, ops
+from autosplit.runtime import norms, ops, transport
 from tests.runtime.happens_before import HOST, Wait, problems
 from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Skips, assert_close
 from tests.runtime.recorded_pipe import RecordedPipe
@@ -125,12 +125,12 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 def test_a_wait_is_found(read: str) -> None:
     """What this file rests on: each way to wait, put into a step, is seen."""
     run = RecordedPipe(Skips(), *PLACES["one card"])
-    merge = ops.transfer
+    transfer = ops.transfer
 
-    def reading(bundle: Any, source: Any, target: Any) -> Any:
+    def reading(bundle: Any, *given: Any) -> Any:
         READS[read](bundle[0].detach())
-        return merge(bundle, source, target)
+        return transfer(bundle, *given)
 
-    with mock.patch.object(ops, "transfer", reading):
+    with mock.patch.object(transport, "transfer", reading):
         run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
     assert run.streams.host_reads
