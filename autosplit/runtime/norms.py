@@ -18,7 +18,6 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +32,10 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import CallState, CellContext
 
 _SIGNATURES = {function: inspect.signature(function) for function in (F.batch_norm, F.instance_norm)}
+_COUNTING = (torch.Tensor.add_, torch.Tensor.add, torch.Tensor.__float__)
+"""What a module does with its counter."""
 _FAR = 64
 """A mean this many standard deviations from zero is rounded by more than the variance of several parts can bear."""
-_COUNTER = "num_batches_tracked"
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,14 +141,16 @@ def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any)
     """
     if not isinstance(norm, nn.Module):
         return _Norms(key, name).normalise(norm, *args, **kwargs)
-    counts = isinstance(norm, _BatchNorm) and norm.num_batches_tracked is not None
-    mode = _Norms(key, name, norm.num_batches_tracked if counts else None, cumulative=counts and norm.momentum is None)
-    with _copied_counter(norm) if counts else contextlib.nullcontext(), mode:
+    counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None
+    with _Norms(key, name, counter, cumulative=counter is not None and norm.momentum is None):
         return norm(*args, **kwargs)
 
 
 class _Norms(TorchFunctionMode):
-    """Calls functional norms for a recorded call, also those inside a module's own forward."""
+    """Calls functional norms for a recorded call, also those inside a module's own forward.
+
+    What the module adds to its ``counter`` is left to the update of the step; an average over all updates reads one.
+    """
 
     def __init__(self, key: CellContext, name: str, counter: Any = None, *, cumulative: bool = False) -> None:
         super().__init__()
@@ -169,19 +171,11 @@ class _Norms(TorchFunctionMode):
         return norm_and_collect_stats(note, function, value, mean, var, weight, bias, eps)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (partial(self.normalise, func) if func in _SIGNATURES else func)(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _copied_counter(norm: nn.Module) -> Iterator[None]:
-    """Let a module count its calls on a copy; its stage's cells run one after the other."""
-    counter = norm._buffers[_COUNTER]
-    assert counter is not None
-    norm._buffers[_COUNTER] = counter.detach().clone()
-    try:
-        yield
-    finally:
-        norm._buffers[_COUNTER] = counter
+        if func in _SIGNATURES:
+            return self.normalise(func, *args, **(kwargs or {}))
+        if func in _COUNTING and args[0] is self.counter:
+            return 1.0 if func is torch.Tensor.__float__ else self.counter
+        return func(*args, **(kwargs or {}))
 
 
 class Note(NamedTuple):
