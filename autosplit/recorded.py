@@ -28,7 +28,7 @@ from autosplit.trace.borrowed.python_state import Place
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
 from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart
-from autosplit.trace.inputs.signature import Key, Kind, OutsideValues, key_of, rows_of
+from autosplit.trace.inputs.signature import Key, Kind, OutsideValues, key_of, without_rows
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.run import PythonRun
 
@@ -98,9 +98,23 @@ class Recorded:
         """Whether the model's own Python has to run in a call, for what it changes besides tensors."""
         return bool(self.trace.gathered.recording.recording.changed)
 
+    def holds(self, key: Key, sample: Sample) -> bool:
+        """Tell whether its value reads give on a batch what they gave on its own."""
+        guard = self.trace.guard
+        return guard is None or guard.holds(tensors_of(sample), self.kind.rows_in(key))
+
+    def is_same_but_for_rows(self, key: Key) -> bool:
+        """Tell whether a call's inputs have the shapes for which it was made, but for the batch."""
+        return self.kind.shapes == without_rows(key.shapes, self.kind.batch_dims) and self.kind.rows_in(key) > 0
+
+    def covers(self, key: Key) -> bool:
+        """Tell whether it is for many lengths and known to be what the model does at those of a call."""
+        domain, lengths, rows = self.trace.domain, self.kind.lengths_in(key), self.kind.rows_in(key)
+        return domain is not None and lengths is not None and rows > 0 and domain.holds(rows, lengths)
+
     def lacks_one_row(self, key: Key) -> bool:
         """Tell whether it is for many lengths and would do for a call if it were known to hold for one row."""
-        domain, one = self.trace.domain, rows_of(key.shapes, self.kind.batch_dims) == 1
+        domain, one = self.trace.domain, self.kind.rows_in(key) == 1
         return domain is not None and domain.single is None and one and self.kind.lengths_in(key) is not None
 
     @cached_property
@@ -171,6 +185,11 @@ def free_names(model: nn.Module, stages: int) -> dict[str, str]:
             name = f"pipe_{name}"
         names[part] = name
     return names
+
+
+def tensors_of(sample: Sample) -> list[torch.Tensor]:
+    """Return the input tensors of a call."""
+    return [leaf for leaf in leaves_of((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 def lane_of_caller(leaves: Sequence[Any]) -> Lane:
@@ -279,8 +298,7 @@ class PythonRuns:
         """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
         with torch.inference_mode(False), without_callers_modes():
             flat = replace(recorded.trace.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
-            rows = rows_of(key.shapes, recorded.kind.batch_dims)
-            return recorded.trace.gathered.run_python(self.model, flat, rows)
+            return recorded.trace.gathered.run_python(self.model, flat, recorded.kind.rows_in(key))
 
     def choose(
         self, variants: Iterable[Recorded], key: Key, sample: Sample

@@ -5,6 +5,7 @@ A kind of call that no graph can follow is run by the model's own Python, its mo
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from autosplit.recorded import (
     Recorded,
     as_called,
     refusal,
+    tensors_of,
     tree_of,
 )
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
@@ -40,8 +42,7 @@ from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed.state import attributes
 from autosplit.trace.inputs.inputs import batch_rows
-from autosplit.trace.inputs.objects import leaves_of
-from autosplit.trace.inputs.signature import Key, Kind, Shapes, rows_of, without_rows
+from autosplit.trace.inputs.signature import Key, Kind, Shapes, without_rows
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
 from autosplit.trace.recording.recording import FirstCall
 from autosplit.trace.recording.run import PythonRun
@@ -106,7 +107,7 @@ class Recordings:
 
     def _find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
         """Return the recording for a call whatever it changes in Python; make it when there is none."""
-        found = self._holding(self.kept.get(key, ()), key, sample)
+        found = _first(self.kept.get(key, ()), key, sample)
         if found is not None:
             self.kept.use(key)
         elif is_transformed():
@@ -122,9 +123,8 @@ class Recordings:
                     self._refused.use(key.rest)
                     self._collapses.note(why := self._refused[key.rest], OWN_PYTHON.format(why))
                     return self._tree(sample, why)
-                self._collapses.check(key.rest, found.traced, rows_of(key.shapes, found.kind.batch_dims))
-        tensors = [leaf for leaf in leaves_of((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
-        if why := refusal(found.traced, tensors, self.model):
+                self._collapses.check(key.rest, found.traced, found.kind.rows_in(key))
+        if why := refusal(found.traced, tensors_of(sample), self.model):
             self._collapses.note(why, OWN_PYTHON.format(why))
             with RECORDING:
                 return self._tree(sample, why)
@@ -163,7 +163,7 @@ class Recordings:
     def _found(self, key: Key, sample: Sample) -> Recorded:
         """Return a recording for a kind of call that had none: one for another batch size, or a new one."""
         own = self.kept.get(key, ())
-        if (ready := self._holding(own, key, sample)) is not None:
+        if (ready := _first(own, key, sample)) is not None:
             return ready
         recorded = self._proved(key, sample)
         if recorded is None and len(own) >= _VARIANTS:
@@ -187,8 +187,9 @@ class Recordings:
         found = self._find(key, sample)
         if isinstance(found, TreeRun) or not found.changes_python:
             return found, None
-        others = {id(one): one for one in (found, *self.kept.get(key, ()), *self._known(key))}
-        variants = [one for one in others.values() if one is found or self._holding((one,), key, sample) is one]
+        alike = [one for one in self._alike(key) if one.is_same_but_for_rows(key)]
+        others = {id(one): one for one in (found, *self.kept.get(key, ()), *alike)}
+        variants = [one for one in others.values() if one is found or one.holds(key, sample)]
         with RECORDING:
             if (chosen := self.python.choose(variants, key, sample)) is not None:
                 return chosen
@@ -217,28 +218,6 @@ class Recordings:
         """Keep a recording for calls of a signature, before its other variants; the oldest ones go."""
         self.kept[key] = (recorded, *(one for one in self.kept.get(key, ()) if one is not recorded))
 
-    def _covering(self, key: Key) -> Iterator[Recorded]:
-        """Yield the recordings for many lengths that are known to be what the model does at those of a call."""
-        for recorded in self._alike(key):
-            domain, rows = recorded.trace.domain, rows_of(key.shapes, recorded.kind.batch_dims)
-            lengths = recorded.kind.lengths_in(key)
-            if domain is not None and lengths is not None and rows and domain.holds(rows, lengths):
-                yield recorded
-
-    def _checked(self, key: Key, sample: Sample) -> Iterator[Recorded]:
-        """Yield the recordings for many lengths that a recording at those of a call proves right there."""
-        for recorded in list(self._alike(key)):
-            domain, kind = recorded.trace.domain, recorded.kind
-            rows = rows_of(key.shapes, kind.batch_dims)
-            if domain is None or kind.lengths_in(key) is None or not rows or recorded.lacks_one_row(key):
-                continue
-            try:
-                with torch.inference_mode(False), without_callers_modes():
-                    recorded.trace.check_rows(self.model, sample, rows)
-            except TraceError:  # another one may do, or a new one will
-                continue
-            yield recorded
-
     def _widened(self, key: Key, sample: Sample) -> Recorded | None:
         """Return a recording for all lengths, made of the newest one of this kind of call at another length; or None.
 
@@ -248,7 +227,7 @@ class Recordings:
             return None
         for base in self._alike(key):
             kind = base.kind
-            if not rows_of(key.shapes, kind.batch_dims):
+            if not kind.rows_in(key):
                 continue
             with torch.inference_mode(False), without_callers_modes():
                 if base.lacks_one_row(key):
@@ -272,12 +251,8 @@ class Recordings:
 
     def _replacing(self, base: Recorded, wide: Recorded) -> Recorded:
         """Keep a recording for many lengths where one for one length was kept, as far as it is known to hold."""
-        domain = wide.trace.domain
-        assert domain is not None
         for key, variants in list(self.kept.items()):
-            lengths = wide.kind.lengths_in(key)
-            own = any(recorded is base for recorded in variants)
-            if own and lengths is not None and domain.holds(rows_of(key.shapes, wide.kind.batch_dims), lengths):
+            if any(recorded is base for recorded in variants) and wide.covers(key):
                 self.kept[key] = tuple(wide if recorded is base else recorded for recorded in variants)
         return wide
 
@@ -291,35 +266,25 @@ class Recordings:
 
         Raises TraceError when one that differs only in its number of rows does not.
         """
-        if (found := self._holding(self._covering(key), key, sample)) is not None:
+        fitting = [one for one in self._alike(key) if one.kind.lengths_in(key) is not None and one.kind.rows_in(key)]
+        fitting = [one for one in fitting if one.holds(key, sample)]
+        if (found := next((one for one in fitting if one.covers(key)), None)) is not None:
             return found
-        if (found := self._holding(self._known(key), key, sample)) is not None:
-            if found.changes_python:  # its own Python runs in every call
-                return found
-            with torch.inference_mode(False), without_callers_modes():
-                found.trace.check_rows(self.model, sample, rows_of(key.shapes, found.kind.batch_dims))
+        if (found := next((one for one in fitting if one.is_same_but_for_rows(key)), None)) is not None:
+            if not found.changes_python:  # else its own Python runs in every call
+                self._check(found, key, sample)
             return found
-        return self._holding(self._checked(key, sample), key, sample)
-
-    def _holding(self, recordings: Iterable[Recorded], key: Key, sample: Sample) -> Recorded | None:
-        """Return the first recording whose value reads give on this batch what they gave on its own."""
-        for recorded in recordings:
-            guard = recorded.trace.guard
-            if guard is None:
-                return recorded
-            leaves = leaves_of((sample.args, sample.kwargs))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            if guard.holds(tensors, rows_of(key.shapes, recorded.kind.batch_dims)):
-                return recorded
+        for one in fitting:
+            if not one.lacks_one_row(key):
+                with contextlib.suppress(TraceError):  # another one may do, or a new one will
+                    self._check(one, key, sample)
+                    return one
         return None
 
-    def _known(self, key: Key) -> Iterator[Recorded]:
-        """Yield the recordings of the same kind of call at other batch sizes."""
-        for recorded in self._alike(key):
-            kind = recorded.kind
-            same = kind.shapes == without_rows(key.shapes, kind.batch_dims)
-            if same and rows_of(key.shapes, kind.batch_dims):
-                yield recorded
+    def _check(self, recorded: Recorded, key: Key, sample: Sample) -> None:
+        """Record once more at a call's sizes; raise TraceError when a recording does not hold there."""
+        with torch.inference_mode(False), without_callers_modes():
+            recorded.trace.check_rows(self.model, sample, recorded.kind.rows_in(key))
 
     def _record(self, key: Key, sample: Sample) -> Recorded:
         """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
@@ -376,3 +341,8 @@ class Recordings:
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
         return Recorded(found.graph, lowered, found, kind, self.lanes)
+
+
+def _first(recordings: Iterable[Recorded], key: Key, sample: Sample) -> Recorded | None:
+    """Return the first recording that holds for the values of a batch."""
+    return next((recorded for recorded in recordings if recorded.holds(key, sample)), None)

@@ -42,6 +42,10 @@ class Kind:
     batch_dims: tuple[int | None, ...]
     lengths: tuple[Length, ...] = ()
 
+    def rows_in(self, key: Key) -> int:
+        """Return a call's batch size, or 0 when its inputs disagree or are empty."""
+        return rows_of(key.shapes, self.batch_dims)
+
     def lengths_in(self, key: Key) -> dict[str, int] | None:
         """Return a call's lengths if it is of this kind but for them; None if it is of another."""
         if self.rest != key.rest:
