@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from autosplit.errors import TraceError
+from autosplit.errors import InputError, TraceError
 from autosplit.lower.program import emit_ending, emit_setup
 from autosplit.lower.split import Lowered
 from autosplit.options import Options, Sample
@@ -212,11 +212,16 @@ class Constants:
         self._numbers: dict[Any, set[Any]] = {}
 
     def check(self, key: Key, sample: Sample) -> None:
-        """Raise TraceError for inputs that a recording cannot hold as constants."""
+        """Raise TraceError for inputs that a recording cannot hold, InputError for those without values."""
         leaves = leaves_of((sample.args, sample.kwargs))
         if self.options.batch_dims is None and has_uneven_list(sample):
             raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            raise InputError(
+                "an input is on the meta device and has no values; give one on a real device. autosplit.plan() takes "
+                "meta tensors"
+            )
         if any(tensor.is_nested for tensor in tensors):
             raise TraceError("an input is a nested tensor, which has no rows to cut: give a padded one with a mask")
         if self.options.batch_dims is None and any(tensor.layout is not torch.strided for tensor in tensors):

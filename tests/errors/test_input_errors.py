@@ -72,6 +72,14 @@ def test_an_empty_batch(planned: bool, unchanged: Unchanged) -> None:
     torch.testing.assert_close(pipe(numbers(4, 3)), model(numbers(4, 3)))
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_an_input_without_values(planned: bool, unchanged: Unchanged) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), numbers(4, 3)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=2, sample=x if planned else None)
+    with unchanged(model), pytest.raises(InputError, match="meta device and has no values"):
+        pipe(x.to("meta"))
+
+
 def test_a_call_without_tensors(unchanged: Unchanged) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with unchanged(model, numbers(4, 3)), pytest.raises(InputError, match="tensor"):
