@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -96,8 +97,7 @@ def _given(form: Form, step: Step) -> dict[fx.Node, Any]:
 def _run_node(node: fx.Node, env: Mapping[fx.Node, Any], root: nn.Module, lane: Lane | None = None) -> Any:
     """Compute a node from the values of its operands; with ``lane`` on that lane's device."""
     if node.op == "get_attr":
-        path, _, name = str(node.target).rpartition(".")
-        value = getattr(root.get_submodule(path), name)
+        value = attrgetter(str(node.target))(root)
         if lane is None or not isinstance(value, torch.Tensor):
             return value
         return transfer((value,), lane.origin(value), lane)[0]

@@ -11,7 +11,6 @@ import random
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,17 +39,6 @@ _WORDS = {
     "counted": "mean over rows with torch's losses in it",
     "counted sum": "sum over rows with torch's losses in it",
 }
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What one batch says about a loss: the kinds that explain it, the most exact first; or `WRITES` alone.
-
-    Not conclusive when a mean and a sum both would.
-    """
-
-    kinds: tuple[str, ...]
-    conclusive: bool
 
 
 class Proofs:
@@ -113,8 +101,10 @@ def prove(
     targets: Sequence[Any],
     sizes: Sequence[int],
     leaves: Sequence[torch.Tensor],
-) -> Proof | None:
+) -> list[str] | None:
     """Find out on one batch how the losses of microbatches add up; None when this batch does not tell.
+
+    Returns the kinds that explain the loss of the batch, the most exact first; or `WRITES` alone.
 
     ``output(m)`` returns the model's output for microbatch ``m``, or for the whole batch when ``m`` is None; ``leaves``
     are the tensors of the whole output, and parameters of the loss, whose gradients count. Raises InputError when the
@@ -127,7 +117,7 @@ def prove(
             whole, counted = _whole(loss_fn, output(None), target)
             writes = versions != [leaf._version for leaf in given if not leaf.is_inference()]
         if writes:
-            return Proof((WRITES,), conclusive=True)
+            return [WRITES]
         outputs = [output(m) for m in range(len(sizes))]
         found = {
             kind: _parts(Parts(kind, loss_fn, sizes, targets, counted if "counted" in kind else ()), outputs)
@@ -142,12 +132,13 @@ def prove(
             f"the loss is neither a mean nor a sum over rows: {float(whole):.6g} on the whole batch, {mean:.6g} as the "
             f"mean and {total:.6g} as the sum over {len(sizes)} microbatches; {WAY_OUT}"
         )
-    best = tuple(kind for kind in ("counted", "counted sum", "mean", "sum") if kind in agree)
-    conclusive = not {"mean", "sum"} <= set(agree)
-    if conclusive and leaves:
+    if {"mean", "sum"} <= set(agree):
+        return None
+    best = [kind for kind in ("counted", "counted sum", "mean", "sum") if kind in agree]
+    if leaves:
         parts = Parts(best[0], loss_fn, sizes, targets, counted if "counted" in best[0] else ())
         _check_gradients(parts, output, target, leaves)
-    return Proof(best, conclusive=conclusive)
+    return best
 
 
 def _check_gradients(

@@ -17,7 +17,7 @@ from autosplit.runtime.loss import own_loss
 from autosplit.runtime.loss import parts as losses
 from autosplit.runtime.loss.outputs import Outputs, split_target, used_outputs
 from autosplit.runtime.loss.parts import Counted
-from autosplit.runtime.loss.proof import WRITES, Proof, Proofs, WholeCheck, identity, prove
+from autosplit.runtime.loss.proof import WRITES, Proofs, WholeCheck, identity, prove
 from autosplit.runtime.ops import bring
 from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.step import Step
@@ -89,12 +89,12 @@ class _Loss:
         """Return a loss that is proved on this batch or was on an earlier one."""
         kind = proofs.find(self.loss_fn, _KIND)
         if kind is None:
-            proof = _prove(self, whole)
-            if proof is None or not proof.conclusive:
+            kinds = _prove(self, whole)
+            if kinds is None:
                 return None
-            counts = "counted" in proof.kinds[0] and self._count()
-            kinds = [kind for kind in proof.kinds if counts or "counted" not in kind]
-            kind = proofs.keep(self.loss_fn, _KIND, (kinds or proof.kinds)[0])
+            counts = "counted" in kinds[0] and self._count()
+            known = [kind for kind in kinds if counts or "counted" not in kind]
+            kind = proofs.keep(self.loss_fn, _KIND, (known or kinds)[0])
         counted = self._count() if "counted" in kind else ()
         if kind == WRITES or counted is None:
             return None
@@ -211,7 +211,7 @@ def _gathered(output: Any, lanes: Sequence[Lane]) -> Any:
     return rebuild(flat)
 
 
-def _prove(loss: _Loss, whole: Callable[[], Any]) -> Proof | None:
+def _prove(loss: _Loss, whole: Callable[[], Any]) -> list[str] | None:
     step = loss.step
     traced = step.lowered.traced
     given = state.contents(step.tensors if step.lowered.changes_inputs else ())
