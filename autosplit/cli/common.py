@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.checks import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, SCHEDULES
+from autosplit.checks import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, RESERVE, SCHEDULES
 from autosplit.cli.inputs import MODEL_FORM
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
 from autosplit.progress import bars
@@ -28,10 +31,6 @@ if TYPE_CHECKING:
 
 DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 MODEL_HELP = f"{MODEL_FORM}: a callable that makes the model, an nn.Module, or a transformers config."
-INPUT_HELP = (
-    "One per input. PLACE is a name or a position; batch.mask is inside of a dict, pair[0] of a list, pair.0 of a "
-    "tuple. A constant stands as a value: flag=false."
-)
 
 
 def complete(*valid: str) -> Callable[[str], list[str]]:
@@ -54,90 +53,110 @@ def complete_device(incomplete: str) -> list[str]:
 
 
 Target = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-Inputs = Annotated[list[str] | None, typer.Option("--input", metavar="PLACE=DTYPE[SHAPE]", help=INPUT_HELP)]
-Kwargs = Annotated[
-    str | None, typer.Option(metavar="JSON", help="Arguments of the factory as a JSON object; entries of a config.")
-]
-BatchDims = Annotated[
-    str | None,
-    typer.Option(metavar="JSON", help='The batch dimension of the inputs: 1, [0, null], or {"x": 1} (default: 0).'),
-]
-Batch = Annotated[int | None, typer.Option(min=1, help="Rows of a step, for the inputs that a config describes.")]
-Sequence = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per row, for the inputs that a config describes (at most 4096).")
-]
 Labels = Annotated[
     bool | None,
     typer.Option("--labels/--no-labels", help="Labels for a config's model, to make its loss (default: if it can)."),
-]
-Devices = Annotated[str, typer.Option(help="A number of devices, or torch devices such as cpu,cuda:0.")]
-Chunks = Annotated[int, typer.Option(help="Number of microbatches.")]
-ScheduleName = Annotated[
-    str, typer.Option(help=f"{', '.join(SCHEDULES)}, or an action file.", autocompletion=complete(*SCHEDULES))
-]
-VirtualStages = Annotated[int, typer.Option(help="Stages per device (default: what the schedule takes).")]
-Recompute = Annotated[
-    str,
-    typer.Option(
-        help=f"auto, one of {', '.join(RECOMPUTE)}, or one of these per stage, with commas between.",
-        autocompletion=complete("auto", *RECOMPUTE),
-    ),
-]
-Optimizer = Annotated[
-    str,
-    typer.Option(
-        help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.",
-        autocompletion=complete(*OPTIMIZER_COPIES),
-    ),
 ]
 Precision = Annotated[
     str | None,
     typer.Option(help=f"{', '.join(PRECISIONS)} (default: as the model is).", autocompletion=complete(*PRECISIONS)),
 ]
-MemoryLimit = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use, such as 70GiB.")]
-Reserve = Annotated[str, typer.Option(metavar="BYTES", help="What to leave free on a device, such as 2GiB or 3%.")]
 Mode = Annotated[bool | None, typer.Option("--train/--eval", help="Mode of the model (default: as made).")]
-PlanFile = Annotated[Path | None, typer.Option(help="Use this saved plan instead of a new one.")]
-Moves = Annotated[
-    list[str] | None,
-    typer.Option("--move", metavar="MODULE=STAGE", help="With --plan: put a module in another stage, and cost that."),
-]
-Cut = Annotated[str, typer.Option(help=f"Where cuts fall: {', '.join(CUT)}.", autocompletion=complete(*CUT))]
-Seed = Annotated[int, typer.Option(help="Seed of the factory and of the inputs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options that say what is chosen of a plan."""
+
+    schedule: Annotated[
+        str, typer.Option(help=f"{', '.join(SCHEDULES)}, or an action file.", autocompletion=complete(*SCHEDULES))
+    ] = "auto"
+    virtual_stages: Annotated[int, typer.Option(help="Stages per device (default: what the schedule takes).")] = 1
+    recompute: Annotated[
+        str,
+        typer.Option(
+            help=f"auto, one of {', '.join(RECOMPUTE)}, or one of these per stage, with commas between.",
+            autocompletion=complete("auto", *RECOMPUTE),
+        ),
+    ] = "auto"
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.",
+            autocompletion=complete(*OPTIMIZER_COPIES),
+        ),
+    ] = "adamw"
+    memory_limit: Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use, such as 70GiB.")] = (
+        None
+    )
+    reserve: Annotated[
+        str, typer.Option(metavar="BYTES", help="What to leave free on a device, such as 2GiB or 3%.")
+    ] = RESERVE
+    cut: Annotated[str, typer.Option(help=f"Where cuts fall: {', '.join(CUT)}.", autocompletion=complete(*CUT))] = (
+        "modules"
+    )
+    plan: Annotated[Path | None, typer.Option(help="Use this saved plan instead of a new one.")] = None
+    move: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--move", metavar="MODULE=STAGE", help="With --plan: put a module in another stage, and cost that."
+        ),
+    ] = None
+
+    @cached_property
+    def pinned(self) -> Plan | None:
+        """The plan of ``--plan`` with the modules of ``--move`` where they are to go; None without one."""
+        if self.plan is None:
+            if self.move:
+                raise InputError(f"--move {self.move[0]!r} needs --plan FILE, the saved plan that is changed")
+            return None
+        from autosplit.planning.plan.plan import Plan
+
+        moves = parse_moves(self.move or [])
+        plan = Plan.load(self.plan)
+        return plan.move(moves) if moves else plan
+
+    def choices(self, devices: int, **more: Any) -> dict[str, Any]:
+        """Return the arguments of `autosplit` and `plan` for so many devices, with ``more`` of them.
+
+        Raises an error, before torch is imported and the model made, for a choice that these devices cannot have.
+        """
+        from autosplit.planning.request import chosen
+
+        recompute = words(self.recompute)
+        asked: dict[str, Any] = {
+            "schedule": self.schedule,
+            "virtual_stages": self.virtual_stages,
+            "recompute": recompute if len(recompute) > 1 else recompute[0],
+            "optimizer": number_or_word(self.optimizer),
+            "memory_limit": self.memory_limit,
+            "reserve": self.reserve,
+            "cut": self.cut,
+        }
+        chosen(devices=devices, pinned=self.pinned, **asked, **more)
+        return {"plan": self.pinned, **asked, **more}
+
+
+def number_or_word(text: str) -> int | str:
+    """Return a number, or the text that is none."""
+    return int(text) if text.isdecimal() else text
+
+
+def words(text: str) -> list[str]:
+    """Return what stands between commas."""
+    return [part.strip() for part in text.split(",")]
+
+
 def torch_devices(text: str) -> int | list[str]:
-    """Return a number of devices, or the names between the commas; whether they are there torch knows."""
-    return int(text) if text.isdecimal() else _parts(text)
+    """Return a number of devices, or their names; whether they are there torch knows."""
+    return int(text) if text.isdecimal() else words(text)
 
 
 def count_of(devices: int | list[str]) -> int:
     """Return how many devices were named."""
     return devices if isinstance(devices, int) else len(devices)
-
-
-def check_choices(devices: int | list[str], pinned: Plan | None, **choices: Any) -> None:
-    """Raise an error, before torch is imported and the model made, for a choice that these devices cannot have."""
-    from autosplit.planning.request import chosen
-
-    chosen(devices=count_of(devices), pinned=pinned, **choices)
-
-
-def recompute_of(text: str) -> str | list[str]:
-    """Return one choice for every stage, or the list of choices between the commas."""
-    parts = _parts(text)
-    return parts if len(parts) > 1 else parts[0]
-
-
-def optimizer_of(text: str) -> str | int:
-    """Return an optimizer's name, or its state bytes per parameter element."""
-    return int(text) if text.isdecimal() else text
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
 
 
 def parse_moves(texts: list[str]) -> dict[str, int]:
@@ -153,19 +172,6 @@ def parse_moves(texts: list[str]) -> dict[str, int]:
             raise InputError(f"--move {name.strip()} is given twice; move a module once")
         moves[name.strip()] = int(stage)
     return moves
-
-
-def pinned_plan(path: Path | None, moves: list[str] | None) -> Plan | None:
-    """Return the plan of ``--plan`` with the modules of ``--move`` where they are to go; None without one."""
-    if path is None:
-        if moves:
-            raise InputError(f"--move {moves[0]!r} needs --plan FILE, the saved plan that is changed")
-        return None
-    from autosplit.planning.plan.plan import Plan
-
-    found = parse_moves(moves or [])
-    plan = Plan.load(path)
-    return plan.move(found) if found else plan
 
 
 def on_terminal() -> bool:
@@ -203,21 +209,33 @@ def plain_warnings() -> Iterator[None]:
 
 
 def command(answer: Callable[..., int]) -> Callable[..., None]:
-    """Return a command that ends with the exit code that ``answer`` returns; an error is one message on stderr."""
+    """Return a command that ends with the exit code that ``answer`` returns; an error is one message on stderr.
+
+    A parameter of ``answer`` that is a dataclass stands for the options that are its fields.
+    """
+    parameters = inspect.signature(answer, eval_str=True).parameters
+    groups: dict[str, Any] = {name: own.annotation for name, own in parameters.items() if is_dataclass(own.annotation)}
 
     @functools.wraps(answer)
     def run(**options: Any) -> None:
+        debug = options["debug"]
         try:
-            code = answer(**options)
+            given = {name: kind(**{f.name: options.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+            code = answer(**given, **options)
         except BrokenPipeError:
             raise  # typer ends without a word: who reads has what it wanted, as head does
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            if options["debug"]:
+            if debug:
                 traceback.print_exc()
             code, text = _said(error)
             tell(text)
         raise typer.Exit(code)
 
+    flat: list[inspect.Parameter] = []
+    for name, own in parameters.items():
+        inside = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [own]
+        flat += (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inside)
+    run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]  # what typer reads
     return run
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +31,6 @@ class Choices:
 
     rows: int | None
     chunks: int
-    batch_dims: Any
     device: str | None
     measure: bool | None
     count_bytes: bool
@@ -51,7 +49,7 @@ def costs_of(spec: ModelSpec, choices: Choices) -> CostReport:
         model = model if on_meta else model.to(place)
         own = _moved(Sample.of(own), place)
     try:
-        found = trace(model, Sample.of(own), batch_dims=choices.batch_dims)
+        found = trace(model, Sample.of(own), batch_dims=spec.batch_dims)
     except TraceError as refusal:
         if on_meta:
             raise

@@ -8,7 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from autosplit.errors import InputError
 
@@ -18,6 +20,10 @@ INPUT_FORM = "NAME=dtype[shape], for example x=float32[8,3,32,32] or input_ids=i
 INPUT_FORMS = (
     f"{INPUT_FORM}; batch.mask=bool[8] inside of a dict, pair[0]=float32[8] of a list, pair.0=float32[8] of a tuple; "
     "flag=false, scale=0.5 or act='relu' for a value that is no tensor"
+)
+INPUT_HELP = (
+    "One per input. PLACE is a name or a position; batch.mask is inside of a dict, pair[0] of a list, pair.0 of a "
+    "tuple. A constant stands as a value: flag=false."
 )
 KWARGS_FORM = """a JSON object, for example --kwargs '{"width": 64, "layers": 12}'"""
 BATCH_DIMS_FORM = """a number, a JSON list such as [0, null], or an object such as {"x": 1, "mask": null}"""
@@ -107,22 +113,12 @@ def nested(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
     InputError: a place is given twice, is of two kinds, or the positions in it have gaps.
     """
-    tree: dict[Any, Any] = {}
+    arguments: dict[str, list[_At]] = {}
     for place, value in values:
         name, *steps = re.findall(rf"^\w+|{_STEP}", place)
-        entries = tree
-        for step in (name, *map(_step, steps[:-1])) if steps else ():
-            entries = entries.setdefault(step, {})
-            if not isinstance(entries, dict):
-                raise InputError(f"--input {place}: what it lies in is given whole too; give that, or what is in it")
-        last = _step(steps[-1]) if steps else name
-        if last in entries:
-            raise InputError(f"--input {place} is given twice, or whole and in parts; give every input once")
-        entries[last] = value
-    positions = sorted(int(name) for name in tree if name.isdecimal())
-    if positions != list(range(len(positions))):
-        raise InputError(f"--input positions are {positions}; number them from 0 without gaps")
-    return {name: _container(name, entry) for name, entry in tree.items()}
+        arguments.setdefault(name, []).append((list(map(_step, steps)), value))
+    _check_positions("positions are", [int(name) for name in arguments if name.isdecimal()])
+    return {name: _built(name, inside) for name, inside in arguments.items()}
 
 
 def _step(text: str) -> tuple[type, str | int]:
@@ -133,21 +129,34 @@ def _step(text: str) -> tuple[type, str | int]:
     return (list if isinstance(key, int) else dict), key
 
 
-def _container(place: str, entry: Any) -> Any:
-    """Return the dict, list or tuple of the entries at a place; a value as it is."""
-    if not isinstance(entry, dict):
-        return entry
-    kinds = {kind for kind, _ in entry}
+_At = tuple[list[tuple[type, str | int]], Any]
+"""The steps from a place inwards, and the value there."""
+
+
+def _built(place: str, inside: Sequence[_At]) -> Any:
+    """Return the value at a place, or the dict, list or tuple of the values inside of it."""
+    if not all(steps for steps, _ in inside):
+        if len(inside) > 1:
+            raise InputError(f"--input {place} is given twice, or whole and in parts; give every input once")
+        return inside[0][1]
+    entries: dict[Any, list[_At]] = {}
+    for (step, *further), value in inside:
+        entries.setdefault(step, []).append((further, value))
+    kinds = {kind for kind, _ in entries}
     if len(kinds) > 1:
         names = " and a ".join(sorted(kind.__name__ for kind in kinds))
         raise InputError(f"--input {place} is a {names}; write .name for a dict, [0] for a list, .0 for a tuple")
-    found = {key: _container(f"{place}[{key!r}]", inner) for (_, key), inner in entry.items()}
+    found = {key: _built(f"{place}[{key!r}]", further) for (_, key), further in entries.items()}
     kind = kinds.pop()
     if kind is dict:
         return found
-    if sorted(found) != list(range(len(found))):
-        raise InputError(f"--input {place} has the positions {sorted(found)}; number them from 0 without gaps")
+    _check_positions(f"{place} has the positions", list(found))
     return kind(found[position] for position in range(len(found)))
+
+
+def _check_positions(what: str, positions: Sequence[int]) -> None:
+    if sorted(positions) != list(range(len(positions))):
+        raise InputError(f"--input {what} {sorted(positions)}; number them from 0 without gaps")
 
 
 def parse_json(option: str, text: str | None, form: str) -> Any:
@@ -220,23 +229,20 @@ def _tagged_float(entries: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class ConfigInputs:
-    """What is asked of the inputs that a config describes; None: what suits it."""
-
-    batch: int | None = None
-    sequence: int | None = None
-    labels: bool | None = False
-    """Whether they have labels, from which the model makes its loss; None: where it takes them."""
-
-
-@dataclass(frozen=True)
 class ModelSpec:
-    """What the command line says of a model and its inputs."""
+    """What the command line says of a model and its inputs.
+
+    ``batch``, ``sequence`` and ``labels`` are of the inputs that a config describes; None: what suits it. Labels are
+    what the model makes its loss from.
+    """
 
     target: str
     inputs: tuple[InputSpec, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    sizes: ConfigInputs = ConfigInputs()
+    batch_dims: Any = None
+    batch: int | None = None
+    sequence: int | None = None
+    labels: bool | None = False
     seed: int = 0
     train: bool | None = None
 
@@ -250,22 +256,43 @@ class ModelSpec:
         """Whether the inputs that were given are more than constants beside others."""
         return any(isinstance(spec.value, TensorForm) for spec in self.inputs)
 
-    @classmethod
-    def parse(
-        cls,
-        target: str,
-        *,
-        inputs: Sequence[str] | None,
-        kwargs: str | None,
-        sizes: ConfigInputs,
-        seed: int,
-        train: bool | None = None,
-    ) -> ModelSpec:
-        """Read the texts of the options; raises InputError for what cannot be read or does not go together."""
-        specs = tuple(InputSpec.parse(text) for text in inputs or ())
-        spec = cls(target, specs, parse_kwargs(kwargs), sizes, seed, train)
-        nested([(each.place, each.value) for each in specs])
-        asked = {"--batch": sizes.batch, "--sequence": sizes.sequence, "--labels": sizes.labels or None}
+
+@dataclass(frozen=True)
+class InputOptions:
+    """The options that say what a model is made from and given."""
+
+    inputs: Annotated[list[str] | None, typer.Option("--input", metavar="PLACE=DTYPE[SHAPE]", help=INPUT_HELP)] = None
+    kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Arguments of the factory as a JSON object; entries of a config.")
+    ] = None
+    batch_dims: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help='The batch dimension of the inputs: 1, [0, null], or {"x": 1} (default: 0).'),
+    ] = None
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a step, for the inputs that a config describes.")
+    ] = None
+    sequence: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens per row, for the inputs that a config describes (at most 4096)."),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of the factory and of the inputs.")] = 0
+
+    def spec(self, target: str, *, labels: bool | None = False, train: bool | None = None) -> ModelSpec:
+        """Read the texts for a model; raises InputError for what cannot be read or does not go together."""
+        spec = ModelSpec(
+            target,
+            tuple(map(InputSpec.parse, self.inputs or ())),
+            parse_kwargs(self.kwargs),
+            parse_batch_dims(self.batch_dims),
+            self.batch,
+            self.sequence,
+            labels,
+            self.seed,
+            train,
+        )
+        nested([(each.place, each.value) for each in spec.inputs])
+        asked = {"--batch": self.batch, "--sequence": self.sequence, "--labels": labels or None}
         option = next((option for option, value in asked.items() if value is not None), None)
         if option is not None and (spec.gives_tensors or not spec.is_config):
             reason = "--input gives the sizes" if spec.gives_tensors else f"{target} is none; give --input"

@@ -55,8 +55,8 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
     """
     specs = spec.inputs
     if spec.is_config and not spec.gives_tensors:
-        sizes, named = spec.sizes, {each.place for each in specs}
-        described = hf.default_inputs(model, batch=sizes.batch or rows, sequence=sizes.sequence, labels=sizes.labels)
+        named = {each.place for each in specs}
+        described = hf.default_inputs(model, batch=spec.batch or rows, sequence=spec.sequence, labels=spec.labels)
         described = [each for each in described if each.place not in named]
         labels = ", --no-labels" if any(each.place == "labels" for each in described) else ""
         specs = (*described, *specs)
@@ -78,7 +78,7 @@ def make_pipe(spec: ModelSpec, *, devices: int | list[str], **choices: Any) -> t
 
     model = make_model(spec)
     sample = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * count_of(devices))
-    return autosplit(model, sample=sample, devices=devices, **choices), sample
+    return autosplit(model, sample=sample, batch_dims=spec.batch_dims, devices=devices, **choices), sample
 
 
 def _carried(model: nn.Module) -> Sample | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autosplit.checks import EXPORTS, not_available
-from autosplit.cli.common import ANSWER_IS_NO, DONE, complete, page_width, plain_warnings, tell
+from autosplit.cli.common import ANSWER_IS_NO, DONE, AsJson, complete, page_width, plain_warnings, tell
 from autosplit.errors import InputError
 from autosplit.files import write_text
 
@@ -21,40 +21,56 @@ if TYPE_CHECKING:
 EXPORT_FORM = "FORM:FILE"
 _EXAMPLES = {"torch-csv": "schedule.csv", "torchtitan": "modules.json", "megatron": "layout.txt"}
 
-Trace = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the step as a trace (JSON) that Perfetto opens.")
-]
-Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to this file.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as an HTML page.")]
-Exports = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--export",
-        metavar=EXPORT_FORM,
-        help=f"Write the plan for another tool; FORM is {', '.join(EXPORTS)}. May be given several times.",
-        autocompletion=complete(*(f"{form}:" for form in EXPORTS)),
-    ),
-]
 
-AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print markdown instead of a table.")]
+@dataclass(frozen=True)
+class OutputOptions:
+    """The options that say which files of a plan are written, and how it is printed."""
 
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to this file.")] = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as an HTML page.")] = None
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the step as a trace (JSON) that Perfetto opens.")
+    ] = None
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--export",
+            metavar=EXPORT_FORM,
+            help=f"Write the plan for another tool; FORM is {', '.join(EXPORTS)}. May be given several times.",
+            autocompletion=complete(*(f"{form}:" for form in EXPORTS)),
+        ),
+    ] = None
+    as_json: AsJson = False
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print markdown instead of a table.")] = False
 
-Outputs = list[tuple[str, Path]]
-"""The files that were asked for: the option, and the path."""
+    def check(self) -> None:
+        """Raise InputError, before the work, for a path that cannot be written and for two forms of one answer."""
+        if self.as_json and self.as_markdown:
+            raise InputError("--json and --markdown are two forms of one answer; give one of them")
+        for option, path in self._files():
+            check_path(option, path)
 
+    def _files(self) -> list[tuple[str, Path]]:
+        """Return the files that are asked for: the option, and the path."""
+        named = {"save": self.save, "html": self.html, "trace": self.trace}
+        exports = [(f"export {form}", path) for form, path in map(_export, self.export or ())]
+        return [(option, path) for option, path in named.items() if path is not None] + exports
 
-def outputs_of(*, exports: Sequence[str] | None = None, **paths: Path | None) -> Outputs:
-    """Return the outputs by their options' names (``save=path``); None is no output. ``exports``: FORM:FILE.
+    def answer(self, plan: Plan, measured: StepTimeline | None = None) -> int:
+        """Write the files and print the plan, also where one of them cannot be written.
 
-    Raises InputError for a path that cannot be written, before the work is done that it is meant for.
-    """
-    outputs = [(option, path) for option, path in paths.items() if path is not None]
-    outputs += [(f"export {form}", path) for form, path in map(_export, exports or ())]
-    for option, path in outputs:
-        reason = _why_not(path)
-        if reason is not None:
-            raise InputError(f"--{option} {str(path)!r}: {reason}")
-    return outputs
+        ``measured``: a recorded step, which they show too. Returns the exit code: 1 when the plan does not fit.
+        """
+        from autosplit.report.sections import render
+
+        form = "json" if self.as_json else "markdown" if self.as_markdown else "text"
+        try:
+            with plain_warnings():
+                for option, path in self._files():
+                    _write(option, path, _text(plan, option, measured))
+        finally:
+            typer.echo(render(plan, form, width=page_width(), measured=measured))
+        return ANSWER_IS_NO if plan.fits is False else DONE
 
 
 def _export(text: str) -> tuple[str, Path]:
@@ -80,11 +96,11 @@ def _text(plan: Plan, option: str, measured: StepTimeline | None) -> str:
     return plan.export(option.removeprefix("export "))
 
 
-def form_of(*, as_json: bool, as_markdown: bool) -> str:
-    """Return the form of the answer; InputError, before the work, where two are asked for."""
-    if as_json and as_markdown:
-        raise InputError("--json and --markdown are two forms of one answer; give one of them")
-    return "json" if as_json else "markdown" if as_markdown else "text"
+def check_path(option: str, path: Path) -> None:
+    """Raise InputError for the path of an option that cannot be written."""
+    reason = _why_not(path)
+    if reason is not None:
+        raise InputError(f"--{option} {str(path)!r}: {reason}")
 
 
 def _why_not(path: Path) -> str | None:
@@ -101,19 +117,3 @@ def _write(option: str, path: Path, text: str) -> None:
     except OSError as error:
         raise InputError(f"--{option} {str(path)!r}: {error.strerror}") from error
     tell(f"wrote {path}")
-
-
-def answered(plan: Plan, outputs: Outputs, *, form: str, measured: StepTimeline | None = None) -> int:
-    """Write the files that were asked for and print the plan, also where one of them cannot be written.
-
-    ``measured`` is a recorded step, which all of them show too. Returns the exit code: 1 when the plan does not fit.
-    """
-    from autosplit.report.sections import render
-
-    try:
-        with plain_warnings():
-            for option, path in outputs:
-                _write(option, path, _text(plan, option, measured))
-    finally:
-        typer.echo(render(plan, form, width=page_width(), measured=measured))
-    return ANSWER_IS_NO if plan.fits is False else DONE

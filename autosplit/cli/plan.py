@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.checks import MACHINE, RESERVE, resolve_machine
-from autosplit.cli import common, outputs
-from autosplit.cli.inputs import ROWS_PER_DEVICE, ConfigInputs, ModelSpec, parse_batch_dims, wants_labels
+from autosplit.checks import MACHINE, resolve_machine
+from autosplit.cli import common
+from autosplit.cli.inputs import ROWS_PER_DEVICE, InputOptions, ModelSpec, wants_labels
+from autosplit.cli.outputs import OutputOptions
 from autosplit.errors import InputError, TraceError
 from autosplit.progress import phase
 
@@ -60,68 +61,38 @@ PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto."
 @common.command
 def plan_command(
     model: common.Target,
+    *,
     devices: PaperDevices = MACHINE,
     chunks: PlanChunks = "auto",
-    inputs: common.Inputs = None,
-    kwargs: common.Kwargs = None,
-    batch_dims: common.BatchDims = None,
-    batch: common.Batch = None,
-    sequence: common.Sequence = None,
+    inputs: InputOptions,
+    options: common.PlanOptions,
+    outputs: OutputOptions,
     labels: common.Labels = None,
     loss: Loss = None,
-    schedule: common.ScheduleName = "auto",
-    virtual_stages: common.VirtualStages = 1,
-    recompute: common.Recompute = "auto",
-    optimizer: common.Optimizer = "adamw",
     precision: common.Precision = None,
-    memory_limit: common.MemoryLimit = None,
-    reserve: common.Reserve = RESERVE,
-    cut: common.Cut = "modules",
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
     train: common.Mode = None,
-    seed: common.Seed = 0,
-    plan: common.PlanFile = None,
-    move: common.Moves = None,
-    save: outputs.Save = None,
-    html: outputs.Html = None,
-    trace: outputs.Trace = None,
-    export: outputs.Exports = None,
-    as_json: common.AsJson = False,
-    as_markdown: outputs.AsMarkdown = False,
     debug: common.Debug = False,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
-    form = outputs.form_of(as_json=as_json, as_markdown=as_markdown)
-    files = outputs.outputs_of(save=save, html=html, trace=trace, exports=export)
-    wanted = False if loss is not None else wants_labels(labels, schedule)
-    sizes = ConfigInputs(batch, sequence, wanted)
-    spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
-    pinned = common.pinned_plan(plan, move)
-    order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": common.recompute_of(recompute)}
-    room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut, "precision": precision}
-    dims = parse_batch_dims(batch_dims)
-    choices = {"chunks": _chunks(chunks), "optimizer": common.optimizer_of(optimizer)} | order | room
-    find = _find(smallest=smallest, largest_batch=largest_batch, pinned=pinned)
-    machine = resolve_machine(_devices(devices, pinned))
-    common.check_choices(len(machine), pinned, **choices)
+    outputs.check()
+    wanted = False if loss is not None else wants_labels(labels, options.schedule)
+    spec = inputs.spec(model, labels=wanted, train=train)
+    find = _find(smallest=smallest, largest_batch=largest_batch, pinned=options.pinned)
+    machine = resolve_machine(_devices(devices, options.pinned))
+    choices = options.choices(len(machine), chunks=common.number_or_word(chunks), precision=precision)
     with common.beside_stdout():
-        found = _planned(spec, machine=machine, loss=loss, plan=pinned, find=find, batch_dims=dims, **choices)
-    return outputs.answered(found, files, form=form)
+        found = _planned(spec, machine=machine, loss=loss, find=find, **choices)
+    return outputs.answer(found)
 
 
 def _devices(text: str, pinned: Plan | None) -> str | list[str]:
     """Return the machine that is named; the default gives way to that of a plan."""
     if pinned is not None and pinned.machine is not None and text == MACHINE:
         return pinned.machine
-    parts = [part.strip() for part in text.split(",")]
+    parts = common.words(text)
     return parts if len(parts) > 1 else parts[0]
-
-
-def _chunks(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise InputError(f"--chunks {text!r} is no number of microbatches; write one, or auto")
-    return text if text == "auto" else int(text)
 
 
 def _find(*, smallest: bool, largest_batch: bool, pinned: Plan | None) -> str:
@@ -154,4 +125,4 @@ def _plan_of(model: nn.Module, spec: ModelSpec, *, machine: MachineSpec, again: 
     from autosplit.cli.models import make_sample
 
     sample = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * len(machine), say=not again)
-    return plan(model, sample=sample, devices=machine, **choices)
+    return plan(model, sample=sample, batch_dims=spec.batch_dims, devices=machine, **choices)

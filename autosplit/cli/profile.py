@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from autosplit.cli import common
-from autosplit.cli.inputs import ConfigInputs, ModelSpec, parse_batch_dims
-from autosplit.cli.outputs import outputs_of
+from autosplit.cli.inputs import InputOptions
+from autosplit.cli.outputs import check_path
 from autosplit.errors import InputError
 from autosplit.progress import phase
 
@@ -35,11 +35,8 @@ Exit codes: 0 done; 2 bad usage or input.
 @common.command
 def profile_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=common.MODEL_HELP)] = None,
-    inputs: common.Inputs = None,
-    kwargs: common.Kwargs = None,
-    batch_dims: common.BatchDims = None,
-    batch: common.Batch = None,
-    sequence: common.Sequence = None,
+    *,
+    inputs: InputOptions,
     rows: Annotated[int | None, typer.Option(min=1, help="Batch rows of a microbatch (default: the input's).")] = None,
     chunks: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 1,
     device: Annotated[
@@ -59,12 +56,12 @@ def profile_command(
     calibration: Annotated[bool, typer.Option("--calibrate", help="Measure what this machine's kernels take.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="With --calibrate: fewer and smaller kernels.")] = False,
     save: Annotated[Path | None, typer.Option(help="With --calibrate: the file to write.")] = None,
-    seed: common.Seed = 0,
     debug: common.Debug = False,
 ) -> int:
     """Say what every module of a model costs: times, FLOPs, and the bytes that training it holds."""
     if calibration:
-        outputs_of(save=save)
+        if save is not None:
+            check_path("save", save)
         from autosplit.cli.calibrate import calibrate_here
 
         calibrate_here(model, device=device, quick=quick, save=save)
@@ -73,14 +70,12 @@ def profile_command(
         raise InputError("--save and --quick are for --calibrate; a profile is written by --json > FILE")
     if model is None:
         raise InputError("no MODEL is given; name one, or measure this machine: autosplit profile --calibrate")
-    spec = ModelSpec.parse(
-        model, inputs=inputs, kwargs=kwargs, sizes=ConfigInputs(batch, sequence), seed=seed, train=train
-    )
+    spec = inputs.spec(model, train=train)
     with common.beside_stdout():
         with phase("importing"):
             from autosplit.cli.costs import Choices, costs_of
             from autosplit.report.costs import render_costs
-        choices = Choices(rows, chunks, parse_batch_dims(batch_dims), device, measure, count_bytes)
+        choices = Choices(rows, chunks, device, measure, count_bytes)
         found = costs_of(spec, choices)
     text = render_costs(found, width=common.page_width(), depth=depth, nodes=nodes, top=top)
     typer.echo(found.model_dump_json(indent=2) if as_json else text)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.checks import RESERVE
-from autosplit.cli import common, outputs
-from autosplit.cli.inputs import ConfigInputs, ModelSpec, is_plan_file, parse_batch_dims, wants_labels
+from autosplit.cli import common
+from autosplit.cli.inputs import InputOptions, ModelSpec, is_plan_file, wants_labels
+from autosplit.cli.outputs import OutputOptions
 from autosplit.errors import InputError
 from autosplit.progress import phase
 
@@ -54,58 +54,34 @@ Measure = Annotated[bool, typer.Option("--measure", help="Run a training step he
 def report_command(
     context: typer.Context,
     model: ModelOrPlan,
+    *,
     devices: OwnDevices = None,
     chunks: OwnChunks = None,
-    inputs: common.Inputs = None,
-    kwargs: common.Kwargs = None,
-    batch_dims: common.BatchDims = None,
-    batch: common.Batch = None,
-    sequence: common.Sequence = None,
+    inputs: InputOptions,
+    options: common.PlanOptions,
+    outputs: OutputOptions,
     labels: common.Labels = None,
-    schedule: common.ScheduleName = "auto",
-    virtual_stages: common.VirtualStages = 1,
-    recompute: common.Recompute = "auto",
-    optimizer: common.Optimizer = "adamw",
-    memory_limit: common.MemoryLimit = None,
-    reserve: common.Reserve = RESERVE,
-    cut: common.Cut = "modules",
     train: common.Mode = None,
-    seed: common.Seed = 0,
     measure: Measure = False,
-    plan: common.PlanFile = None,
-    move: common.Moves = None,
-    save: outputs.Save = None,
-    html: outputs.Html = None,
-    trace: outputs.Trace = None,
-    export: outputs.Exports = None,
-    as_json: common.AsJson = False,
-    as_markdown: outputs.AsMarkdown = False,
     debug: common.Debug = False,
 ) -> int:
     """Plan a model and print its partition: stages, times, memory, boundaries; or print a saved plan."""
-    form = outputs.form_of(as_json=as_json, as_markdown=as_markdown)
-    files = outputs.outputs_of(save=save, html=html, trace=trace, exports=export)
+    outputs.check()
     measured = None
     if is_plan_file(model):
         _check_alone(context, model)
         found = _saved(model)
     else:
-        sizes = ConfigInputs(batch, sequence, wants_labels(labels, schedule))
-        spec = ModelSpec.parse(model, inputs=inputs, kwargs=kwargs, sizes=sizes, seed=seed, train=train)
+        spec = inputs.spec(model, labels=wants_labels(labels, options.schedule), train=train)
         if devices is None or chunks is None:
             raise InputError(f"{model} needs --devices and --chunks: devices such as 4 or cpu,cuda:0, and microbatches")
         own = common.torch_devices(devices)
-        order = {"schedule": schedule, "virtual_stages": virtual_stages, "recompute": common.recompute_of(recompute)}
-        room = {"memory_limit": memory_limit, "reserve": reserve, "cut": cut}
-        choices = {"chunks": chunks, "optimizer": common.optimizer_of(optimizer)} | order | room
-        dims = parse_batch_dims(batch_dims)
-        pinned = common.pinned_plan(plan, move)
-        common.check_choices(own, pinned, **choices)
-        if measure and schedule == "forward":
+        choices = options.choices(common.count_of(own), chunks=chunks)
+        if measure and options.schedule == "forward":
             raise InputError("--measure runs a training step, and --schedule forward has none; leave one out")
         with common.beside_stdout():
-            found, measured = _plan(spec, measure=measure, devices=own, plan=pinned, batch_dims=dims, **choices)
-    return outputs.answered(found, files, form=form, measured=measured)
+            found, measured = _plan(spec, measure=measure, devices=own, **choices)
+    return outputs.answer(found, measured)
 
 
 def _check_alone(context: typer.Context, path: str) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from autosplit.cli import app as cli
 from autosplit.cli import hf
 from autosplit.cli.hf import build, default_inputs
-from autosplit.cli.inputs import ConfigInputs, InputSpec, ModelSpec
+from autosplit.cli.inputs import InputSpec, ModelSpec
 from autosplit.cli.models import make_model, make_sample
 from autosplit.errors import InputError
 from autosplit.planning.plan.plan import Plan
@@ -318,7 +318,7 @@ def test_a_model_that_compares_text_and_images_gets_both(written: Callable[..., 
 def test_inputs_are_where_the_model_is_and_said(
     written: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = ModelSpec(written(), sizes=ConfigInputs(batch=4))
+    spec = ModelSpec(written(), batch=4)
     sample = make_sample(spec, model=make_model(spec, blank=True), rows=99)
     assert (sample.kwargs["input_ids"].shape, sample.kwargs["input_ids"].is_meta) == ((4, 16), True)
     assert "inputs, from the config: input_ids=int64[4,16]<50 (--batch" in capsys.readouterr().err

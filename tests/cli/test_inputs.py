@@ -13,9 +13,8 @@ from torch import nn
 
 from autosplit.cli.inputs import (
     DTYPES,
-    ConfigInputs,
+    InputOptions,
     InputSpec,
-    ModelSpec,
     TensorForm,
     nested,
     parse_batch_dims,
@@ -191,15 +190,15 @@ def test_places_make_dicts_lists_and_tuples() -> None:
             r"--input b is a dict and a list; write \.name for a dict, \[0\] for a list, ",
         ),
         (["b.x.0", "b.x[1]"], r"--input b\['x'\] is a list and a tuple; write"),
-        (["b", "b.x"], r"--input b\.x: what it lies in is given whole too"),
-        (["b.x.y", "b.x"], r"--input b\.x is given twice, or whole and in parts"),
+        (["b", "b.x"], r"--input b is given twice, or whole and in parts"),
+        (["b.x.y", "b.x"], r"--input b\['x'\] is given twice, or whole and in parts"),
         (["b.x", "b['x']"], r"--input b\['x'\] is given twice"),
         (["b[0]", "b[2]", "b[3]"], r"--input b has the positions \[0, 2, 3\]; number them from 0 without gaps"),
     ],
 )
 def test_places_that_do_not_go_together(given_here: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        ModelSpec.parse("no:f", inputs=[f"{t}=true" for t in given_here], kwargs=None, sizes=ConfigInputs(), seed=0)
+        InputOptions(inputs=[f"{t}=true" for t in given_here]).spec("no:f")
 
 
 def test_positions_in_any_order_make_one_tuple() -> None:

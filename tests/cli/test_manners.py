@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from autosplit import progress
 from autosplit.cli import app as cli
-from autosplit.cli.outputs import outputs_of
+from autosplit.cli.outputs import OutputOptions
 from autosplit.errors import InputError
 
 ROOT = Path(cli.__file__).parents[2]
@@ -172,7 +172,7 @@ def test_completion(words: str, found: str) -> None:
 
 def test_paths_are_tried_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    outputs_of(save=tmp_path / "new.json", html=tmp_path / "file", trace=None)
+    OutputOptions(save=tmp_path / "new.json", html=tmp_path / "file").check()
     assert not (tmp_path / "new.json").exists()
     for path, reason in [
         (tmp_path, "is a folder; name a file in it"),
@@ -180,7 +180,7 @@ def test_paths_are_tried_before_the_work(tmp_path: Path) -> None:
         (tmp_path / "file" / "plan.json", "there is no folder"),
     ]:
         with pytest.raises(InputError, match=f"^--save .*{reason}"):
-            outputs_of(save=path)
+            OutputOptions(save=path).check()
 
 
 def test_a_path_that_cannot_be_written_is_said_before_the_model_is_made(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autosplit.cli.app import app
-from autosplit.cli.inputs import ConfigInputs, ModelSpec, parse_kwargs
+from autosplit.cli.inputs import InputOptions, parse_kwargs
 from autosplit.cli.models import load_model
 from autosplit.errors import InputError
 
@@ -72,6 +72,6 @@ def test_a_file_that_fails_says_its_own_error_and_line(code: str, message: str, 
 
 def test_sizes_of_a_configs_inputs_are_for_configs() -> None:
     with pytest.raises(InputError, match=r"--batch is for the inputs that an hf: config describes; nets.py:f is none"):
-        ModelSpec.parse("nets.py:f", inputs=None, kwargs=None, sizes=ConfigInputs(batch=2), seed=0)
+        InputOptions(batch=2).spec("nets.py:f")
     with pytest.raises(InputError, match=r"--sequence is for .*; --input gives the sizes"):
-        ModelSpec.parse("hf:x.json", inputs=["x=int64[2]<3"], kwargs=None, sizes=ConfigInputs(sequence=8), seed=0)
+        InputOptions(inputs=["x=int64[2]<3"], sequence=8).spec("hf:x.json")

@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_planned_and_the_answer_is_no(run: Run) -> None:
     [
         (("--devices", "8xH100-SXM5-90GB", *X), "the nearest: H100-SXM5-80GB"),
         (("--devices", "cuda:0", *X), "there is no device 'cuda:0'"),
-        (("--chunks", "several", *X), "--chunks 'several' is no number of microbatches"),
+        (("--chunks", "several", *X), "chunks='several': give the number of microbatches as an int of at least 1"),
         (("--precision", "bf8", *X), "precision='bf8'"),
         ((), "no inputs are known for Mlp"),
     ],
@@ -81,8 +81,8 @@ def test_the_page_is_of_the_plan(run: Run, tmp_path: Path, command: str, devices
     plan = Plan.model_validate_json(result.stdout)
     [data] = re.findall(r'<script id="plan" type="application/json">(.*?)</script>', path.read_text(encoding="utf-8"))
     shown = json.loads(data)
-    assert shown["step"] == plan.step_s
-    assert [stage["forward"] for stage in shown["stages"]] == [stage.forward_s for stage in plan.stages]
+    assert shown["step_s"] == plan.step_s
+    assert [stage["forward_s"] for stage in shown["stages"]] == [stage.forward_s for stage in plan.stages]
 
 
 def test_a_plan_is_printed_as_markdown(run: Run) -> None:
