@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
+from autosplit.partition.problem import Hold, Problem, recompute_fraction
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 
@@ -33,29 +33,28 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class Costs:
-    """Loads and bytes of each stage of an assignment.
-
-    ``order[position]`` is the device (an index into the problem's) at that place of the pipeline, ``lane`` the position
-    of each stage, ``recompute`` what each stage does again.
-    """
+    """Loads and bytes of each stage of an assignment, the device of each stage, and what each stage does again."""
 
     loads_s: tuple[float, ...]
     stages: tuple[StageBytes, ...]
     recompute: tuple[str, ...]
-    order: tuple[int, ...]
     lane: tuple[int, ...]
     cut: _Cut = field(repr=False, compare=False)
 
     @property
     def device_loads_s(self) -> tuple[float, ...]:
-        """The load of the device at each position: of all its stages."""
-        return tuple(sum(self.loads_s[stage] for stage in _on(self.lane, place)) for place in range(len(self.order)))
+        """The load of each device: of all its stages."""
+        return tuple(sum(self.loads_s[stage] for stage in own) for own in self._stages_on)
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
-        """Peak bytes of the device at each position."""
-        own = [[self.stages[stage] for stage in _on(self.lane, place)] for place in range(len(self.order))]
-        return tuple(map(_peak_bytes, own))
+        """Peak bytes of each device: of its stages' transients the largest counts."""
+        return tuple(_peak_bytes([self.stages[stage] for stage in own]) for own in self._stages_on)
+
+    @property
+    def _stages_on(self) -> list[list[int]]:
+        devices = range(max(self.lane) + 1)
+        return [[stage for stage, lane in enumerate(self.lane) if lane == device] for device in devices]
 
     @property
     def bottleneck_s(self) -> float:
@@ -70,12 +69,12 @@ class Costs:
     @cached_property
     def timeline(self) -> Timeline:
         """One step, simulated."""
-        return self.cut.timeline(self.recompute, order=self.order)
+        return self.cut.timeline(self.recompute)
 
     @cached_property
     def step_s(self) -> float:
         """How long one step takes, with what its stages do once per step at most."""
-        return self.timeline.step_s + self.cut.once_s(order=self.order)
+        return self.timeline.step_s + self.cut.once_s()
 
     @property
     def transfers(self) -> tuple[TransferTime, ...]:
@@ -88,40 +87,25 @@ def check(
     assignment: Sequence[int],
     *,
     recompute: Sequence[str] | None = None,
-    order: Sequence[int] | None = None,
     stages: int | None = None,
 ) -> Costs:
     """Return the costs of ``assignment[work] = stage``; raise ValueError when it is not legal.
 
-    ``order[position]`` is the device there, by default their own order. ``recompute[stage]`` is by default, on each
-    device, the option with the least load that fits it, or the leanest where none does. Stages may be empty;
-    capacities play no other part. ``stages`` says how many the schedule is made for, by default as many as up to the
-    last with a work; empty ones at the end, each alone on its device, are left out of the costs.
+    ``recompute`` has an option per stage; by default nothing is done again. Stages may be empty; capacities play no
+    part. ``stages`` says how many the schedule is made for, by default as many as up to the last with a work; empty
+    ones at the end, each alone on its device, are left out of the costs.
     """
     _check_legal(problem, assignment)
-    shared = problem.shared or problem.custom_schedule is not None
-    used = max(max(assignment) + 1, stages or 0) if shared else max(assignment) + 1
-    positions = problem.places(used)
-    order = tuple(range(positions)) if order is None else tuple(order[:positions])
-    known = positions if problem.devices is None else len(problem.devices)
-    if len(order) < positions or len(set(order)) < positions or not all(0 <= device < known for device in order):
-        raise ValueError(f"order is {order}; it names {positions} of {known} devices, each once")
-    count = positions * problem.virtual_stages if problem.custom_schedule is None else problem.custom_schedule.stages
+    # As many stages as fill the devices.
+    count = -(-(max(assignment) + 1) // problem.virtual_stages) * problem.virtual_stages
+    if problem.custom_schedule is not None:
+        count = problem.custom_schedule.stages
     cut = _Cut(problem, tuple(assignment), max(count, stages or 0))
-    chosen = list(recompute) if recompute is not None else [""] * count
-    if recompute is None:
-        for place, device in enumerate(order):
-            own = _on(cut.lane[:count], place)
-            option = cut.fastest(own, device=cut.device(device))
-            for stage in own:
-                chosen[stage] = option
+    chosen = ("never",) * count if recompute is None else tuple(recompute)
     return Costs(
-        loads_s=tuple(
-            cut.load_s(stage, chosen[stage], device=cut.device(order[cut.lane[stage]])) for stage in range(count)
-        ),
+        loads_s=tuple(cut.load_s(stage, chosen[stage]) for stage in range(count)),
         stages=tuple(cut.stage_bytes(stage, option) for stage, option in enumerate(chosen)),
-        recompute=tuple(chosen),
-        order=order,
+        recompute=chosen,
         lane=cut.lane[:count],
         cut=cut,
     )
@@ -142,10 +126,6 @@ def _check_legal(problem: Problem, assignment: Sequence[int]) -> None:
             raise ValueError(
                 f"colocation group {work.colocation_group!r} is in stages {stage_of[work.colocation_group]} and {stage}"
             )
-
-
-def _on(lane: Sequence[int], place: int) -> list[int]:
-    return [stage for stage, own in enumerate(lane) if own == place]
 
 
 def _peak_bytes(stages: Sequence[StageBytes]) -> int:
@@ -221,25 +201,20 @@ class _Cut:
         named = self.problem.works[work].block
         return (False, work) if named is None else (True, named)
 
-    def device(self, index: int) -> Device:
-        """Return the device, a plain one where the problem has none."""
-        return Device() if self.problem.devices is None else self.problem.devices[index]
+    def _slowdown(self, stage: int) -> float:
+        devices = self.problem.devices
+        return 1.0 if devices is None else devices[self.lane[stage]].slowdown
 
     def _recomputed_s(self, stage: int, option: str) -> float:
-        microbatches = self.problem.microbatches
-        share = {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(option, 1.0)
-        return share * sum(self.problem.works[work].forward_s for work in self.members[stage])
+        again = recompute_fraction(option, microbatches=self.problem.microbatches)
+        return again * sum(self.problem.works[work].forward_s for work in self.members[stage])
 
-    def load_s(self, stage: int, option: str, *, device: Device) -> float:
+    def load_s(self, stage: int, option: str) -> float:
         """Return the seconds per microbatch, a share of what is done once per step included."""
         own = [self.problem.works[work] for work in self.members[stage]]
         works_s = sum(work.forward_s + work.backward_s for work in own) + self._recomputed_s(stage, option)
-        each_s = (device.slowdown * works_s + self._link(stage) * self.net_s[stage]) / device.replicas
-        return each_s + self._once_s(stage, device=device) / self.problem.microbatches
-
-    def _once_s(self, stage: int, *, device: Device) -> float:
-        sync_s = sum(self.problem.works[work].sync_s for work in self.members[stage])
-        return sync_s * (device.replicas - 1) / device.replicas + self._link(stage) * self.tie_s[stage]
+        each_s = self._slowdown(stage) * works_s + self._link(stage) * self.net_s[stage]
+        return each_s + self._link(stage) * self.tie_s[stage] / self.problem.microbatches
 
     def _link(self, stage: int) -> float:
         """Return the slower of the links next to the stage's position."""
@@ -265,33 +240,19 @@ class _Cut:
             transient_bytes=transient,
         )
 
-    def fastest(self, stages: Sequence[int], *, device: Device) -> str:
-        """Return the recompute option with the least load on a device with these stages among those that fit it."""
-        options = [option for option in RECOMPUTE if option in self.problem.recompute]
-        if len(options) == 1:
-            return options[0]
-        needed = {option: _peak_bytes([self.stage_bytes(stage, option) for stage in stages]) for option in options}
-        limit = device.capacity_bytes
-        fitting = [option for option in options if limit is None or needed[option] <= limit]
-        if not fitting:
-            return min(options, key=lambda option: needed[option])
-        return min(fitting, key=lambda option: sum(self.load_s(stage, option, device=device) for stage in stages))
-
-    def once_s(self, *, order: Sequence[int]) -> float:
+    def once_s(self) -> float:
         """Return the most that a stage does once per step."""
-        used = (stage for stage, own in enumerate(self.members) if own)
-        return max(self._once_s(stage, device=self.device(order[self.lane[stage]])) for stage in used)
+        return max(self._link(stage) * seconds for stage, seconds in enumerate(self.tie_s))
 
-    def timeline(self, recompute: Sequence[str], *, order: Sequence[int]) -> Timeline:
+    def timeline(self, recompute: Sequence[str]) -> Timeline:
         """Simulate one step."""
         schedule = self.problem.schedule_of(self.count)
         forward, backward, weight = ([0.0] * self.count for _ in range(3))
         for stage, own in enumerate(self.members):
             if not own:
                 continue
-            device = self.device(order[self.lane[stage]])
             works = [self.problem.works[work] for work in own]
-            each = device.slowdown / device.replicas
+            each = self._slowdown(stage)
             forward[stage] = each * sum(work.forward_s for work in works)
             weight[stage] = each * sum(work.weight_s for work in works)
             again_s = self._recomputed_s(stage, recompute[stage])

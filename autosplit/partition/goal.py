@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autosplit.partition.problem import Problem
 
@@ -44,12 +44,10 @@ FOREVER = Clock()
 
 @dataclass(frozen=True)
 class Terms:
-    """How a device counts seconds, per microbatch: of works, of tensors cut, of gradients synchronised, of ties."""
+    """How many times as long as the problem says works take on a device, and tensors on the links next to it."""
 
     work: float = 1.0
     net: float = 1.0
-    sync: float = 0.0
-    tie: float = 0.0
 
 
 PLAIN = Terms()
@@ -72,11 +70,9 @@ class Goal:
         in_flight: one entry per stage, and so how many stages there are.
         least: what is made least, "load" or "bytes".
         load_limit_s: no stage may have more.
-        capacity_bytes: per slot; None where bytes have no limit.
+        capacity_bytes: per stage; None where bytes have no limit.
         empty: stages without a group are allowed.
-        terms: per slot; None where all are plain.
-        free_order: the stages may take the slots in any order, and need not take all. Else stage ``i`` has slot ``i``.
-        extras: where ties, synchronisation and recompute options are read from; None where there are none.
+        terms: per stage; None where all are plain.
     """
 
     in_flight: tuple[int, ...]
@@ -85,34 +81,20 @@ class Goal:
     capacity_bytes: tuple[float, ...] | None = None
     empty: bool = False
     terms: tuple[Terms, ...] | None = None
-    free_order: bool = False
-    extras: Problem | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, problem: Problem, *, stages: int, least: str = "load", empty: bool = False) -> Goal:
-        """Return the problem's goal for so many stages; ``least="bytes"`` has no capacities.
-
-        A slot is a place for one stage on a device, so there are ``virtual_stages`` of each device. Where these are
-        several the goal is a relaxation: each stage alone must fit its device, and free order frees the slots.
-        """
-        each = problem.virtual_stages
-        lane = problem.lanes(stages)
-        positions = range(max(lane) + 1)
-        if problem.devices is not None and problem.free_order and least == "load":
-            lane = tuple(device for device in range(len(problem.devices)) for _ in range(each))
-            positions = range(len(problem.devices))
-        terms = [_terms(problem, position) for position in positions]
+        """Return the problem's goal for so many stages; ``least="bytes"`` has no capacities."""
+        terms = tuple(_terms(problem, stage) for stage in range(stages))
         capacity = None
         if problem.capacity_bytes is not None and least == "load":
-            capacity = tuple(_unlimited(problem.capacity_bytes[device]) for device in lane)
+            capacity = tuple(math.inf if limit is None else limit for limit in problem.capacity_bytes[:stages])
         return cls(
             in_flight=problem.in_flight(stages),
             least=least,
             capacity_bytes=capacity,
             empty=empty,
-            terms=None if all(own == PLAIN for own in terms) else tuple(terms[device] for device in lane),
-            free_order=problem.free_order and least == "load",
-            extras=problem if has_extras(problem, bytes_matter=capacity is not None or least == "bytes") else None,
+            terms=None if all(each == PLAIN for each in terms) else terms,
         )
 
     @property
@@ -121,55 +103,23 @@ class Goal:
         return len(self.in_flight)
 
     @property
-    def slots(self) -> int:
-        """Number of places for stages."""
-        given = self.terms if self.terms is not None else self.capacity_bytes
-        return self.stages if given is None else len(given)
-
-    @property
     def needs_bytes(self) -> bool:
         """Whether bytes matter at all."""
         return self.least == "bytes" or self.capacity_bytes is not None
 
-    @property
-    def plain(self) -> bool:
-        """Whether stage ``i`` is on device ``i``, all equally fast, and nothing but works and tensors costs."""
-        return self.terms is None and self.extras is None and not self.free_order
-
-    def place(self, slot: int, *, stage: int) -> Place:
-        """Return what a stage on a slot costs by."""
+    def place(self, stage: int) -> Place:
+        """Return what a stage costs by."""
         return Place(
-            terms=PLAIN if self.terms is None else self.terms[slot],
-            capacity_bytes=math.inf if self.capacity_bytes is None else self.capacity_bytes[slot],
+            terms=PLAIN if self.terms is None else self.terms[stage],
+            capacity_bytes=math.inf if self.capacity_bytes is None else self.capacity_bytes[stage],
             in_flight=self.in_flight[stage] if self.needs_bytes else 0,
         )
 
     def relaxed(self) -> Goal:
-        """Return the goal without capacities and extras: no load is larger, so its best value is a lower bound."""
-        return replace(self, capacity_bytes=None, extras=None)
+        """Return the goal without capacities: no load is larger, so its best value is a lower bound."""
+        return replace(self, capacity_bytes=None)
 
 
-def has_extras(problem: Problem, *, bytes_matter: bool) -> bool:
-    """Tell whether more than works, tensors and storages costs time or bytes; without limits nothing is recomputed."""
-    copies = any(device.replicas > 1 for device in problem.devices or ())
-    synced = copies and any(work.sync_s for work in problem.works)
-    chosen = problem.recompute != ("never",) and (bytes_matter or "never" not in problem.recompute)
-    return bool(problem.ties) or synced or chosen
-
-
-def _terms(problem: Problem, position: int) -> Terms:
-    link = max((problem.links or ())[max(position - 1, 0) : position + 1], default=1.0)
-    tie = link / problem.microbatches if problem.ties else 0.0
-    if problem.devices is None:
-        return Terms(tie=tie)
-    device = problem.devices[position]
-    return Terms(
-        work=device.slowdown / device.replicas,
-        net=link / device.replicas,
-        sync=(device.replicas - 1) / device.replicas / problem.microbatches,
-        tie=tie,
-    )
-
-
-def _unlimited(limit: int | None) -> float:
-    return math.inf if limit is None else limit
+def _terms(problem: Problem, stage: int) -> Terms:
+    link = max((problem.links or ())[max(stage - 1, 0) : stage + 1], default=1.0)
+    return Terms(1.0 if problem.devices is None else problem.devices[stage].slowdown, link)

@@ -36,7 +36,7 @@ def no_fit(
     ``assignment`` uses memory most evenly, at ``costs``. ``exhaustive``: no cut was left out when one that fits was
     looked for. ``smallest``: no assignment's fullest device needs less than this one's.
     """
-    limit = max(costs.device_bytes)
+    limit = max(costs.stage_bytes)
     given = [limit if own is None else own for own in problem.capacity_bytes or ()]
     groups = _groups(problem)
     heaviest = max(groups, key=lambda group: group.bytes)
@@ -53,13 +53,11 @@ def no_fit(
         ways.append("or use more devices")
     else:
         fact = fact if exhaustive else f"no partition was found that fits {stages} stages"
-        room = [given[device] for device in costs.order]
-        over = max(range(len(room)), key=lambda place: costs.device_bytes[place] - room[place])
-        inside = [group for group in groups if costs.lane[assignment[group.works[0]]] == over]
+        over = max(range(len(costs.stages)), key=lambda stage: costs.stage_bytes[stage] - given[stage])
+        inside = [group for group in groups if assignment[group.works[0]] == over]
         why = (
-            f"with the most even use of memory {'device' if problem.virtual_stages > 1 else 'stage'} {over} needs "
-            f"{_exact(costs.device_bytes[over])}, its device has {_exact(room[over])}, and "
-            f"{_needs(problem, max(inside, key=lambda group: group.bytes))} of it"
+            f"with the most even use of memory stage {over} needs {_exact(costs.stage_bytes[over])}, its device has "
+            f"{_exact(given[over])}, and {_needs(problem, max(inside, key=lambda group: group.bytes))} of it"
         )
         ways.append("or use more devices or smaller microbatches" if problem.holds else "or use more devices")
     return InfeasibleError(f"{fact}: {why}; {', '.join(ways)}", smallest_bytes=limit)
@@ -105,10 +103,9 @@ def _groups(problem: Problem) -> list[_Group]:
     for work, group in enumerate(group_of):
         members.setdefault(group, []).append(work)
     least = dict.fromkeys(members, 0)
-    if "block" not in problem.recompute:  # a stage that does blocks again never holds all that they save at once
-        for hold in problem.holds:
-            for group in {group_of[saver] for saver in hold.savers}:
-                least[group] += hold.bytes
+    for hold in problem.holds:
+        for group in {group_of[saver] for saver in hold.savers}:
+            least[group] += hold.bytes
     for tie in problem.ties:
         for group in {group_of[user] for user in tie.users}:
             least[group] += min(tie.home_bytes, tie.copy_bytes)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
-
-FREE_ORDERS = 4096
-"""Devices in free order may be of so many kinds that this many different subsets of them can be in use, no more."""
 
 RECOMPUTE = ("never", "except_last", "always", "block")
 """What a stage may do again in its backward so as not to keep it: nothing, all but the last microbatch, all, blocks."""
@@ -23,10 +19,9 @@ class Work:
 
     ``static_bytes`` adds up over a stage, of ``transient_bytes`` the largest counts. Works of equal
     ``colocation_group`` share a stage. ``weight_s`` is the part of ``backward_s`` that only weight gradients need (W of
-    a split backward), and ``sync_s`` what all-reducing the work's gradients among very many replicas would take, per
-    step. Works of equal ``block`` are recomputed together under ``recompute="block"``; None is a block of its own.
-    ``step_bytes`` add up beside ``static_bytes`` in the optimizer's step, when nothing else is held; only the search in
-    units counts them.
+    a split backward). Works of equal ``block`` are recomputed together under ``recompute="block"``; None is a block of
+    its own. ``step_bytes`` add up beside ``static_bytes`` in the optimizer's step, when nothing else is held; only the
+    search in units counts them.
     """
 
     name: str
@@ -36,7 +31,6 @@ class Work:
     transient_bytes: int = 0
     colocation_group: Hashable | None = None
     weight_s: float = 0.0
-    sync_s: float = 0.0
     block: Hashable | None = None
     step_bytes: int = 0
 
@@ -86,15 +80,10 @@ class Tie:
 
 @dataclass(frozen=True)
 class Device:
-    """Where stages run.
-
-    Works take ``slowdown`` times as long there. ``replicas`` equal devices may share the microbatches of its stages;
-    they all-reduce gradients once per step. Devices of equal fields are interchangeable.
-    """
+    """Where stages run: works take ``slowdown`` times as long there."""
 
     slowdown: float = 1.0
     capacity_bytes: int | None = None
-    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,10 +101,8 @@ class Problem:
         custom_schedule: a schedule that no name stands for, with its own stages and their devices;
             ``microbatches`` are as many as it has, and ``virtual_stages`` the most stages that it puts on one device.
         devices: in pipeline order; None stands for equal ones without a limit, as many as stages are asked for.
-        free_order: the devices may be put in any order; they are of few kinds.
         links: how many times slower than what nets say the link between neighbouring devices is, one fewer than
             devices; a transfer further than that is as slow as the slowest link between. None: all alike.
-        recompute: what a stage may choose among, the fastest that fits.
     """
 
     works: tuple[Work, ...]
@@ -128,9 +115,7 @@ class Problem:
     virtual_stages: int = field(default=1, kw_only=True)
     custom_schedule: Schedule | None = field(default=None, kw_only=True)
     devices: tuple[Device, ...] | None = field(default=None, kw_only=True)
-    free_order: bool = field(default=False, kw_only=True)
     links: tuple[float, ...] | None = field(default=None, kw_only=True)
-    recompute: tuple[str, ...] = field(default=("never",), kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.works:
@@ -139,9 +124,6 @@ class Problem:
             raise ValueError(f"microbatches is {self.microbatches}; it is at least 1")
         if self.custom_schedule is None and self.schedule not in SCHEDULES:
             raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
-        unknown = [option for option in self.recompute if option not in RECOMPUTE]
-        if unknown or not self.recompute:
-            raise ValueError(f"recompute is {self.recompute!r}; choose among {', '.join(RECOMPUTE)}")
         if self.custom_schedule is None:
             self._check_virtual_stages()
         self._check_devices()
@@ -160,15 +142,10 @@ class Problem:
         if not self.devices:
             raise ValueError("devices is empty; give at least one, or None for equal ones without a limit")
         for device in self.devices:
-            if not (device.slowdown > 0 and math.isfinite(device.slowdown)) or device.replicas < 1:
-                raise ValueError(f"{device}: slowdown must be positive and finite, replicas at least 1")
+            if not (device.slowdown > 0 and math.isfinite(device.slowdown)):
+                raise ValueError(f"{device}: slowdown must be positive and finite")
             if device.capacity_bytes is not None and not 0 <= device.capacity_bytes < math.inf:
                 raise ValueError(f"{device}: capacity_bytes is not negative, and None where there is no limit")
-        if self.free_order and math.prod(count + 1 for count in Counter(self.devices).values()) > FREE_ORDERS:
-            raise ValueError(
-                f"{len(self.devices)} devices in free order are of {len(set(self.devices))} kinds: too many orders to "
-                "compare; fix the order, or make similar devices equal"
-            )
 
     def _check_links(self) -> None:
         if self.links is None:
@@ -177,12 +154,10 @@ class Problem:
             raise ValueError(f"{len(self.links)} links are given for {len(self.devices or ())} devices")
         if not all(link >= 0 and math.isfinite(link) for link in self.links):
             raise ValueError(f"links are {self.links}; none may be negative, infinite or NaN")
-        if self.free_order and len(set(self.links)) > 1:
-            raise ValueError("devices in free order need links that are all alike")
 
     def _check_costs(self) -> None:
         for work in self.works:
-            numbers = (work.forward_s, work.backward_s, work.weight_s, work.sync_s)
+            numbers = (work.forward_s, work.backward_s, work.weight_s)
             _check_numbers(work, (*numbers, work.static_bytes, work.transient_bytes))
             if work.weight_s > work.backward_s:
                 raise ValueError(f"{work}: weight_s is a part of backward_s")
@@ -220,24 +195,6 @@ class Problem:
         in_order = self.custom_schedule is None and self.virtual_stages == 1
         return tuple(range(stages)) if in_order else self.schedule_of(stages).stage_lane
 
-    def places(self, stages: int) -> int:
-        """Return how many devices so many stages take, the last perhaps not full."""
-        return -(-stages // self.virtual_stages) if self.custom_schedule is None else len(self.custom_schedule.lanes)
-
-    def max_stages(self, stages: int) -> int:
-        """Return the most stages, up to ``stages``, that the schedule can be made for; 0 where there are none."""
-        if self.custom_schedule is None:
-            return stages // self.virtual_stages * self.virtual_stages
-        return self.custom_schedule.stages if self.custom_schedule.stages <= stages else 0
-
-    @property
-    def shared(self) -> bool:
-        """Whether a device may hold several stages, or another stage than that of its own number."""
-        return self.virtual_stages > 1 or (
-            self.custom_schedule is not None
-            and self.custom_schedule.stage_lane != tuple(range(self.custom_schedule.stages))
-        )
-
     @property
     def capacity_bytes(self) -> tuple[int | None, ...] | None:
         """Bytes of each device, None where there is no limit; None altogether where no device has one."""
@@ -260,12 +217,6 @@ def recompute_fraction(option: str, *, microbatches: int) -> float:
 def devices_of(capacities: Iterable[int | None]) -> tuple[Device, ...]:
     """Return devices of equal speed, with these many bytes each."""
     return tuple(Device(capacity_bytes=capacity) for capacity in capacities)
-
-
-def without_room(problem: Problem, *, stages: int) -> Problem:
-    """Return the problem on devices in order on which nothing fits: there each stage takes its leanest option."""
-    devices = problem.devices or (Device(),) * problem.places(stages)
-    return replace(problem, devices=tuple(replace(own, capacity_bytes=0) for own in devices), free_order=False)
 
 
 def _check_numbers(owner: object, numbers: Iterable[float]) -> None:

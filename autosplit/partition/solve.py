@@ -13,7 +13,7 @@ from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import Costs, check
 from autosplit.partition.goal import FOREVER, Clock
 from autosplit.partition.infeasible import no_fit
-from autosplit.partition.problem import Problem, Work, recompute_fraction, without_room
+from autosplit.partition.problem import Problem, Work
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
@@ -59,11 +59,6 @@ class Partition:
         return self.costs.stage_bytes
 
     @property
-    def order(self) -> tuple[int, ...]:
-        """The device at each position of the pipeline."""
-        return self.costs.order
-
-    @property
     def recompute(self) -> tuple[str, ...]:
         """What each stage does again."""
         return self.costs.recompute
@@ -103,14 +98,16 @@ def solve(
     the ideals of the condensed graph number at most ``ideal_limit``; from its cut the search for the shortest step
     starts, whose answer is the best of many that are simulated. After ``time_limit_s`` the best so far comes back.
     """
+    if problem.ties or problem.virtual_stages > 1 or problem.custom_schedule is not None:
+        raise ValueError("ties, and schedules with several stages on a device, are for cuts along a line of works")
     stages = _stages(problem, stages)
     clock = Clock.start(time_limit_s)
     answer = _find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit, clock=clock)
     if answer.assignment is None:
         raise _infeasible(problem, stages=stages, empty=empty, answer=answer, ideal_limit=ideal_limit)
     if objective == "step_time":
-        return _shortest(problem, answer.assignment, order=answer.order, stages=stages, empty=empty, clock=clock)
-    costs = check(problem, answer.assignment, order=answer.order, stages=stages if empty else None)
+        return _shortest(problem, answer.assignment, stages=stages, empty=empty, clock=clock)
+    costs = check(problem, answer.assignment, stages=stages if empty else None)
     optimal = costs.bottleneck_s <= answer.lower_bound * _PROVEN
     return Partition(
         assignment=answer.assignment,
@@ -122,20 +119,12 @@ def solve(
     )
 
 
-def _shortest(
-    problem: Problem,
-    assignment: tuple[int, ...],
-    *,
-    order: tuple[int, ...] | None,
-    stages: int,
-    empty: bool,
-    clock: Clock,
-) -> Partition:
+def _shortest(problem: Problem, assignment: tuple[int, ...], *, stages: int, empty: bool, clock: Clock) -> Partition:
     """Return the partition with the shortest step that is found from the one with the least bottleneck."""
     from autosplit.partition.line.step_time import least_step
 
-    step = least_step(problem, stages=stages, empty=empty, assignment=assignment, order=order, clock=clock)
-    costs = check(problem, step.assignment, order=step.order, stages=stages if empty else None)
+    step = least_step(problem, stages=stages, empty=empty, assignment=assignment, clock=clock)
+    costs = check(problem, step.assignment, stages=stages if empty else None)
     lower_s = step_lower_bound(problem, stages=stages if empty else costs.cut.count, clock=clock)
     return Partition(
         assignment=step.assignment,
@@ -148,7 +137,7 @@ def _shortest(
 
 
 def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -> float:
-    """Return what no step of a cut into so many stages can be below, whatever it recomputes and its devices hold.
+    """Return what no step of a cut into so many stages can be below, whatever its devices hold.
 
     It is the best of three bounds: by paths with works spread at will, by a mixture of critical paths, and by the least
     that the longest stage takes without transfers, which the search for the least bottleneck finds.
@@ -160,22 +149,15 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -
         works = tuple(replace(work, backward_s=0.0, weight_s=0.0) for work in works)
     devices = None if problem.devices is None else tuple(replace(own, capacity_bytes=None) for own in problem.devices)
     order = tuple(sorted(problem.precedence))
-    alone = replace(
-        problem, works=works, nets=(), holds=(), ties=(), order=order, devices=devices, recompute=("never",)
-    )
+    alone = replace(problem, works=works, nets=(), holds=(), order=order, devices=devices)
     answer = _find(alone, stages=stages, least="load", empty=True, ideal_limit=IDEAL_LIMIT, clock=clock)
     lower_s = simple_bound(problem, stages=stages, longest_s=answer.lower_bound)
-    if problem.free_order:
-        return lower_s
-    again = min(recompute_fraction(option, microbatches=problem.microbatches) for option in problem.recompute)
-    return max(lower_s, spread_bound(problem, stages=stages, again=again))
+    return max(lower_s, spread_bound(problem, stages=stages))
 
 
 def _stages(problem: Problem, stages: int | None) -> int:
     """Return how many stages are asked for, when that fits the problem's devices."""
-    filled = None if problem.devices is None else len(problem.devices) * problem.virtual_stages
-    if problem.custom_schedule is not None:
-        filled = problem.custom_schedule.stages
+    filled = None if problem.devices is None else len(problem.devices)
     if stages is None:
         if filled is None:
             raise ValueError("the problem has no devices: say how many stages there are to be")
@@ -196,7 +178,7 @@ def _infeasible(problem: Problem, *, stages: int, empty: bool, answer: Answer, i
         problem,
         stages=stages,
         assignment=even.assignment,
-        costs=check(without_room(problem, stages=stages), even.assignment, stages=stages if empty else None),
+        costs=check(problem, even.assignment, stages=stages if empty else None),
         exhaustive=answer.exhaustive,
         smallest=even.exhaustive,
     )

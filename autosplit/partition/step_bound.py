@@ -124,8 +124,7 @@ def simple_bound(problem: Problem, *, stages: int, longest_s: float = 0.0) -> fl
     )
     split_s = weight_s if "W" in kinds else 0.0
     sums = np.array([forward_s, backward_s - split_s if schedule.has_backward else 0.0, split_s])
-    devices = problem.devices or (Device(),) * stages
-    speeds = sorted((device.replicas / device.slowdown for device in devices), reverse=True)
+    speeds = sorted((1.0 / device.slowdown for device in problem.devices or (Device(),) * stages), reverse=True)
     each = max(schedule.stage_lane.count(lane) for lane in range(len(schedule.lanes)))
     lanes = speeds[: len(schedule.lanes)]
     shared = problem.microbatches * sums.sum() / sum(lanes)
@@ -155,7 +154,7 @@ def spread_bound(problem: Problem, *, stages: int, again: float = 0.0) -> float:
     split = bool((simulator.duration == 3).any())
     kinds = np.array([forward, backward if schedule.has_backward else 0 * forward, backward - weight, weight])
     devices = problem.devices or (Device(),) * (max(schedule.stage_lane) + 1)
-    scale = np.array([devices[lane].slowdown / devices[lane].replicas for lane in schedule.stage_lane])
+    scale = np.array([devices[lane].slowdown for lane in schedule.stage_lane])
     counts = _paths(simulator, kinds.sum(axis=1), scale)
     if not split:
         kinds[2:] = 0.0

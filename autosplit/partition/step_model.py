@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autosplit.partition.graph import Graph
-from autosplit.partition.problem import Device, Problem
+from autosplit.partition.problem import Problem
 from autosplit.schedule.action import Schedule
 
 Floats = NDArray[np.float64]
@@ -232,12 +232,11 @@ class StepModel:
         self.simulator = FastSimulator(schedule)
         self.lane = problem.lanes(stages)
         devices = problem.devices
-        self.devices = [Device() if devices is None else devices[place] for place in self.lane]
-        self.scale: Floats = np.array([device.slowdown / device.replicas for device in self.devices])
+        self.scale: Floats = np.array([1.0 if devices is None else devices[place].slowdown for place in self.lane])
         self.link, self.near_link = _links(problem, self.lane)
-        self.forward_s, self.backward_s, self.weight_s, self.sync_s = (
+        self.forward_s, self.backward_s, self.weight_s = (
             _by_group(graph, [getattr(work, name) for work in problem.works])
-            for name in ("forward_s", "backward_s", "weight_s", "sync_s")
+            for name in ("forward_s", "backward_s", "weight_s")
         )
         self.crossings = Crossings.of(problem, graph)
         self.ties = [(tie.transfer_s, sorted({graph.group_of[user] for user in tie.users})) for tie in problem.ties]
@@ -289,9 +288,6 @@ class StepModel:
     def once_s(self, stage_of: NDArray[np.int64]) -> Floats:
         """Return what stages do once per step, the longest of each cut."""
         once = np.zeros((len(stage_of), self.stages))
-        if self.sync_s.any():
-            replicas = np.array([device.replicas for device in self.devices])
-            once += self._summed(stage_of, self.sync_s) * (replicas - 1) / replicas
         for transfer_s, users in self.ties:
             inside = (stage_of[:, users, None] == np.arange(self.stages)).any(axis=1)
             once += (inside & (inside.sum(axis=1) > 1)[:, None]) * (transfer_s * self.near_link)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
 from autosplit.partition.problem import Problem
-from tests.partition.oracle_costs import Rules, bits, members
+from tests.partition.oracle_costs import Rules, members
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,6 @@ class Best:
 
     value: float
     assignment: tuple[int, ...] | None
-    order: tuple[int, ...] | None = None
 
 
 def assignments(problem: Problem, *, stages: int, empty: bool = False) -> Iterator[tuple[int, ...]]:
@@ -47,23 +46,13 @@ def most_stages(problem: Problem, *, stages: int) -> int:
     return min(stages, len(set(closures(problem))))
 
 
-def orders(problem: Problem, *, positions: int) -> list[tuple[int, ...]]:
-    """Return the ways to put devices in the pipeline's positions."""
-    if problem.devices is None or not problem.free_order:
-        return [tuple(range(positions))]
-    seen = {}
-    for order in itertools.permutations(range(len(problem.devices)), positions):
-        seen.setdefault(tuple(problem.devices[device] for device in order), order)
-    return list(seen.values())
-
-
 def brute_force(problem: Problem, *, stages: int, empty: bool = False) -> Best:
-    """Return the least bottleneck over assignments, orders of devices and recompute options."""
+    """Return the least bottleneck over assignments."""
     return _least(problem, Rules.bottleneck_s, stages=stages, empty=empty)
 
 
 def brute_force_step(problem: Problem, *, stages: int, empty: bool = False) -> Best:
-    """Return the shortest simulated step over the same; each stage recomputes what is fastest for it."""
+    """Return the shortest simulated step over assignments."""
     return _least(problem, Rules.step_s, stages=stages, empty=empty)
 
 
@@ -71,11 +60,10 @@ def _least(problem: Problem, value_of: Callable[..., float], *, stages: int, emp
     count = stages if empty else most_stages(problem, stages=stages)
     rules = Rules(problem, count)
     best = Best(math.inf, None)
-    for order in orders(problem, positions=max(rules.lane) + 1):
-        for assignment in assignments(problem, stages=count, empty=empty):
-            value = value_of(rules, assignment, order=order)
-            if value < best.value:
-                best = Best(value, assignment, order)
+    for assignment in assignments(problem, stages=count, empty=empty):
+        value = value_of(rules, assignment)
+        if value < best.value:
+            best = Best(value, assignment)
     return best
 
 
@@ -121,17 +109,16 @@ def _same(problem: Problem) -> Iterator[tuple[int, int]]:
             yield tail, head
 
 
-def ideal_dp(problem: Problem, *, stages: int, empty: bool = False, order: Sequence[int] | None = None) -> float:
+def ideal_dp(problem: Problem, *, stages: int, empty: bool = False) -> float:
     """Return the least bottleneck into exactly ``stages`` stages, one on each device, over all chains of ideals."""
     assert problem.virtual_stages == 1
+    assert not problem.ties
     rules = Rules(problem, stages)
-    order = range(stages) if order is None else order
-    tied = bits([user for tie in problem.ties for user in tie.users])
 
     @cache
-    def load_s(inside: int, before: int, stage: int) -> float:
-        option = rules.best_option(inside, before=before, stage=stage, device=order[stage])
-        return math.inf if option is None else option.load_s
+    def load_s(inside: int, stage: int) -> float:
+        option, capacity = rules.option("never", inside, before=0, stage=stage), rules.device(stage).capacity_bytes
+        return option.load_s if capacity is None or option.peak_bytes <= capacity else math.inf
 
     ideals = ideals_of(problem)
     best = {0: 0.0}
@@ -139,15 +126,10 @@ def ideal_dp(problem: Problem, *, stages: int, empty: bool = False, order: Seque
         following: dict[int, float] = {}
         for larger in ideals:
             values = [
-                max(value, load_s(larger ^ ideal, ideal & tied, stage))
+                max(value, load_s(larger ^ ideal, stage))
                 for ideal, value in best.items()
                 if ideal & larger == ideal and (empty or ideal != larger)
             ]
             following[larger] = min(values, default=math.inf)
         best = {ideal: value for ideal, value in following.items() if value < math.inf}
     return best.get((1 << len(problem.works)) - 1, math.inf)
-
-
-def free_order_dp(problem: Problem, *, stages: int, empty: bool = False) -> float:
-    """Return the least over all orders of the devices."""
-    return min(ideal_dp(problem, stages=stages, empty=empty, order=o) for o in orders(problem, positions=stages))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem
+from autosplit.partition.problem import Device, Hold, Problem
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import TransferTime, simulate
 
@@ -75,9 +75,9 @@ class Rules:
             held[action.stage] -= not self._schedule.has_backward
         return most
 
-    def device(self, number: int) -> Device:
-        """Return a device of the problem, or one like all others."""
-        return Device() if self.problem.devices is None else self.problem.devices[number]
+    def device(self, stage: int) -> Device:
+        """Return the device of a stage, one like all others where the problem has none."""
+        return Device() if self.problem.devices is None else self.problem.devices[self.lane[stage]]
 
     def link(self, position: int) -> float:
         """Return the slower of the links next to a position in the pipeline."""
@@ -116,13 +116,11 @@ class Rules:
         users = [(tie, [bool(inside >> user & 1) for user in tie.users]) for tie in self.problem.ties]
         return sum(tie.transfer_s for tie, here in users if any(here) and not all(here))
 
-    def load_s(self, inside: int, *, stage: int, device: int, recomputed_s: float) -> float:
+    def load_s(self, inside: int, *, stage: int, recomputed_s: float) -> float:
         """Return the stage's load per microbatch."""
-        own, link = self.device(device), self.link(self.lane[stage])
+        slowdown, link = self.device(stage).slowdown, self.link(self.lane[stage])
         seconds = sum(self.works(inside, "forward_s")) + sum(self.works(inside, "backward_s")) + recomputed_s
-        each = (own.slowdown * seconds + link * self.net_s(inside)) / own.replicas
-        synced = sum(self.works(inside, "sync_s")) * (own.replicas - 1) / own.replicas
-        return each + (synced + link * self.tie_s(inside)) / self.problem.microbatches
+        return slowdown * seconds + link * (self.net_s(inside) + self.tie_s(inside) / self.problem.microbatches)
 
     def static(self, inside: int, before: int) -> int:
         """Return the static bytes of a stage, ``before`` being the works of all earlier stages."""
@@ -133,7 +131,7 @@ class Rules:
                 total += tie.copy_bytes if users & before else tie.home_bytes
         return total
 
-    def option(self, name: str, inside: int, *, before: int, stage: int, device: int) -> Option:
+    def option(self, name: str, inside: int, *, before: int, stage: int) -> Option:
         """Return what the stage costs under one recompute option."""
         microbatches = self.problem.microbatches
         again = {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(name, 1.0)
@@ -148,7 +146,7 @@ class Rules:
         else:
             resident, largest = edge, kept - edge + worst
         return Option(
-            load_s=self.load_s(inside, stage=stage, device=device, recomputed_s=recomputed_s),
+            load_s=self.load_s(inside, stage=stage, recomputed_s=recomputed_s),
             static=self.static(inside, before),
             held=self.in_flight[stage] * resident,
             largest=largest,
@@ -182,67 +180,46 @@ class Rules:
             largest = max(largest, saved + problem.works[index].transient_bytes)
         return resident, largest
 
-    def best_option(self, inside: int, *, before: int, stage: int, device: int) -> Option | None:
-        """Return the fastest option that fits a stage alone on its device, None when none does."""
-        capacity = self.device(device).capacity_bytes
-        options = [
-            self.option(name, inside, before=before, stage=stage, device=device)
-            for name in RECOMPUTE
-            if name in self.problem.recompute
-        ]
-        fitting = [option for option in options if capacity is None or option.peak_bytes <= capacity]
-        return min(fitting, key=lambda option: option.load_s, default=None)
-
     def stage_masks(self, assignment: Sequence[int]) -> list[int]:
         """Return the works of each stage."""
         return [bits([w for w, own in enumerate(assignment) if own == stage]) for stage in range(self.stages)]
 
-    def device_options(self, masks: Sequence[int], order: Sequence[int]) -> list[list[Option]] | None:
-        """Return the options of each position's stages, the fastest that fit; None when a device has none."""
-        chosen = []
-        for position, device in enumerate(order):
-            capacity = self.device(device).capacity_bytes
-            best: list[Option] | None = None
-            for name in (name for name in RECOMPUTE if name in self.problem.recompute):
-                own = [
-                    self.option(name, masks[stage], before=sum(masks[:stage]), stage=stage, device=device)
-                    for stage in range(self.stages)
-                    if self.lane[stage] == position
-                ]
-                peak = sum(o.static + o.held for o in own) + max(o.largest for o in own)
-                fits = capacity is None or peak <= capacity
-                if fits and (best is None or sum(o.load_s for o in own) < sum(o.load_s for o in best)):
-                    best = own
-            if best is None:
+    def options(self, assignment: Sequence[int], recompute: Sequence[str] | None) -> list[Option] | None:
+        """Return what each stage costs, by default with nothing done again; None when a device is too full."""
+        masks = self.stage_masks(assignment)
+        names = ["never"] * self.stages if recompute is None else recompute
+        chosen = [
+            self.option(name, masks[stage], before=sum(masks[:stage]), stage=stage) for stage, name in enumerate(names)
+        ]
+        for own in self._by_device(chosen):
+            capacity = self.device(own[0]).capacity_bytes
+            peak = sum(chosen[s].static + chosen[s].held for s in own) + max(chosen[s].largest for s in own)
+            if capacity is not None and peak > capacity:
                 return None
-            chosen.append(best)
         return chosen
 
-    def bottleneck_s(self, assignment: Sequence[int], *, order: Sequence[int] | None = None) -> float:
-        """Return the largest load of a device, infinite when a capacity is exceeded whatever is recomputed."""
-        order = range(max(self.lane) + 1) if order is None else order
-        options = self.device_options(self.stage_masks(assignment), order)
-        return math.inf if options is None else max(sum(o.load_s for o in own) for own in options)
+    def _by_device(self, chosen: Sequence[Option]) -> list[list[int]]:
+        lanes = range(max(self.lane) + 1)
+        return [[stage for stage in range(len(chosen)) if self.lane[stage] == lane] for lane in lanes]
 
-    def step_s(self, assignment: Sequence[int], *, order: Sequence[int] | None = None) -> float:
-        """Return the length of a simulated step, infinite when a capacity is exceeded whatever is recomputed."""
-        order = range(max(self.lane) + 1) if order is None else order
-        masks = self.stage_masks(assignment)
-        options = self.device_options(masks, order)
-        if options is None:
+    def bottleneck_s(self, assignment: Sequence[int], recompute: Sequence[str] | None = None) -> float:
+        """Return the largest load of a device, infinite when a capacity is exceeded."""
+        chosen = self.options(assignment, recompute)
+        if chosen is None:
             return math.inf
-        # A device's options are in the order of its stages.
-        left = [iter(own) for own in options]
-        chosen = [next(left[position]) for position in self.lane]
-        devices = [self.device(order[position]) for position in self.lane]
-        each = [device.slowdown / device.replicas for device in devices]
+        return max(sum(chosen[stage].load_s for stage in own) for own in self._by_device(chosen))
+
+    def step_s(self, assignment: Sequence[int], recompute: Sequence[str] | None = None) -> float:
+        """Return the length of a simulated step, infinite when a capacity is exceeded."""
+        chosen = self.options(assignment, recompute)
+        if chosen is None:
+            return math.inf
+        masks = self.stage_masks(assignment)
+        each = [self.device(stage).slowdown for stage in range(self.stages)]
         stages = list(zip(masks, each, chosen, strict=True))
         backward = [k * (sum(self.works(mask, "backward_s")) + own.recomputed_s) for mask, k, own in stages]
         weight = [k * sum(self.works(mask, "weight_s")) for mask, k, _ in stages]
-        once = [
-            sum(self.works(mask, "sync_s")) * (device.replicas - 1) / device.replicas + self.link(at) * self.tie_s(mask)
-            for mask, device, at in zip(masks, devices, self.lane, strict=True)
-        ]
+        once = [self.link(at) * self.tie_s(mask) for mask, at in zip(masks, self.lane, strict=True)]
         timeline = simulate(
             self._schedule,
             forward_s=[k * sum(self.works(mask, "forward_s")) for mask, k, _ in stages],

@@ -59,9 +59,9 @@ class _Program:
 
 
 def solve_milp(problem: Problem, *, stages: int, empty: bool = False, time_limit_s: float = 20.0) -> Answer:
-    """Return the least bottleneck into ``stages`` stages in the devices' given order, without recompute."""
-    assert problem.recompute == ("never",)
+    """Return the least bottleneck into ``stages`` stages, one on each device."""
     assert problem.virtual_stages == 1
+    assert not problem.ties
     rules, program, count = Rules(problem, stages), _Program(), len(problem.works)
     top = program.variable(upper=math.inf)
     at = [[program.variable(integral=True) for _ in range(stages)] for _ in range(count)]
@@ -78,9 +78,8 @@ def solve_milp(problem: Problem, *, stages: int, empty: bool = False, time_limit
         column = [cells[stage] for cells in at]
         if not empty:
             program.row([(cell, 1.0) for cell in column], least=1.0)
-        ties = _ties(program, problem, at=at, stage=stage)
         _limit_load(program, rules, top=top, column=column, stage=stage)
-        _limit_bytes(program, rules, column=column, stage=stage, ties=ties)
+        _limit_bytes(program, rules, column=column, stage=stage)
     return _answer(program.solve(least=top, time_limit_s=time_limit_s), at=at)
 
 
@@ -120,57 +119,22 @@ def _cut(program: _Program, column: list[int], producer: int | None, consumers: 
 
 
 def _limit_load(program: _Program, rules: Rules, *, top: int, column: list[int], stage: int) -> None:
-    problem, device, link = rules.problem, rules.device(stage), rules.link(rules.lane[stage])
-    each, once = 1 / device.replicas, 1 / problem.microbatches
-    terms = [
-        (
-            column[index],
-            device.slowdown * (work.forward_s + work.backward_s) * each
-            + work.sync_s * (device.replicas - 1) / device.replicas * once,
-        )
-        for index, work in enumerate(problem.works)
-    ]
+    problem, link, slowdown = rules.problem, rules.link(stage), rules.device(stage).slowdown
+    terms = [(column[index], slowdown * (work.forward_s + work.backward_s)) for index, work in enumerate(problem.works)]
     for net in problem.nets:
         cut = program.variable()
         for demand in _cut(program, column, net.producer, net.consumers):
             program.at_least(cut, demand)
-        terms.append((cut, link * (net.forward_s + net.backward_s) * each))
-    for tie in problem.ties:
-        cut = program.variable()
-        for left in tie.users:
-            for right in tie.users:
-                program.at_least(cut, [(column[left], 1.0), (column[right], -1.0)])
-        terms.append((cut, link * tie.transfer_s * once))
+        terms.append((cut, link * (net.forward_s + net.backward_s)))
     program.at_least(top, terms)
 
 
-def _ties(program: _Program, problem: Problem, *, at: list[list[int]], stage: int) -> list[tuple[int, float]]:
-    """Return the static bytes of tied parameters in a stage: a copy where an earlier stage holds a user."""
-    terms = []
-    for tie in problem.ties:
-        used, copied = program.variable(integral=True), program.variable(integral=True)
-        program.row([(used, 1.0), *((at[user][stage], -1.0) for user in tie.users)], most=0.0)
-        earlier = [(at[user][before], -1.0) for user in tie.users for before in range(stage)]
-        program.row([(copied, 1.0), *earlier], most=0.0)
-        program.at_least(used, [(copied, 1.0)])
-        for user in tie.users:
-            program.at_least(used, [(at[user][stage], 1.0)])
-            for other in tie.users:
-                for before in range(stage):
-                    # copied >= used + earlier - 1
-                    program.row([(copied, 1.0), (at[user][stage], -1.0), (at[other][before], -1.0)], least=-1.0)
-        terms += [(used, float(tie.home_bytes)), (copied, float(tie.copy_bytes - tie.home_bytes))]
-    return terms
-
-
-def _limit_bytes(
-    program: _Program, rules: Rules, *, column: list[int], stage: int, ties: list[tuple[int, float]]
-) -> None:
+def _limit_bytes(program: _Program, rules: Rules, *, column: list[int], stage: int) -> None:
     problem, capacity = rules.problem, rules.device(stage).capacity_bytes
     if capacity is None:
         return
     largest = program.variable(upper=math.inf)
-    terms = [(largest, 1.0), *ties]
+    terms = [(largest, 1.0)]
     for index, work in enumerate(problem.works):
         terms.append((column[index], float(work.static_bytes)))
         program.at_least(largest, [(column[index], float(work.transient_bytes))])

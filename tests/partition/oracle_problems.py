@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
+from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Tie, Work
 from tests.partition.oracle_costs import Rules
 
 _SHAPES = ("chain", "layered", "branches", "wide", "skips")
@@ -95,17 +95,14 @@ def _work(chance: random.Random, index: int, mix: Mix) -> Work:
 
 
 def limited(problem: Problem, seed: int, *, assignment: Sequence[int], stages: int) -> Problem:
-    """Return the problem with capacities near what the assignment needs under some recompute option, so that they bind.
+    """Return the problem with capacities near what the assignment needs, so that they bind.
 
     Devices keep their speed.
     """
     chance = random.Random(f"limits {seed}")
     rules = Rules(problem, stages)
-    needed, before = [], 0
-    for stage, inside in enumerate(rules.stage_masks(assignment)):
-        option = chance.choice(problem.recompute)
-        needed.append(rules.option(option, inside, before=before, stage=stage, device=stage).peak_bytes)
-        before |= inside
+    masks = rules.stage_masks(assignment)
+    needed = [rules.option("never", inside, before=0, stage=stage).peak_bytes for stage, inside in enumerate(masks)]
     share = chance.choice((0.7, 0.9, 1.0, 1.0, 1.1))
     if chance.random() < 0.5:
         needed = [max(needed)] * stages
@@ -124,22 +121,11 @@ def with_devices(problem: Problem, seed: int, *, stages: int, capacities: Sequen
     return replace(problem, devices=devices, links=links)
 
 
-def with_extras(problem: Problem, seed: int, *, ties: bool, recompute: bool, replicas: bool) -> Problem:
-    """Return the problem with tied parameters, recompute options, and devices that are several each."""
-    chance = random.Random(f"extras {seed}")
-    count = len(problem.works)
-    if ties:
-        found = []
-        for _ in range(chance.randint(1, 2)):
-            users = tuple(sorted(chance.sample(range(count), min(count, chance.randint(2, 3)))))
-            found.append(Tie(users, chance.randrange(40), chance.randrange(25), float(chance.randrange(8))))
-        problem = replace(problem, ties=tuple(found))
-    if recompute:
-        options = [option for option in RECOMPUTE if chance.random() < 0.6] or ["block"]
-        chance.shuffle(options)
-        problem = replace(problem, recompute=tuple(options))
-    if replicas and problem.devices is not None:
-        works = tuple(replace(work, sync_s=float(chance.randrange(6))) for work in problem.works)
-        devices = tuple(replace(device, replicas=chance.choice((1, 2))) for device in problem.devices)
-        problem = replace(problem, works=works, devices=devices)
-    return problem
+def with_ties(problem: Problem, seed: int) -> Problem:
+    """Return the problem with tied parameters."""
+    chance, count = random.Random(f"extras {seed}"), len(problem.works)
+    found = []
+    for _ in range(chance.randint(1, 2)):
+        users = tuple(sorted(chance.sample(range(count), min(count, chance.randint(2, 3)))))
+        found.append(Tie(users, chance.randrange(40), chance.randrange(25), float(chance.randrange(8))))
+    return replace(problem, ties=tuple(found))

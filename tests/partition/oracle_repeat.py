@@ -6,13 +6,12 @@ python -m tests.partition.oracle_repeat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import most_stages
-from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices, with_extras
+from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices
 
 
 def problems() -> Iterator[tuple[Problem, int]]:
@@ -23,13 +22,9 @@ def problems() -> Iterator[tuple[Problem, int]]:
         stages = most_stages(problem, stages=2 + seed % 3)
         if seed % 3 == 1:
             problem = with_devices(problem, seed, stages=stages)
-        if seed % 4 == 1:
-            problem = with_extras(problem, seed, ties=True, recompute=True, replicas=True)
         if seed % 2:
             even = tuple(index * stages // count for index in range(count))
             problem = limited(problem, seed, assignment=even, stages=stages)
-        if seed % 5 == 4 and problem.links is None and problem.devices is not None:
-            problem = replace(problem, free_order=True)
         yield problem, stages
 
 
@@ -39,7 +34,7 @@ def cuts() -> Iterator[str]:
         for limit in (20_000, 50):
             try:
                 found = solve(problem, stages=stages, ideal_limit=limit)
-                yield f"{found.assignment} {found.costs.order} {found.costs.recompute} {found.value_s!r} {found.gap!r}"
+                yield f"{found.assignment} {found.value_s!r} {found.gap!r}"
             except InfeasibleError as error:
                 yield str(error)
 

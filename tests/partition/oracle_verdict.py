@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
-from autosplit.partition.problem import Problem, without_room
+from autosplit.partition.problem import Problem, devices_of
 from autosplit.partition.solve import Partition, solve
 from tests.partition.oracle_costs import Rules
 
@@ -49,7 +50,7 @@ def solved(
 def smallest_capacity(problem: Problem, *, stages: int) -> int:
     """Return the smallest limit that the solver names where no device has room for anything."""
     try:
-        solve(without_room(problem, stages=stages), stages=stages)
+        solve(replace(problem, devices=devices_of((0,) * stages)), stages=stages)
     except InfeasibleError as error:
         return error.smallest_bytes or 0
     return 0
@@ -60,16 +61,9 @@ def _assert_legal(problem: Problem, partition: Partition, *, stages: int, empty:
     rules = Rules(problem, stages)
     assert rules.legal(partition.assignment)
     assert empty or len(set(partition.assignment)) == stages
-    assert rules.bottleneck_s(partition.assignment, order=partition.order) == pytest.approx(partition.value_s)
-    costs = check(
-        problem,
-        partition.assignment,
-        recompute=partition.recompute,
-        order=partition.order,
-        stages=stages,
-    )
+    assert rules.bottleneck_s(partition.assignment) == pytest.approx(partition.value_s)
+    costs = check(problem, partition.assignment, stages=stages)
     assert (costs.loads_s, costs.stage_bytes) == (partition.loads_s, partition.stage_bytes)
     assert costs.bottleneck_s == partition.value_s
-    for needed, index in zip(costs.device_bytes, costs.order, strict=True):
-        capacity = None if problem.devices is None else problem.devices[index].capacity_bytes
+    for needed, capacity in zip(costs.device_bytes, problem.capacity_bytes or (), strict=False):
         assert capacity is None or needed <= capacity

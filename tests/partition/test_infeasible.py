@@ -10,10 +10,10 @@ import pytest
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
 from autosplit.partition.infeasible import over_capacity, require_separable
-from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work, devices_of
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import assignments, brute_force, most_stages
-from tests.partition.oracle_problems import Mix, random_problem, with_devices, with_extras
+from tests.partition.oracle_problems import Mix, random_problem, with_devices
 
 
 def chain(*sizes: int, colocated: str = "", limit: int, stages: int) -> Problem:
@@ -75,13 +75,9 @@ def test_a_stage_that_is_over_is_named_with_its_largest_part() -> None:
     )
 
 
-def test_a_work_counts_what_it_saves_and_its_tied_parameters() -> None:
-    problem = replace(
-        chain(10, 10, limit=20, stages=2),
-        holds=(Hold(7, 0, (1,), (1,)),),
-        ties=(Tie((1,), home_bytes=9, copy_bytes=5),),
-    )
-    assert "node 1 'w1' alone needs at least 22 B" in str(refusal(problem, stages=2))
+def test_a_work_counts_what_it_saves() -> None:
+    problem = replace(chain(10, 10, limit=16, stages=2), holds=(Hold(7, 0, (1,), (1,)),))
+    assert "node 1 'w1' alone needs at least 17 B" in str(refusal(problem, stages=2))
 
 
 def test_a_name_from_a_stranger_is_short_and_harmless() -> None:
@@ -115,13 +111,12 @@ def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_the_smallest_limit_is_the_smallest_with_ties_recompute_replicas_and_uneven_devices(empty: bool) -> None:
+def test_the_smallest_limit_is_the_smallest_on_uneven_devices(empty: bool) -> None:
     refused = 0
     for seed in range(36):
         problem = random_problem(seed, Mix(count=3 + seed % 4, colours=0.2, unordered=0.2))
         stages = most_stages(problem, stages=2 + seed % 2)
         problem = with_devices(problem, seed, stages=stages, capacities=(0,) * stages)
-        problem = with_extras(problem, seed, ties=seed % 2 == 0, recompute=seed % 3 > 0, replicas=True)
         if brute_force(problem, stages=stages, empty=empty).assignment is not None:
             continue
         least = refusal(problem, stages=stages, empty=empty).smallest_bytes

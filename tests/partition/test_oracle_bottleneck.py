@@ -11,7 +11,7 @@ from autosplit.errors import InfeasibleError
 from autosplit.partition.problem import Problem
 from tests.partition.oracle_brute import assignments, brute_force, ideal_dp, most_stages
 from tests.partition.oracle_milp import solve_milp
-from tests.partition.oracle_problems import Mix, limited, random_problem, with_extras
+from tests.partition.oracle_problems import Mix, limited, random_problem
 from tests.partition.oracle_verdict import solved
 
 
@@ -42,7 +42,6 @@ def test_the_oracles_agree() -> None:
     feasible = 0
     for seed in range(60):
         problem, stages, empty = small(seed, largest=7)
-        problem = with_extras(problem, seed, ties=seed % 2 == 0, recompute=False, replicas=seed % 3 == 0)
         value = brute_force(problem, stages=stages, empty=empty).value
         assert ideal_dp(problem, stages=stages, empty=empty) == pytest.approx(value), seed
         answer = solve_milp(problem, stages=stages, empty=empty)

@@ -13,10 +13,10 @@ import pytest
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.chains import best_chain
-from autosplit.partition.ideals.condense import MergeObjective, condense, glued, lossless, without_small
+from autosplit.partition.ideals.condense import glued, lossless, without_small
 from autosplit.partition.ideals.enumerate import all_ideals, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.ideals.table import Table
-from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work, devices_of
+from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work, devices_of
 from tests.properties import examples
 
 STAGES = 3
@@ -53,8 +53,6 @@ def thin(seed: int) -> Problem:
             chance.choice((0, 0, 1)),
             chance.choice((0, 0, 0, 3)),
             chance.choice((0, 0, 1, 5)),
-            sync_s=chance.choice((0, 0, 4)),
-            block=chance.choice((None, index // 3)),
         )
         for index in range(count)
     )
@@ -64,23 +62,13 @@ def thin(seed: int) -> Problem:
         nets.append(TensorEdge(producer, consumers, chance.choice((0, 1, 2, 5)), 0.0))
         savers = tuple(sorted({chance.randrange(count) for _ in range(chance.choice((0, 0, 1)))}))
         holds.append(Hold(chance.choice((0, 1, 4)), producer, consumers, savers))
-    pair = tuple(sorted(chance.sample(range(count), 2)))
-    free = chance.random() < 0.3
-    bare = chance.random() < 0.3
-    options = tuple(option for option in RECOMPUTE if chance.random() < 0.5) or ("block",)
     return Problem(
         works,
         tuple(nets),
         tuple(holds),
-        ties=(Tie(pair, chance.choice((0, 4)), chance.choice((0, 4)), chance.choice((0.0, 3.0))),) * (seed % 2),
         microbatches=chance.choice((1, 4)),
-        devices=tuple(
-            Device(chance.choice((0.5, 1.0, 3.0)), chance.choice((None, 12, 20)), chance.choice((1, 1, 3)))
-            for _ in range(STAGES)
-        ),
-        links=(chance.choice((0.0, 0.5, 2.0)),) * 2 if free else (chance.choice((0.0, 1.0, 3.0)), 0.5),
-        free_order=free,
-        recompute=("never",) if bare else options,
+        devices=tuple(Device(chance.choice((0.5, 1.0, 3.0)), chance.choice((None, 12, 20))) for _ in range(STAGES)),
+        links=(chance.choice((0.0, 1.0, 3.0)), 0.5),
     )
 
 
@@ -132,26 +120,6 @@ def test_gluing_and_leaving_out_small_costs_give_bounds(make: Callable[[int], Pr
         below += bound < optimum
     assert smaller > 1
     assert below > 2
-
-
-@pytest.mark.parametrize(("recompute", "size", "least_s"), [("never", 1, 6.0), ("always", 2, 11.0)])
-def test_what_is_recomputed_weighs_twice(recompute: str, size: int, least_s: float) -> None:
-    works = (Work("a", 4.0, 0.0), Work("b", 2.0, 0.0))
-    problem = Problem(works, (TensorEdge(0, (1,), 3.0, 0.0),), microbatches=4, recompute=(recompute,))
-    goal = Goal.of(problem, stages=2, empty=True)
-    smaller = lossless(base_graph(problem), goal=goal, loads=True, bytes_=False)
-    assert (smaller.size, value(smaller, goal)) == (size, least_s)
-
-
-def test_a_pinned_work_is_not_moved_but_may_be_joined() -> None:
-    works = (Work("a", 1.0, 0.0), Work("leaf", 0.0, 0.0), Work("b", 4.0, 0.0), Work("late", 0.0, 0.0))
-    nets = (TensorEdge(0, (1,), 2.0, 0.0), TensorEdge(0, (2,), 0.5, 0.0), TensorEdge(2, (3,), 2.0, 0.0))
-    graph = base_graph(Problem(works, nets, microbatches=2))
-    assert condense(graph, concern=MergeObjective(loads=True, bytes=False)).size == 2
-    assert condense(graph, concern=MergeObjective(loads=True, bytes=False, pinned=frozenset((0, 1, 2, 3)))).size == 4
-    smaller = condense(graph, concern=MergeObjective(loads=True, bytes=False, pinned=frozenset((1, 2))))
-    assert smaller.size == 3
-    assert smaller.group_of[3] == smaller.group_of[2]
 
 
 def test_ideals_of_a_diamond() -> None:

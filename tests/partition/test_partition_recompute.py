@@ -1,18 +1,13 @@
-"""Recompute options: their bytes and seconds by hand, and the solver's choice."""
+"""Recompute options: their bytes and seconds by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineSearch
-from autosplit.partition.problem import RECOMPUTE, Hold, Problem, TensorEdge, Work, devices_of
-from autosplit.partition.solve import solve
-from tests.partition.oracle_verdict import smallest_capacity
+from autosplit.partition.problem import RECOMPUTE, Hold, Problem, TensorEdge, Work
 
 # Four works in two blocks of two; each output is saved by its consumer, and each work saves 5 bytes of its own.
 CHAIN = Problem(
@@ -24,7 +19,6 @@ CHAIN = Problem(
         Hold(7, None, (0,), (0,)),
     ),
     microbatches=8,
-    recompute=RECOMPUTE,
 )
 
 
@@ -51,16 +45,6 @@ def test_seconds_by_hand() -> None:
     assert loads == [6.0, 6 + 2 * 7 / 8, 8.0, 8.0]
 
 
-def test_the_checker_takes_the_fastest_that_fits_and_the_leanest_where_none_does() -> None:
-    def chosen(*capacities: int) -> tuple[str, ...]:
-        return check(replace(CHAIN, devices=devices_of(capacities)), (0, 0, 1, 1)).recompute
-
-    # Two microbatches in flight at stage 0: 2000 + 2 x 37 + 3 against 2000 + 2 x 17 + 23.
-    assert chosen(2077, 2033) == ("never", "never")
-    assert chosen(2076, 2033) == ("except_last", "never")
-    assert chosen(2056, 2032) == ("except_last", "never")
-
-
 def test_a_block_of_its_own_for_works_without_one() -> None:
     bare = replace(CHAIN, works=tuple(replace(work, block=None) for work in CHAIN.works))
     stages = check(bare, (0, 0, 1, 1), recompute=("block", "block")).stages
@@ -75,20 +59,3 @@ def test_what_enters_a_block_stays_although_no_backward_reads_it() -> None:
     assert stage.resident_bytes == 17
     search = LineSearch(Line(unread), unread, stages=1)
     assert search.device_bytes((0, 4), ["block"]) == check(unread, (0, 0, 0, 0), recompute=("block",)).device_bytes
-
-
-def test_the_solver_recomputes_only_where_it_must() -> None:
-    free = solve(replace(CHAIN, devices=devices_of((2077, 2077))))
-    assert (free.recompute, free.bottleneck_s) == (("never", "never"), 6.0)
-    tight = solve(replace(CHAIN, devices=devices_of((2076, 2076))))
-    assert (tight.recompute, tight.bottleneck_s, tight.status) == (("except_last", "never"), 7.75, "optimal")
-    always = solve(replace(CHAIN, devices=devices_of((2076, 2076)), recompute=("never", "always")))
-    assert (always.recompute, always.bottleneck_s) == (("always", "never"), 8.0)
-    assert smallest_capacity(CHAIN, stages=2) == 2057
-    with pytest.raises(InfeasibleError):
-        solve(replace(CHAIN, devices=devices_of((2056, 2056))))
-
-
-def test_what_must_be_recomputed_costs_time_without_any_limit() -> None:
-    assert solve(replace(CHAIN, recompute=("always",)), stages=2).loads_s == (8.0, 8.0)
-    assert solve(CHAIN, stages=2).loads_s == (6.0, 6.0)

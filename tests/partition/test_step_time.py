@@ -13,16 +13,15 @@ from autosplit.partition.checker import check
 from autosplit.partition.goal import Clock
 from autosplit.partition.graph import base_graph
 from autosplit.partition.line.step_time import least_step
-from autosplit.partition.problem import Problem, TensorEdge, Work, recompute_fraction
+from autosplit.partition.problem import RECOMPUTE, Problem, TensorEdge, Work, recompute_fraction
 from autosplit.partition.solve import solve, step_lower_bound
 from autosplit.partition.step_model import StepModel
 from autosplit.schedule.catalog import SCHEDULES
 from tests.partition.oracle_brute import assignments, brute_force_step, most_stages
 from tests.partition.oracle_costs import Rules
-from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices, with_extras
+from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices, with_ties
 
 ONE_EACH = tuple(name for name, entry in SCHEDULES.items() if entry.virtual_stages == 1)
-SHARED = tuple(name for name in SCHEDULES if name not in ONE_EACH)
 
 
 @pytest.mark.parametrize("seed", range(36))
@@ -30,13 +29,15 @@ def test_the_model_equals_the_checker(seed: int) -> None:
     stages = 2 + seed % 3
     problem = random_problem(seed, Mix(6, colours=0.1, unordered=0.2, whole=False, schedules=ONE_EACH))
     problem = with_devices(problem, seed, stages=stages)
-    problem = with_extras(problem, seed, ties=seed % 2 == 0, recompute=seed % 3 == 0, replicas=seed % 5 == 0)
+    problem = with_ties(problem, seed) if seed % 2 else problem
     cuts = list(islice(assignments(problem, stages=stages), 40))
     if not cuts:
         return
     graph = base_graph(problem)
-    costs = [check(problem, cut) for cut in cuts]
-    again = [[recompute_fraction(name, microbatches=problem.microbatches) for name in each.recompute] for each in costs]
+    chance = random.Random(seed)
+    options = [[chance.choice(RECOMPUTE) for _ in range(stages)] for _ in cuts]
+    costs = [check(problem, cut, recompute=own) for cut, own in zip(cuts, options, strict=True)]
+    again = [[recompute_fraction(name, microbatches=problem.microbatches) for name in own] for own in options]
     stage_of = np.zeros((len(cuts), graph.size), dtype=np.int64)
     stage_of[:, np.array(graph.group_of)] = np.array(cuts)
     steps = StepModel(problem, graph, stages=stages).steps(stage_of, np.array(again))
@@ -48,47 +49,30 @@ def drawn(seed: int, *, feature: str) -> tuple[Problem, int, bool]:
     chance = random.Random(f"steps {seed} {feature}")
     mix = Mix(chance.randint(4, 7), colours=0.1, unordered=0.1, zero=0.1, whole=False)
     problem, empty = random_problem(seed, mix), feature == "empty"
-    if feature == "shared":
-        problem = replace(problem, schedule=SHARED[seed % len(SHARED)], virtual_stages=2, microbatches=4)
-        stages = most_stages(problem, stages=4) // 2 * 2
-        problem = with_devices(problem, seed, stages=max(1, stages // 2))
-        problem = replace(problem, recompute=("never", "always")[: 1 + seed % 2])
-    else:
-        problem = replace(problem, schedule=ONE_EACH[seed % len(ONE_EACH)])
-        stages = 3 if empty else most_stages(problem, stages=chance.randint(2, 4))
-    if feature in ("devices", "free"):
+    problem = replace(problem, schedule=ONE_EACH[seed % len(ONE_EACH)])
+    stages = 3 if empty else most_stages(problem, stages=chance.randint(2, 4))
+    if feature == "devices":
         problem = with_devices(problem, seed, stages=stages)
-        problem = with_extras(problem, seed, ties=True, recompute=feature == "devices", replicas=True)
-        problem = replace(problem, free_order=feature == "free", links=None if feature == "free" else problem.links)
-    if stages and feature != "free" and chance.random() < 0.4:
+    if chance.random() < 0.4:
         cuts = list(assignments(problem, stages=stages, empty=empty))
-        devices = stages // problem.virtual_stages
-        if devices == stages:
-            problem = limited(problem, seed, assignment=chance.choice(cuts), stages=stages)
-        else:
-            room = check(problem, chance.choice(cuts)).device_bytes
-            pairs = zip(problem.devices or (), room, strict=True)
-            problem = replace(problem, devices=tuple(replace(own, capacity_bytes=most) for own, most in pairs))
+        problem = limited(problem, seed, assignment=chance.choice(cuts), stages=stages)
     return problem, stages, empty
 
 
-@pytest.mark.parametrize(
-    ("feature", "most"), [("plain", 0.0), ("empty", 0.0), ("devices", 0.01), ("free", 0.04), ("shared", 0.09)]
-)
+@pytest.mark.parametrize(("feature", "most"), [("plain", 0.0), ("empty", 0.0), ("devices", 0.01)])
 def test_the_step_is_the_shortest_of_all_or_near_it(feature: str, most: float) -> None:
     feasible = equal = 0
-    for seed in range(30):
+    for seed in range(33):
         problem, stages, empty = drawn(seed, feature=feature)
-        best = brute_force_step(problem, stages=stages, empty=empty) if stages else None
-        if best is None or best.assignment is None:
+        best = brute_force_step(problem, stages=stages, empty=empty)
+        if best.assignment is None:
             continue
         feasible += 1
         found = solve(problem, stages=stages, objective="step_time", empty=empty)
         rules = Rules(problem, stages)
         assert rules.legal(found.assignment)
         assert empty or len(set(found.assignment)) == stages
-        order = found.order if problem.free_order else None
-        assert rules.step_s(found.assignment, order=order) == pytest.approx(found.value_s)
+        assert rules.step_s(found.assignment) == pytest.approx(found.value_s)
         assert best.value * (1 - 1e-9) <= found.value_s <= best.value * (1 + most + 1e-9), seed
         assert step_lower_bound(problem, stages=stages) <= best.value * (1 + 1e-9)
         equal += found.value_s <= best.value * (1 + 1e-9)
@@ -114,14 +98,14 @@ def test_the_bound_comes_close_where_transfers_are_cheap(name: str) -> None:
 
 def test_the_same_cut_every_time_whatever_the_start() -> None:
     problem = random_problem(5, Mix(40, whole=False, schedules=("1f1b",)))
-    first, again = (least_step(problem, stages=4, empty=False, assignment=(0,) * 40, order=(0,)) for _ in range(2))
+    first, again = (least_step(problem, stages=4, empty=False, assignment=(0,) * 40) for _ in range(2))
     assert first == again
 
 
 def test_no_time_at_all_gives_back_something_legal() -> None:
     problem = long_chain(60, microbatches=16)
     start = tuple(index * 6 // 60 for index in range(60))
-    step = least_step(problem, stages=6, empty=False, assignment=start, order=tuple(range(6)), clock=Clock(0.0))
+    step = least_step(problem, stages=6, empty=False, assignment=start, clock=Clock(0.0))
     assert step.step_s <= check(problem, start).step_s
 
 
@@ -130,5 +114,5 @@ def test_a_wide_graph_is_cut_better_than_evenly() -> None:
     chance = random.Random(0)
     wide = replace(problem, nets=tuple(net for net in problem.nets if chance.random() < 0.5), order=())
     start = tuple(min(3, index // 23) for index in range(90))
-    step = least_step(wide, stages=4, empty=False, assignment=start, order=(0, 1, 2, 3))
+    step = least_step(wide, stages=4, empty=False, assignment=start)
     assert step_lower_bound(wide, stages=4) <= step.step_s < check(wide, start).step_s

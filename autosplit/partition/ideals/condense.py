@@ -20,14 +20,13 @@ Several merges at once are right if each moves its own ``v`` once and no two fol
 turn from the last target back, a target only grows: tensors become private and never foreign, and more lies before it.
 
 Bytes obey the same argument with storages in the place of tensors, save that savers keep a storage wherever they are,
-and the transient bytes of ``v`` must not be above those of ``u``. Neither the kept nor the boundary bytes of any stage
-grow, so the merges also hold under recompute. A stage may become empty: the search for exactly N non-empty stages
-treats the result as a relaxation.
+and the transient bytes of ``v`` must not be above those of ``u``. The kept bytes of no stage grow. A stage may
+become empty: the search for exactly N non-empty stages treats the result as a relaxation.
 
 These rules compare a group's seconds with its tensors' on one stage. Other devices weigh them differently:
 
 * A merge that must not make any stage worse has to be right on every device, so the group that moves counts with the
-  most seconds, per second of tensors, that it has on any (`_cautious`).
+  most seconds, per second of tensors, that it has on any (`lossless`).
 * A merge of what a bound forbids to separate has to be forbidden on every device, so all counts least (`glued`).
 """
 
@@ -39,10 +38,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
-from autosplit.partition.goal import PLAIN, Goal, Terms
+from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, Storage, merge, reach
-from autosplit.partition.ideals.stage_costs import block_bytes, recompute_fractions
-from autosplit.partition.problem import Problem
 
 _ROUNDING = 1 + 1e-14
 """Sums of the same numbers in another order may differ by so much."""
@@ -51,23 +48,13 @@ _MANY = 8
 """Pairs are counted for tensors of at most so many pins."""
 
 
-@dataclass(frozen=True)
-class MergeObjective:
-    """What a merge must not make worse in any stage: its load, its bytes, or both.
+def condense(graph: Graph, *, loads: bool, bytes_: bool) -> Graph:
+    """Return the graph after all merges that keep the best value over any number of non-empty stages.
 
-    ``pinned`` works are never moved, though others may join them: those whose place costs something that the graph does
-    not show.
+    They make no stage's load worse, no stage's bytes, or neither.
     """
-
-    loads: bool
-    bytes: bool
-    pinned: frozenset[int] = frozenset()
-
-
-def condense(graph: Graph, *, concern: MergeObjective) -> Graph:
-    """Return the graph after all merges that keep the best value over any number of non-empty stages."""
     while True:
-        labels = _Moves(graph, concern).labels()
+        labels = _Moves(graph, loads=loads, bytes_=bytes_).labels()
         if labels == list(range(graph.size)):
             return graph
         graph = merge(graph, labels)
@@ -117,13 +104,11 @@ class _Reach:
 class _Moves:
     """Which group may join which."""
 
-    def __init__(self, graph: Graph, concern: MergeObjective) -> None:
-        self.graph = graph
-        self.concern = concern
-        self.pinned = {graph.group_of[work] for work in concern.pinned}
+    def __init__(self, graph: Graph, *, loads: bool, bytes_: bool) -> None:
+        self.graph, self.keeps_loads, self.keeps_bytes = graph, loads, bytes_
         self.predecessors, self.successors = graph.predecessors(), graph.successors()
         self.tensors = _by_pin(graph.size, ((tensor.pins, tensor.cost_s) for tensor in graph.tensors))
-        storages = graph.storages if concern.bytes else ()
+        storages = graph.storages if bytes_ else ()
         self.boundaries = _by_pin(graph.size, ((_ends(storage), float(storage.bytes)) for storage in storages))
         self.kept = [float(bytes_) for bytes_ in graph.resident_bytes]
         for storage in storages:
@@ -136,8 +121,6 @@ class _Moves:
         """Return for each group the one that it joins in the end, itself if none."""
         target = [-1] * self.graph.size
         for moved in range(self.graph.size):
-            if moved in self.pinned:
-                continue
             joined = next((other for other in self._allowed(moved) if _end(target, other) != moved), None)
             if joined is not None:
                 target[moved] = joined
@@ -155,10 +138,10 @@ class _Moves:
     def _allowed(self, moved: int) -> Iterable[int]:
         graph = self.graph
         others = dict.fromkeys(sorted(self.predecessors[moved] | self.successors[moved]))
-        if self.concern.loads:
+        if self.keeps_loads:
             cheap = _targets(self.tensors[moved], moved, own=graph.times_s[moved], others=others)
             others = dict.fromkeys(cheap)
-        if self.concern.bytes and others:
+        if self.keeps_bytes and others:
             # What is kept beyond boundaries (savers, storages within the group) moves along whatever the target.
             own = self.kept[moved] - sum(bytes_ for _, bytes_ in self.boundaries[moved])
             light = _targets(self.boundaries[moved], moved, own=own, others=others, private=self.unsaved[moved])
@@ -166,7 +149,7 @@ class _Moves:
                 other
                 for other in light
                 if not graph.static_bytes[moved] and graph.transient_bytes[moved] <= graph.transient_bytes[other]
-                if not self.concern.loads or other in others
+                if not self.keeps_loads or other in others
             )
         return (other for other in others if self.reach.joins(moved, other))
 
@@ -239,11 +222,9 @@ def _join(labels: list[int], left: int, right: int) -> None:
 
 def lossless(graph: Graph, *, goal: Goal, loads: bool, bytes_: bool) -> Graph:
     """Return the graph condensed as `condense` does, for the devices of the goal."""
-    seen = graph if goal.plain else _cautious(graph, goal)
-    pinned: frozenset[int] = frozenset()
-    if goal.extras is not None:
-        pinned = _pinned(goal.extras, bytes_=bytes_)
-    coarse = condense(seen, concern=MergeObjective(loads=loads, bytes=bytes_, pinned=pinned))
+    ratio = max(terms.work / terms.net if terms.net else math.inf for terms in goal.terms or (PLAIN,))
+    seen = replace(graph, times_s=tuple(time_s and ratio * time_s for time_s in graph.times_s))
+    coarse = condense(seen, loads=loads, bytes_=bytes_)
     return graph if coarse.size == graph.size else merge(graph, labels(graph, coarse))
 
 
@@ -275,42 +256,3 @@ def labels(graph: Graph, coarse: Graph) -> list[int]:
     for fine, group in zip(graph.group_of, coarse.group_of, strict=True):
         found[fine] = group
     return found
-
-
-def _cautious(graph: Graph, goal: Goal) -> Graph:
-    forward_s, sync_s = [0.0] * graph.size, [0.0] * graph.size
-    again = 0.0
-    transient = graph.transient_bytes
-    if goal.extras is not None:
-        again = max(share for _, share in recompute_fractions(goal.extras))
-        for work, group in enumerate(graph.group_of):
-            forward_s[group] += goal.extras.works[work].forward_s
-            sync_s[group] += goal.extras.works[work].sync_s
-        if "block" in goal.extras.recompute:
-            transient = tuple(block_bytes(goal.extras, graph.group_of, size=graph.size))
-    terms = set(goal.terms or (PLAIN,))
-    brought = zip(graph.times_s, forward_s, sync_s, strict=True)
-    return replace(
-        graph,
-        times_s=tuple(
-            max(_in_tensors(own, time_s + again * forward, sync) for own in terms) for time_s, forward, sync in brought
-        ),
-        transient_bytes=transient,
-    )
-
-
-def _in_tensors(terms: Terms, works_s: float, sync_s: float) -> float:
-    """Return how many seconds of tensors weigh as much as these works."""
-    seconds = terms.work * works_s + terms.sync * sync_s
-    if not seconds:
-        return 0.0
-    return seconds / terms.net if terms.net else math.inf
-
-
-def _pinned(problem: Problem, *, bytes_: bool) -> frozenset[int]:
-    """Return the works that may not move: users of ties, and what blocks and whole stages weigh differently."""
-    found = {user for tie in problem.ties for user in tie.users}
-    if bytes_ and "block" in problem.recompute and problem.recompute != ("block",):
-        transients: Sequence[int] = [work.transient_bytes for work in problem.works]
-        found |= {work for work, bytes_held in enumerate(transients) if bytes_held > min(transients)}
-    return frozenset(found)

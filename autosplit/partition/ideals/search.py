@@ -6,7 +6,6 @@
 3. While the gap is open: all ideals with the limits, of the merged graph and then of the unmerged one.
 4. Where the ideals are too many: the same on graphs whose small costs are set to zero, which gives lower bounds, and
    then the ideals around the best solution's cuts, until they bring nothing more.
-5. Where devices hold several stages all that is a relaxation: it bounds `shared`, which starts from its cuts.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from autosplit.errors import InfeasibleError
 from autosplit.partition.goal import FOREVER, PLAIN, Clock, Goal, OutOfTime
 from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals.chains import Chain, best_chain
 from autosplit.partition.ideals.condense import glued, labels, lossless, without_small
 from autosplit.partition.ideals.enumerate import all_ideals, in_runs, neighbourhood, prefix_ideals, some_orders
-from autosplit.partition.ideals.shared import best_shared
 from autosplit.partition.ideals.swaps import best_nearby
 from autosplit.partition.ideals.table import Table
 from autosplit.partition.ideals.thresholds import lattice, threshold_search
@@ -72,13 +69,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Answer:
-    """The best assignment and order of devices that were found, None when nothing fits; a valid lower bound.
+    """The best assignment that was found, None when nothing fits; a valid lower bound.
 
     ``exhaustive``: nothing better, or nothing that fits, was left out.
     """
 
     assignment: tuple[int, ...] | None
-    order: tuple[int, ...] | None
     lower_bound: float
     exhaustive: bool
 
@@ -99,11 +95,7 @@ def search(
     """
     found = _Search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit, clock=clock)
     found.run()
-    if problem.shared:
-        return found.share()
-    if found.best is None:
-        return Answer(None, None, found.lower, found.closed)
-    return Answer(found.best.assignment, found.best.chain.slots or None, found.lower, found.closed)
+    return Answer(None if found.best is None else found.best.assignment, found.lower, found.closed)
 
 
 class _Search:
@@ -118,15 +110,10 @@ class _Search:
         clock: Clock,
     ) -> None:
         self.problem, self.least, self.ideal_limit, self.clock = problem, least, ideal_limit, clock
-        self.whole = self.base = base_graph(problem)
-        count = stages if empty else problem.max_stages(min(stages, self.base.size))
-        if not count:
-            raise InfeasibleError(
-                f"{problem.schedule} puts {problem.virtual_stages} stages on a device, and the works fall into "
-                f"{self.base.size} groups that cannot be separated; choose a schedule with fewer stages"
-            )
+        self.base = base_graph(problem)
+        count = stages if empty else min(stages, self.base.size)
         self.goal = Goal.of(problem, stages=count, least=least, empty=empty)
-        self.alike = self.goal.plain and not problem.shared
+        self.alike = self.goal.terms is None
         self.capacity = self._binding_capacity()
         self.loads, self.bytes = least == "load", least == "bytes" or self.capacity is not None
         self.merged: dict[tuple[bool, bool], Graph] = {}
@@ -155,34 +142,6 @@ class _Search:
         if self.best is None:
             return math.isinf(self.lower)
         return self.best.chain.value <= self.lower * (1 + _TOLERANCE)
-
-    def share(self) -> Answer:
-        """Improve the cuts of the relaxation by what devices carry that hold several stages."""
-        if self.best is None and self.closed:
-            return Answer(None, None, self.lower, exhaustive=True)
-        seeds = [] if self.best is None else [self.best.assignment]
-        goals = [self.goal]
-        if self.capacity is not None:
-            # What each stage's share of the capacity holds, the device holds.
-            each = self.problem.virtual_stages
-            goals = [replace(self.goal, capacity_bytes=tuple(limit / each for limit in self.capacity))]
-            goals += [replace(self.goal, least="bytes", capacity_bytes=None), self.goal]
-        orders = some_orders(self.whole) if self.whole.size <= _SHORT[False] else []
-        for order in (orders, *([own] for own in orders)) if orders else ():
-            table = Table(self.whole, prefix_ideals(order), by_bytes=self.least == "bytes")
-            chains = (best_chain(table, goal=goal) for goal in goals)
-            seeds += [Found(chain, self.whole).assignment for chain in chains if chain is not None]
-        found = best_shared(
-            self.problem,
-            self.whole,
-            seeds=seeds,
-            stages=self.goal.stages,
-            least=self.least,
-            empty=self.goal.empty,
-            clock=self.clock,
-        )
-        lower_bound = found.value if found.exhaustive else self.lower
-        return Answer(found.assignment, found.order, lower_bound, found.exhaustive)
 
     def _prefixes(self) -> None:
         """Find a first solution, whatever the time, and merge what a better one cannot separate."""
@@ -354,7 +313,7 @@ class _Search:
         limit = math.inf if self.best is None else self.best.chain.value * (1 + _TOLERANCE)
         if self.loads:
             return replace(self.goal, load_limit_s=limit, capacity_bytes=self.capacity)
-        return replace(self.goal, capacity_bytes=(limit,) * self.goal.slots)
+        return replace(self.goal, capacity_bytes=(limit,) * self.goal.stages)
 
     def _condensed(self, *, loads: bool, bytes_: bool) -> Graph:
         """Return the graph without what need not be cut."""
@@ -371,16 +330,14 @@ class _Search:
         if not self.loads:
             return 0.0
         terms = self.goal.terms or (PLAIN,) * self.goal.stages
-        speeds = sorted((1.0 / own.work for own in terms), reverse=True)[: self.goal.stages]
-        each = self.goal.stages / self.problem.places(self.goal.stages)
-        together_s = sum(self.base.times_s) * each / sum(speeds)
+        together_s = sum(self.base.times_s) / sum(1.0 / own.work for own in terms)
         return max(together_s, min(own.work for own in terms) * max(self.base.times_s))
 
     def _binding_capacity(self) -> tuple[float, ...] | None:
         """Return the capacities, or None when even everything on one stage would fit in each."""
         capacity = self.goal.capacity_bytes
-        if capacity is None or not self.alike:
-            return capacity
+        if capacity is None:
+            return None
         kept = sum(hold.bytes for hold in self.problem.holds) * max(self.goal.in_flight)
         most = sum(self.base.static_bytes) + kept + max(self.base.transient_bytes)
         return None if most <= min(capacity) else capacity

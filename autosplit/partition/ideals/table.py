@@ -23,7 +23,6 @@ Bits = NDArray[np.uint64]
 
 _SAVER = 2**15
 _PRODUCER = 2**30
-_ENTERING = 2**31
 _QUANTA = 2**40
 """Weights are whole numbers of about this many parts of the total: sums in float64 are exact, so order is safe."""
 
@@ -32,37 +31,34 @@ _QUANTA = 2**40
 class Row:
     """A tensor or storage: what a stage pays, and the groups it concerns; the producer is none of its consumers.
 
-    A stage pays when the boundary cuts the row, and when a saver is inside; where there are ``entering`` groups, only
-    when one of these is inside as well as a saver.
+    A stage pays when the boundary cuts the row, and when a saver is inside.
     """
 
     cost: float
     producer: int | None
     consumers: frozenset[int]
     savers: frozenset[int] = frozenset()
-    entering: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
 class Pins:
     """Which pins of each row lie in each ideal (columns), as one number per pair.
 
-        bits 31-45: number of entering groups | bit 30: the producer | bits 15-29: savers | bits 0-14: consumers
+        bit 30: the producer | bits 15-29: number of savers | bits 0-14: of consumers
 
-    No field shrinks from an ideal to a larger one, so the number of a stage is a difference. Without entering groups
-    the stage pays unless that is 0 (no pin inside) or ``whole`` (producer and all consumers inside, no saver).
+    No field shrinks from an ideal to a larger one, so the number of a stage is a difference. The stage pays unless that
+    is 0 (no pin inside) or ``whole`` (producer and all consumers inside, no saver).
     """
 
     cost: Floats
-    inside: NDArray[Any]
-    whole: NDArray[Any]
-    every: NDArray[Any]
+    inside: NDArray[np.int32]
+    whole: NDArray[np.int32]
+    every: NDArray[np.int32]
     """The number when all pins are inside."""
     closed_cost: Floats
     """What an ideal pays for a row even when all its pins are inside."""
     paid: Floats
     """Sum of what the whole ideal, as one stage, pays, per ideal."""
-    entered: bool
 
     @classmethod
     def of(cls, columns: NDArray[np.bool_], rows: Iterable[Row]) -> Pins:
@@ -71,25 +67,20 @@ class Pins:
         for row in rows:
             bare = replace(row, cost=0.0)
             merged[bare] = merged.get(bare, 0.0) + row.cost
-        entered = any(row.entering is not None for row in merged)
-        kind = np.int64 if entered else np.int32
-        inside = np.zeros((len(merged), columns.shape[1]), dtype=kind)
+        inside = np.zeros((len(merged), columns.shape[1]), dtype=np.int32)
         paid = np.zeros(columns.shape[1])
-        whole = np.array([_PRODUCER + len(row.consumers) for row in merged], dtype=kind)
-        every = np.zeros(len(merged), dtype=kind)
+        whole = np.array([_PRODUCER + len(row.consumers) for row in merged], dtype=np.int32)
+        every = np.zeros(len(merged), dtype=np.int32)
         for index, (row, cost) in enumerate(merged.items()):
-            own = frozenset() if row.producer is None else frozenset((row.producer,))
-            fields = ((own, _PRODUCER), (row.consumers, 1), (row.savers, _SAVER), (row.entering or (), _ENTERING))
-            for groups, unit in fields:
+            producer = frozenset() if row.producer is None else frozenset((row.producer,))
+            for groups, unit in ((producer, _PRODUCER), (row.consumers, 1), (row.savers, _SAVER)):
                 every[index] += len(groups) * unit
                 for group in groups:
-                    inside[index] += columns[group] * kind(unit)
-            paid += cost * _pays(inside[index], whole[index], entered=entered)
+                    inside[index] += columns[group] * np.int32(unit)
+            paid += cost * _pays(inside[index], whole[index])
         costs: Floats = np.array(list(merged.values()), dtype=np.float64)
-        closed_cost: Floats = np.where(_pays(every, whole, entered=entered), costs, 0.0)
-        return cls(
-            cost=costs, inside=inside, whole=whole, every=every, closed_cost=closed_cost, paid=paid, entered=entered
-        )
+        closed_cost: Floats = np.where(_pays(every, whole), costs, 0.0)
+        return cls(cost=costs, inside=inside, whole=whole, every=every, closed_cost=closed_cost, paid=paid)
 
     def stage_cost(self, ideal: int, larger: Ints) -> Floats:
         """Return what the stages ``larger`` minus ``ideal`` pay."""
@@ -99,8 +90,8 @@ class Pins:
         if len(rows):
             block = self.inside[np.ix_(rows, larger)]
             whole = self.whole[rows][:, None]
-            pays = _pays(block - own[rows][:, None], whole, entered=self.entered).astype(np.int8)
-            cost += self.cost[rows] @ (pays - _pays(block, whole, entered=self.entered))
+            pays = _pays(block - own[rows][:, None], whole).astype(np.int8)
+            cost += self.cost[rows] @ (pays - _pays(block, whole))
         return cost
 
 
@@ -186,10 +177,6 @@ class Table:
         """Return the seconds of the tensors that the stages cut."""
         return self.tensors.stage_cost(ideal, larger)
 
-    def loads(self, ideal: int, larger: Ints) -> Floats:
-        """Return the loads of the stages ``larger`` minus ``ideal``, in seconds."""
-        return self.works_s(ideal, larger) + self.nets_s(ideal, larger)
-
     def static_and_transient(self, ideal: int, larger: Ints) -> Floats:
         """Return the bytes of the stages that do not depend on the microbatches in flight."""
         return self.static[larger] - self.static[ideal] + self.worst.of(ideal, larger)
@@ -199,12 +186,8 @@ class Table:
         return self.resident[larger] - self.resident[ideal] + self.storages.stage_cost(ideal, larger)
 
 
-def _pays(inside: NDArray[Any], whole: NDArray[Any], *, entered: bool) -> NDArray[np.bool_]:
-    if not entered:
-        return (inside != 0) & (inside != whole)
-    crossing = inside & (_PRODUCER | (_SAVER - 1))
-    saved = (inside & (_PRODUCER - _SAVER) != 0) & (inside >= _ENTERING)
-    return (crossing != 0) & (crossing != whole) | saved
+def _pays(inside: NDArray[np.int32], whole: NDArray[np.int32]) -> NDArray[np.bool_]:
+    return (inside != 0) & (inside != whole)
 
 
 def _membership(pool: Sequence[int], size: int) -> Floats:

@@ -18,7 +18,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.ideals.stage_costs import block_bytes, block_of, block_savers
 from autosplit.partition.problem import Problem
 
 Floats = NDArray[np.float64]
@@ -79,8 +78,7 @@ class Line:
         if option in ("always", "except_last"):
             transient, each = transient + self._never - self._boundary, self._boundary
         elif option == "block":
-            saved = block_bytes(self.problem, range(self.size), size=self.size)
-            transient, each = self._worst(saved), self._of_blocks
+            transient, each = self._worst(_block_bytes(self.problem)), self._of_blocks
         return StageTable(self._static + transient, each, transient, self._least)
 
     @cached_property
@@ -131,9 +129,11 @@ class Line:
             plane.touched(ends, hold.bytes)
             if hold.producer is None:
                 continue
-            source = block_of(self.problem, hold.producer)
-            entered = any(block_of(self.problem, pin) != source for pin in (*hold.consumers, *hold.savers))
-            if not (block_savers(self.problem, hold) and entered):
+            source = _block_of(self.problem, hold.producer)
+            entering = {pin for pin in (*hold.consumers, *hold.savers) if _block_of(self.problem, pin) != source}
+            # What a block takes from outside is kept for it to be done again.
+            taken = any(self.problem.works[pin].block is not None for pin in entering.intersection(hold.consumers))
+            if not taken and not (hold.savers and entering):
                 plane.inside(ends, -hold.bytes)
         return plane.sums()
 
@@ -260,3 +260,22 @@ def _ends(producer: int | None, consumers: Sequence[int]) -> tuple[int, ...]:
 
 def _running(each: Iterable[float]) -> Floats:
     return np.concatenate([[0.0], np.fromiter(each, dtype=np.float64).cumsum()])
+
+
+def _block_of(problem: Problem, work: int) -> tuple[bool, object]:
+    """Return what tells a work's block from others: a work without one is a block of its own."""
+    block = problem.works[work].block
+    return (False, work) if block is None else (True, block)
+
+
+def _block_bytes(problem: Problem) -> list[int]:
+    """Return for each work the most that it needs while its block is done again."""
+    saved: dict[object, int] = {}
+    for hold in problem.holds:
+        block = None if hold.producer is None else _block_of(problem, hold.producer)
+        if block is not None and any(_block_of(problem, saver) == block for saver in hold.savers):
+            saved[block] = saved.get(block, 0) + hold.bytes
+    return [
+        saved.get(_block_of(problem, work), 0) + problem.works[work].transient_bytes
+        for work in range(len(problem.works))
+    ]

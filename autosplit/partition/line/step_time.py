@@ -1,6 +1,6 @@
 """The cut whose simulated step is shortest: the best cut of a few lines of the graph, then moves of its groups.
 
-A topological order lays the graph out as a line, whose best cut `line_search` finds. For each order of devices:
+A topological order lays the graph out as a line, whose best cut `line_search` finds.
 
 1. The lines are the model's order, each branch to its end, every group as late as possible, and the stages of the cut
    with the least bottleneck one after the other.
@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.checker import Costs, check
+from autosplit.partition.checker import check
 from autosplit.partition.goal import FOREVER, Clock
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.enumerate import some_orders
 from autosplit.partition.line.coarse import coarsened, runs
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineSearch
-from autosplit.partition.problem import Problem, recompute_fraction
+from autosplit.partition.problem import Problem
 from autosplit.partition.step_model import StepModel
 
-_DEVICE_ORDERS = 6
-"""At most so many orders of devices are searched."""
 _LINES = 3
 """How many topological orders are tried as lines, the model's first."""
 _UNITS = 400
@@ -53,71 +50,23 @@ Stages = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Step:
-    """An assignment with the order of its devices, and its step."""
+    """An assignment and its step."""
 
     assignment: tuple[int, ...]
-    order: tuple[int, ...]
     step_s: float
 
 
 def least_step(
-    problem: Problem,
-    *,
-    stages: int,
-    empty: bool,
-    assignment: Sequence[int],
-    order: Sequence[int] | None = None,
-    clock: Clock = FOREVER,
+    problem: Problem, *, stages: int, empty: bool, assignment: Sequence[int], clock: Clock = FOREVER
 ) -> Step:
     """Return the cut with the shortest simulated step that is found, starting from a cut that fits.
 
     ``stages`` and ``empty`` are those of `solve`.
     """
     graph = base_graph(problem)
-    count = stages if empty else problem.max_stages(min(stages, graph.size))
-    costs = check(problem, assignment, order=order, stages=count if empty else None)
-    best = Step(tuple(assignment), costs.order, costs.step_s)
-    for devices in islice(_device_orders(problem, best.order, places=problem.places(count)), _DEVICE_ORDERS):
-        search = _Search(_reordered(problem, devices), graph, stages=count, empty=empty, clock=clock)
-        found = search.run(best.assignment)
-        if found is not None and found.step_s < best.step_s * (1 - _GAIN):
-            best = Step(tuple(found.stages[list(graph.group_of)].tolist()), devices, found.step_s)
-    return best
-
-
-def _device_orders(problem: Problem, first: tuple[int, ...], *, places: int) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of devices that differ in more than equal devices, ``first`` first."""
-    if problem.devices is None or not problem.free_order:
-        yield tuple(range(places))
-        return
-    devices = problem.devices
-    known = set()
-    if len(first) == places:
-        known.add(tuple(devices[index] for index in first))
-        yield first
-
-    def grow(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(order) == places:
-            kinds = tuple(devices[index] for index in order)
-            if kinds not in known:
-                known.add(kinds)
-                yield order
-            return
-        tried = set()
-        for index, device in enumerate(devices):
-            if index not in order and device not in tried:
-                tried.add(device)
-                yield from grow((*order, index))
-
-    yield from grow(())
-
-
-def _reordered(problem: Problem, order: tuple[int, ...]) -> Problem:
-    """Return the problem with its devices in a fixed order."""
-    if problem.devices is None:
-        return problem
-    links = None if problem.links is None else problem.links[: len(order) - 1]
-    return replace(problem, devices=tuple(problem.devices[index] for index in order), links=links, free_order=False)
+    count = stages if empty else min(stages, graph.size)
+    found = _Search(problem, graph, stages=count, empty=empty, clock=clock).run(assignment)
+    return Step(tuple(found.stages[list(graph.group_of)].tolist()), found.step_s)
 
 
 @dataclass(frozen=True)
@@ -129,8 +78,6 @@ class _Cut:
 
 
 class _Search:
-    """The search on one order of devices."""
-
     def __init__(self, problem: Problem, graph: Graph, *, stages: int, empty: bool, clock: Clock) -> None:
         self.problem, self.graph, self.stages, self.empty, self.clock = problem, graph, stages, empty, clock
         self.model = StepModel(problem, graph, stages=stages)
@@ -139,17 +86,17 @@ class _Search:
         self.after = [sorted(heads) for heads in graph.successors()]
         self.left = _SIMULATED // max(self.model.simulator.count, 1)
 
-    def run(self, assignment: Sequence[int]) -> _Cut | None:
-        """Return the best cut that is found from an assignment; None where none fits these devices."""
+    def run(self, assignment: Sequence[int]) -> _Cut:
+        """Return the best cut that is found from an assignment that fits."""
         start = np.zeros(self.graph.size, dtype=np.int64)
         start[self.group_of] = assignment
-        cuts = [self._costed(start)] if start.max() < self.stages else []
+        cuts = [self._costed(start)]
         if self.stages <= self.graph.size:
             by_stage = np.lexsort((np.arange(len(start)), start))
             lines = [np.array(order) for order in some_orders(self.graph)[:_LINES]]
             cuts += [self._costed(own) for line in (by_stage, *lines) if (own := self._best_of_line(line)) is not None]
-        best = min((cut for cut in cuts if cut is not None), key=lambda cut: cut.step_s, default=None)
-        return None if best is None else self._kicked(self._downhill(best))
+        best = min((cut for cut in cuts if cut is not None), key=lambda cut: cut.step_s)
+        return self._kicked(self._downhill(best))
 
     def _best_of_line(self, line: NDArray[np.int64]) -> Stages | None:
         """Return the best cut of the groups in a topological order; None where none fits."""
@@ -161,20 +108,17 @@ class _Search:
         capacity = self.problem.capacity_bytes
         limits = None if capacity is None else [math.inf if own is None else float(own) for own in capacity]
         search = LineSearch(Line(coarse.problem), coarse.problem, stages=self.stages)
-        found = search.fastest(self.problem.recompute, limits)
+        found = search.fastest(("never",), limits)
         if found is None:
             return None
         stages = np.zeros(self.graph.size, dtype=np.int64)
         stages[self.group_of] = coarse.assignment(found.bounds)
         return stages
 
-    def _costs(self, stages: Stages) -> Costs:
-        return check(self.problem, stages[self.group_of].tolist(), stages=self.stages if self.empty else None)
-
     def _costed(self, stages: Stages) -> _Cut | None:
         """Return a cut with its step, None where it does not fit."""
-        costs = self._costs(stages)
-        pairs = zip(costs.device_bytes, self.problem.capacity_bytes or (), strict=False)
+        costs = check(self.problem, stages[self.group_of].tolist(), stages=self.stages if self.empty else None)
+        pairs = zip(costs.stage_bytes, self.problem.capacity_bytes or (), strict=False)
         fits = all(limit is None or needed <= limit for needed, limit in pairs)
         return _Cut(stages, costs.step_s) if fits else None
 
@@ -206,10 +150,7 @@ class _Search:
         if not moves or self.left <= 0 or self.clock.over:
             return None
         self.left -= len(moves)
-        again = np.zeros(self.stages)
-        for stage, option in enumerate(self._costs(cut.stages).recompute):
-            again[stage] = recompute_fraction(option, microbatches=self.problem.microbatches)
-        steps = self.model.steps(np.array(moves), np.tile(again, (len(moves), 1)))
+        steps = self.model.steps(np.array(moves), np.zeros((len(moves), self.stages)))
         for place in np.argsort(steps, kind="stable")[:_CHECKED].tolist():
             found = self._costed(moves[place]) if steps[place] < cut.step_s * (1 - _GAIN) else None
             if found is not None and found.step_s < cut.step_s * (1 - _GAIN):
