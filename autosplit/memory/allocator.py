@@ -17,11 +17,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
-from autosplit.memory.pieces import Change, StageTraces
+from autosplit.memory.pieces import Change, MemoryKind, StageTraces
 from autosplit.memory.replay import Lane, StaticBytes
-from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.action import Schedule
 
 _MIB = 1 << 20
 _MIN_BLOCK_BYTES = 512
@@ -52,17 +53,17 @@ def simulate_allocator(changes: Iterable[Change]) -> Reserved:
     small, large = _Pool(smallest_rest=_MIN_BLOCK_BYTES), _Pool(smallest_rest=_SMALL_BYTES + _MIN_BLOCK_BYTES)
     live: dict[int, tuple[_Pool, _Block, int]] = {}
     requested = allocated = requested_peak = allocated_peak = 0
-    for storage, count in changes:
-        if count > 0:
-            size = -(-count // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
+    for storage, asked in changes:
+        if asked > 0:
+            size = -(-asked // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
             pool = small if size <= _SMALL_BYTES else large
             block = pool.allocate(size)
-            live[storage] = pool, block, count
-            requested += count
+            live[storage] = pool, block, asked
+            requested += asked
             allocated += block.size
             requested_peak = max(requested_peak, requested)
             allocated_peak = max(allocated_peak, allocated)
-        elif count < 0:
+        elif asked < 0:
             pool, block, given = live.pop(storage)
             requested -= given
             allocated -= block.size
@@ -149,70 +150,48 @@ def device_changes(
     ``finishes`` has what the optimizer does at the end of each step, one entry per step. Begins with what is held
     before the steps. A step's gradients are freed after it (``zero_grad``).
     """
-    lane = Lane(schedule, traces, static, device)
-    player = _Player()
+    lane, numbers = Lane(schedule, traces, static, device), count()
     for own in lane.static.values():
-        yield from map(player.new, (*own.parameters, *own.optimizer))
+        yield from ((next(numbers), size) for size in (*own.parameters, *own.optimizer))
     for finish in finishes:
-        yield from player.step(lane, finish)
+        yield from _step(lane, finish, numbers)
 
 
-class _Player:
-    """Plays a device's steps change by change."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._live: dict[tuple[int, int], dict[int, Change]] = {}
-        """By stage and microbatch, then by storage."""
-        self._gradients: list[Change] = []
-        self._casts: list[Change] = []
-
-    def new(self, count: int) -> Change:
-        """Return an allocation under a new number."""
-        self._next += 1
-        return self._next - 1, count
-
-    def step(self, lane: Lane, finish: Sequence[Change]) -> Iterator[Change]:
-        """Yield the changes of one step."""
-        whole_batch: dict[int, list[Change]] = {}
-        for index, action in enumerate(lane.actions):
-            if action.stage not in whole_batch:
-                whole_batch[action.stage] = [self.new(count) for count in lane.static[action.stage].whole_batch]
-                yield from whole_batch[action.stage]
-            yield from self._act(lane, action)
-            if lane.last_action[action.stage] == index:
-                yield from map(_freed, whole_batch[action.stage])
-        yield from map(_freed, self._casts)
-        self._casts.clear()
-        temporary: dict[int, Change] = {}
-        for storage, count in finish:
-            if count > 0:
-                temporary[storage] = self.new(count)
-            yield temporary[storage] if count > 0 else _freed(temporary.pop(storage))
-        yield from map(_freed, self._gradients)
-        self._gradients.clear()
-
-    def _act(self, lane: Lane, action: Action) -> Iterator[Change]:
-        own = self._live.setdefault((action.stage, action.microbatch), {})
-        for storage, count, kind in lane.piece(action).played:
-            if count > 0:
-                change = self.new(count)
-                if kind == "gradients":
-                    self._gradients.append(change)
-                elif kind == "casts":
-                    self._casts.append(change)
+def _step(lane: Lane, finish: Sequence[Change], numbers: Iterator[int]) -> Iterator[Change]:
+    """Yield the changes of one step, allocations under the next numbers."""
+    live: dict[tuple[int, ...], Change] = {}
+    """By stage, microbatch and storage; of the optimizer's step by storage."""
+    whole_batch: dict[int, list[Change]] = {}
+    lasting: dict[MemoryKind, list[Change]] = {"casts": [], "gradients": []}
+    for index, (stage, _, microbatch) in enumerate(lane.actions):
+        if stage not in whole_batch:
+            whole_batch[stage] = [(next(numbers), size) for size in lane.static[stage].whole_batch]
+            yield from whole_batch[stage]
+        for storage, size, kind in lane.piece(lane.actions[index]).played:
+            if size > 0:
+                change = next(numbers), size
+                if kind in lasting:
+                    lasting[kind].append(change)
                 else:
-                    own[storage] = change
+                    live[stage, microbatch, storage] = change
                 yield change
             elif kind == "gradients":
-                yield _freed(self._replaced(-count))
+                yield _freed(_oldest(lasting["gradients"], -size))
             else:
-                yield _freed(own.pop(storage))
+                yield _freed(live.pop((stage, microbatch, storage)))
+        if lane.last_action[stage] == index:
+            yield from map(_freed, whole_batch[stage])
+    yield from map(_freed, lasting["casts"])
+    for storage, size in finish:
+        if size > 0:
+            live[(storage,)] = next(numbers), size
+        yield live[(storage,)] if size > 0 else _freed(live.pop((storage,)))
+    yield from map(_freed, lasting["gradients"])
 
-    def _replaced(self, count: int) -> Change:
-        """Return the oldest gradient of a size, which a new sum replaces."""
-        at = next(index for index, change in enumerate(self._gradients) if change[1] == count)
-        return self._gradients.pop(at)
+
+def _oldest(gradients: list[Change], size: int) -> Change:
+    """Take the oldest gradient of a size, which a new sum replaces."""
+    return gradients.pop(next(index for index, change in enumerate(gradients) if change[1] == size))
 
 
 def _freed(change: Change) -> Change:

@@ -85,7 +85,8 @@ class FastSimulator:
         last_tick = rows.ticks[-1] if rows.ticks else -1
         self.starts: Ints = np.searchsorted(np.array(rows.ticks, dtype=np.int64), np.arange(last_tick + 2))
         self.stage, self.duration, self.microbatch, lane = (
-            np.array(each, dtype=np.int64) for each in (rows.stages, rows.kinds, rows.microbatches, rows.lanes)
+            np.array(each, dtype=np.int64)
+            for each in (rows.stages, rows.kinds, rows.microbatches, [cell.lane for cell in rows.cells])
         )
         by_lane = np.argsort(lane, kind="stable")
         ends = np.append(np.flatnonzero(np.diff(lane[by_lane])), self.count - 1) if self.count else by_lane

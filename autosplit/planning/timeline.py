@@ -125,28 +125,17 @@ def predicted(plan: Plan) -> StepTimeline:
     return StepTimeline(bars, tuple(sent), found.step_s, measured=False)
 
 
-_WORTH = 1.05
-"""The host binds where waiting for it makes a step so many times as long."""
-
-
 @dataclass(frozen=True)
 class HostStep:
     """A step whose kernels host threads issue, in the order of the schedule.
 
     Attributes:
         issue_s: how long each thread issues.
-        devices_s: the step of devices that never wait for it.
-        step_s: the step of devices that do.
+        step_s: the step of devices that wait for it.
     """
 
     issue_s: float
-    devices_s: float
     step_s: float
-
-    @property
-    def binds(self) -> bool:
-        """Whether the step is notably longer for it."""
-        return self.step_s > _WORTH * self.devices_s
 
 
 def host_step(plan: Plan) -> HostStep | None:
@@ -164,7 +153,7 @@ def host_step(plan: Plan) -> HostStep | None:
     }
     waiting = simulated(plan, issue_s=issue)
     beside_s = plan.step_s - simulated(plan).step_s
-    return HostStep(waiting.host_s, plan.step_s, waiting.step_s + beside_s)
+    return HostStep(waiting.host_s, waiting.step_s + beside_s)
 
 
 Link = Callable[[int, int, int], float]
@@ -230,20 +219,14 @@ class StagesAlone:
 
     def on_one_device(self) -> Timeline:
         """Return the simulated step with all lanes on one device, whose kernels leave no room for another's."""
-        merged = Schedule(f"{self.schedule.name} on one device", (self.schedule.issue_order,), (0,) * self._stages)
+        merged = Schedule(
+            f"{self.schedule.name} on one device", (self.schedule.issue_order,), (0,) * self.schedule.stages
+        )
         return self._simulated(merged, (), issued=True)
 
-    def speed_up(self, timeline: Timeline) -> float:
-        """Return how many times as fast a simulated step is as all its actions one after the other."""
-        return self.serial_s / timeline.step_s
-
-    @property
-    def _stages(self) -> int:
-        return self.schedule.stages
-
     def _simulated(self, schedule: Schedule, transfers: Sequence[TransferTime], *, issued: bool) -> Timeline:
-        if schedule.stages != self._stages:
-            raise ValueError(f"{self._stages} stages were measured, schedule {schedule.name!r} has {schedule.stages}")
+        if schedule.stages != (own := self.schedule.stages):
+            raise ValueError(f"{own} stages were measured, schedule {schedule.name!r} has {schedule.stages}")
         return simulate(
             schedule,
             forward_s=self.seconds["F"],

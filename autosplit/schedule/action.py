@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
 
 from autosplit.errors import ScheduleError
@@ -134,20 +133,13 @@ class Schedule:
         own = Action(stage, "F", microbatch)
         return (own,) if stage == self.stages - 1 else (own, self.input_gradient(stage + 1, microbatch))
 
+    @property
     def clocks(self) -> Mapping[Cell, int]:
-        """Return the clock tick of each cell when every action takes one tick and starts as early as it can.
+        """The clock tick of each cell when every action takes one tick and starts as early as it can.
 
         Cells that can never start (a deadlock) are missing. They come by tick, then by lane.
         """
-        return self._clocks
-
-    @cached_property
-    def _clocks(self) -> Mapping[Cell, int]:
-        return MappingProxyType(dict(zip(self._cells, self.rows.ticks, strict=True)))
-
-    @cached_property
-    def _cells(self) -> tuple[Cell, ...]:
-        return tuple(map(Cell, self.rows.lanes, self.rows.positions))
+        return dict(zip(self.rows.cells, self.rows.ticks, strict=True))
 
     @cached_property
     def rows(self) -> Rows:
@@ -160,7 +152,7 @@ class Schedule:
 
         Raises ScheduleError when some can never start.
         """
-        order = tuple(self.lanes[lane][position] for lane, position in self._cells)
+        order = tuple(self.lanes[lane][position] for lane, position in self.rows.cells)
         blocked = sum(map(len, self.lanes)) - len(order)
         if blocked:
             raise ScheduleError(
@@ -188,7 +180,7 @@ class Schedule:
 
         Actions that can never start follow at the end of their row.
         """
-        ticks = self.clocks()
+        ticks = self.clocks
         rows: list[list[str]] = []
         for lane, actions in enumerate(self.lanes):
             row: list[str] = []
@@ -216,7 +208,7 @@ class Rows:
 
     Attributes:
         ticks: its tick when every action takes one and starts as early as it can.
-        lanes, positions: where it stands in the schedule.
+        cells: where it stands in the schedule.
         stages, kinds, microbatches: what it is; kinds are numbered as in ``KINDS``.
         own: the row of what it needs of its own stage: a backward its forward, W its I.
         near: the row of what it needs of a neighbouring stage. ``len(ticks)`` stands for nothing, here and below.
@@ -225,8 +217,7 @@ class Rows:
     """
 
     ticks: list[int]
-    lanes: list[int]
-    positions: list[int]
+    cells: list[Cell]
     stages: list[int]
     kinds: list[int]
     microbatches: list[int]
@@ -254,8 +245,7 @@ def _rows_of(schedule: Schedule) -> Rows:
     microbatches = range(schedule.microbatches)
     return Rows(
         ticks=[tick for tick, _, _ in places],
-        lanes=[lane for _, lane, _ in places],
-        positions=[position for _, _, position in places],
+        cells=[Cell(lane, position) for _, lane, position in places],
         stages=[action.stage for action in actions],
         kinds=[KINDS.index(action.kind) for action in actions],
         microbatches=[action.microbatch for action in actions],

@@ -105,7 +105,7 @@ def from_rows(rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
 
 def dump_actions(schedule: Schedule) -> str:
     """Return a legal schedule as the text of an action file, a column per tick of its clock, as torch reads it."""
-    ticks = schedule.clocks()
+    ticks = schedule.clocks
     length = max(ticks.values(), default=-1) + 1
     out = io.StringIO(newline="")
     writer = csv.writer(out)

@@ -90,7 +90,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_deadlock(schedule: Schedule) -> None:
-    ticks = schedule.clocks()
+    ticks = schedule.clocks
     cells = [Cell(lane, position) for lane, actions in enumerate(schedule.lanes) for position in range(len(actions))]
     blocked: dict[int, Cell] = {}
     for cell in cells:

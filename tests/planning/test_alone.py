@@ -33,7 +33,7 @@ def test_equal_stages_reach_the_bound_of_the_bubble():
     assert found.cell_s == (3.0, 3.0)
     step = found.step()
     assert step.step_s == 5 * 3.0  # M + S - 1 cells
-    assert found.speed_up(step) == pytest.approx(4 * 2 / 5)
+    assert found.serial_s / step.step_s == pytest.approx(4 * 2 / 5)
 
 
 def test_on_one_device_actions_follow_each_other():

@@ -119,9 +119,8 @@ def test_the_host_binds_where_it_issues_for_longer_than_the_devices_work() -> No
     found = host_step(plan)
     assert found is not None
     assert found.issue_s == pytest.approx(4 * 2 * 3 * 0.002)
-    assert found.devices_s == plan.step_s == pytest.approx(0.015)
+    assert plan.step_s == pytest.approx(0.015)
     assert found.step_s >= found.issue_s
-    assert found.binds
     [text] = reasons(plan)
     assert text.startswith("host-bound: one host thread issues kernels for 48.0 ms per step, the devices need 15.0 ms:")
 
@@ -130,7 +129,6 @@ def test_the_host_binds_where_it_issues_for_longer_than_the_devices_work() -> No
 def test_a_host_that_keeps_ahead_does_not_bind(schedule: str) -> None:
     found = host_step(issuing_plan(0.0001, schedule=schedule))
     assert found is not None
-    assert not found.binds
     assert reasons(issuing_plan(0.0001, schedule=schedule)) == ()
     assert host_step(issuing_plan(0.0)) is None
 

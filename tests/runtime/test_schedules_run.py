@@ -83,7 +83,7 @@ def test_a_call_runs_a_schedules_forwards_and_their_reverse(name: str) -> None:
         assert ahead == tuple(action for action in lane if action.kind == "F")
         assert back == tuple(Action(a.stage, "B", a.microbatch) for a in reversed(ahead))
     both = tuple(ahead + back for ahead, back in zip(forwards(whole).lanes, backwards(whole).lanes, strict=True))
-    assert len(Schedule(name, both, whole.stage_lane).clocks()) == 2 * 4 * 3
+    assert len(Schedule(name, both, whole.stage_lane).clocks) == 2 * 4 * 3
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from itertools import groupby
 from autosplit.partition.problem import recompute_fraction
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, StagePlan
+from autosplit.planning.plan.record import Alternative
 from autosplit.planning.timeline import host_step, simulated
 from autosplit.schedule.action import Action
 from autosplit.units import format_bytes, format_seconds
@@ -20,6 +20,8 @@ _FULL = 0.9
 _LONG_LINK = 0.5
 """A transfer is long that takes this share of the forward that waits for it."""
 _NOTABLE = 0.01
+_WORTH = 1.05
+"""The host binds where waiting for it makes a step so many times as long."""
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:
@@ -121,12 +123,12 @@ def _links(plan: Plan) -> Iterator[str]:
 def _host(plan: Plan) -> Iterator[str]:
     """Yield that the host binds, with its time and the devices'."""
     found = host_step(plan)
-    if found is None or not found.binds:
+    if found is None or found.step_s <= _WORTH * plan.step_s:
         return
     threads = "one host thread issues" if plan.issue_threads == 1 else f"{plan.issue_threads} host threads each issue"
     yield (
         f"host-bound: {threads} kernels for {format_seconds(found.issue_s)} per step, the devices need "
-        f"{format_seconds(found.devices_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer "
+        f"{format_seconds(plan.step_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer "
         "kernels, and compile=True fuses them"
     )
 
@@ -151,12 +153,8 @@ def _tradeoffs(plan: Plan) -> Iterator[str]:
 
 
 def _same(plan: Plan, one: Alternative) -> bool:
-    own = (plan.chunks, plan.schedule, plan.virtual_stages)
-    return own == (one.chunks, one.schedule, one.virtual_stages) and _recomputed(plan.stages) == set(one.recompute)
-
-
-def _recomputed(stages: Sequence[StagePlan]) -> set[str]:
-    return {stage.recompute for stage in stages}
+    own = (plan.chunks, plan.schedule, plan.virtual_stages, {stage.recompute for stage in plan.stages})
+    return own == (one.chunks, one.schedule, one.virtual_stages, set(one.recompute))
 
 
 def setting(one: Alternative) -> str:

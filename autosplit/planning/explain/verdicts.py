@@ -51,18 +51,16 @@ class DeviceVerdict:
         """What takes the most of the peak; states where they alone are more than the device has."""
         if self.capacity_bytes is not None and self.states_bytes > self.capacity_bytes:
             return "states"
-        sizes: dict[Term, int] = {
-            "states": self.states_bytes,
-            "activations": self.activation_bytes,
-            "transient": self.transient_bytes,
-        }
-        return max(sizes, key=lambda name: sizes[name])
+        return max(self._terms, key=lambda name: self._terms[name])
 
     @property
     def term_bytes(self) -> int:
         """The bytes of that."""
-        sizes = (self.states_bytes, self.activation_bytes, self.transient_bytes)
-        return sizes[("states", "activations", "transient").index(self.term)]
+        return self._terms[self.term]
+
+    @property
+    def _terms(self) -> dict[Term, int]:
+        return {"states": self.states_bytes, "activations": self.activation_bytes, "transient": self.transient_bytes}
 
     @property
     def share(self) -> float:
