@@ -1,4 +1,4 @@
-"""The module tree as what runs: which modules are units, where state lives, and a door in front of modules.
+"""The module tree as what runs: which modules are units, where state lives, and who sees modules called.
 
 model                its own Python
   embed              a unit: a child
@@ -10,22 +10,14 @@ model                its own Python
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from autosplit.trace.borrowed.python_state import TransientAttribute
-
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PART = 0.1
-_ABSENT = object()
-_DOORS = threading.RLock()
-"""Held while doors are put up or taken down: several calls may share them."""
-_HERE = threading.local()
 
 
 # -- units -----------------------------------------------------------------------------------------------------------
@@ -166,91 +158,22 @@ def homes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-# -- doors -----------------------------------------------------------------------------------------------------------
-class ForwardCallback(Protocol):
-    """Who stands at the doors in one thread: it is asked whenever a module with a door is called there."""
-
-    def __call__(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's own forward, ``plain``, and return its result."""
+# -- calls -----------------------------------------------------------------------------------------------------------
+Visit = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a module's own forward, given with the module's path and arguments, and returns its result."""
 
 
-class _Interceptor(TransientAttribute):
-    """Stands for a module's ``forward`` in its own attributes while calls are under way.
+def intercept(model: nn.Module, paths: Collection[str], visit: Visit) -> None:
+    """Have ``visit`` called in the place of some modules' forwards, behind their hooks.
 
-    In threads without a guest it is that forward.
+    Each becomes an attribute of its module; who borrowed the model's attributes puts them back.
     """
-
-    __slots__ = ("attribute", "before", "module", "plain", "users")
-
-    def __init__(self, module: nn.Module, attribute: str) -> None:
-        self.module, self.attribute = module, attribute
-        self.plain: Callable[..., Any] = getattr(module, attribute)
-        self.before = module.__dict__.get(attribute, _ABSENT)
-        self.users = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        here: tuple[ForwardCallback, Mapping[int, str]] | None = getattr(_HERE, "visit", None)
-        path = None if here is None else here[1].get(id(self.module))
-        if here is None or path is None:
-            return self.plain(*args, **kwargs)
-        return here[0](path, self.plain, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the forward of the copy: a model may copy its modules inside its forward."""
-        twin = memo.get(id(self.module), self.module)
-        return getattr(type(twin), self.attribute).__get__(twin) if self.before is _ABSENT else self.before
-
-    def take_down(self) -> None:
-        if self.module.__dict__.get(self.attribute) is self:
-            if self.before is _ABSENT:
-                del self.module.__dict__[self.attribute]
-            else:
-                self.module.__dict__[self.attribute] = self.before
+    for path, module in model.named_modules():
+        if path in paths:
+            # a module that was compiled in place is entered by its compiled call
+            name = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+            module.__dict__[name] = _visited(visit, path, getattr(module, name))
 
 
-class ForwardInterceptors:
-    """Doors in front of some modules of a model, up for as long as a call needs them.
-
-    A door is an instance attribute ``forward``. Hooks, ``state_dict``, classes and methods of the modules stay as they
-    are, and between calls there is no door: what is copied or saved then knows nothing of it.
-    """
-
-    def __init__(self, model: nn.Module, paths: Collection[str]) -> None:
-        self._modules = {path: module for path, module in model.named_modules() if path in paths}
-        self._paths = {id(module): path for path, module in self._modules.items()}
-
-    @contextlib.contextmanager
-    def up(self) -> Iterator[None]:
-        """Put the doors up, and take them down when nobody needs them any more."""
-        doors: list[_Interceptor] = []
-        try:
-            with _DOORS:
-                for module in self._modules.values():
-                    doors.append(_door(module))
-                    doors[-1].users += 1
-            yield
-        finally:
-            with _DOORS:
-                for door in doors:
-                    door.users -= 1
-                    if not door.users:
-                        door.take_down()
-
-    @contextlib.contextmanager
-    def visited(self, guest: ForwardCallback) -> Iterator[None]:
-        """Let ``guest`` stand at these doors in this thread."""
-        before = getattr(_HERE, "visit", None)
-        _HERE.visit = guest, self._paths
-        try:
-            yield
-        finally:
-            _HERE.visit = before
-
-
-def _door(module: nn.Module) -> _Interceptor:
-    """Return the door of a module; a module that was compiled in place has it before its compiled call."""
-    attribute = "forward" if getattr(module, "_compiled_call_impl", None) is None else "_compiled_call_impl"
-    door = module.__dict__.get(attribute)
-    if not isinstance(door, _Interceptor):
-        door = module.__dict__[attribute] = _Interceptor(module, attribute)
-    return door
+def _visited(visit: Visit, path: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: visit(path, plain, args, kwargs)

@@ -1,23 +1,20 @@
-"""Units of a module tree, homes of its state, and doors in front of modules."""
+"""Units of a module tree, homes of its state, and who sees modules called."""
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from autosplit.trace.borrowed import state
 from autosplit.trace.module_tree import (
-    ForwardInterceptors,
     ModuleCost,
     choose_units,
     coarsened,
     homes,
+    intercept,
     stages_of_modules,
 )
 
@@ -140,22 +137,22 @@ def test_state_lies_with_its_unit_and_what_is_around_units_with_their_first() ->
     assert set(found) == {name for name, _ in model.named_parameters()}
 
 
-# -- doors -----------------------------------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------------------------
 def recorder(seen: list[Any]) -> Callable[..., Any]:
-    def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def visit(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen.append((path, len(args), sorted(kwargs)))
         return plain(*args, **kwargs)
 
-    return guest
+    return visit
 
 
-def test_a_guest_sees_calls_and_is_gone_afterwards() -> None:
+def test_calls_are_visited_until_the_model_is_given_back() -> None:
     model, seen = Model(), []
     before = {path: dict(module.__dict__) for path, module in model.named_modules()}
-    doors = ForwardInterceptors(model, ["embed", "blocks.1"])
     x = torch.randn(2, 4)
     expected = model(x)
-    with doors.up(), doors.visited(recorder(seen)):
+    with state.attributes(model):
+        intercept(model, ["embed", "blocks.1"], recorder(seen))
         assert torch.equal(model(x), expected)
         model.embed(input=x)
         model.blocks[1].forward(x)
@@ -164,116 +161,32 @@ def test_a_guest_sees_calls_and_is_gone_afterwards() -> None:
     assert {path: dict(module.__dict__) for path, module in model.named_modules()} == before
 
 
-def test_doors_are_shared_by_calls_and_by_other_doors() -> None:
-    model, one, two = Model(), [], []
-    first, second = ForwardInterceptors(model, ["embed", "head"]), ForwardInterceptors(model, ["embed", "blocks.0"])
-    x = torch.randn(2, 4)
-    with first.up():
-        with second.up(), first.up(), second.visited(recorder(two)):
-            with first.visited(recorder(one)):
-                model(x)
-            model(x)
-        with first.visited(recorder(one)):
-            model(x)
-        assert "forward" in model.embed.__dict__
-        assert "forward" not in model.blocks[0].__dict__
-    assert "forward" not in model.embed.__dict__
-    assert [path for path, *_ in one] == ["embed", "head"] * 2
-    assert [path for path, *_ in two] == ["embed", "blocks.0"]
-
-
-def test_other_threads_have_no_guest() -> None:
-    model, seen, results = Model(), [], []
-    x = torch.randn(2, 4)
-    doors = ForwardInterceptors(model, ["embed"])
-    with doors.up(), doors.visited(recorder(seen)):
-        thread = threading.Thread(target=lambda: results.append(model(x)))
-        thread.start()
-        thread.join()
-    assert len(results) == 1
-    assert seen == []
-
-
 def test_a_forward_of_the_modules_own_stays() -> None:
     model, seen = Model(), []
     own = model.embed.forward = lambda x: x * 2
-    doors = ForwardInterceptors(model, ["embed"])
     x = torch.randn(2, 4)
-    with doors.up(), doors.visited(recorder(seen)):
+    with state.attributes(model):
+        intercept(model, ["embed"], recorder(seen))
         assert torch.equal(model.embed(x), x * 2)
-        twin = copy.deepcopy(model)
     assert model.embed.__dict__["forward"] is own
-    assert twin.embed.__dict__["forward"] is own
     assert [path for path, *_ in seen] == ["embed"]
 
 
-def test_a_copy_made_inside_has_its_own_forward() -> None:
-    model = Model()
-    doors = ForwardInterceptors(model, ["embed", "blocks.0"])
-    with doors.up():
-        twin = copy.deepcopy(model)
-        alone = copy.deepcopy(model.embed)
-    twin.embed.weight.data.zero_()
-    alone.weight.data.fill_(1.0)
-    x = torch.ones(1, 4)
-    assert torch.equal(twin.embed(x), twin.embed.bias[None])
-    assert torch.allclose(alone(x), alone.bias[None] + 4)
-    assert not torch.equal(model.embed(x), twin.embed(x))
-
-
-def test_hooks_of_the_module_stand_in_front_of_the_door() -> None:
+def test_hooks_of_the_module_stand_in_front_of_its_forward() -> None:
     model, order = Model(), []
     model.embed.register_forward_pre_hook(lambda module, args: order.append("before"))
     model.embed.register_forward_hook(lambda module, args, output: order.append("after"))
-    doors = ForwardInterceptors(model, ["embed"])
-
-    def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        order.append("door")
-        return plain(*args, **kwargs)
-
-    with doors.up(), doors.visited(guest):
-        model.embed(torch.ones(1, 4))
-    assert order == ["before", "door", "after"]
+    intercept(model, ["embed"], lambda path, plain, args, kwargs: order.append("forward") or plain(*args, **kwargs))
+    model.embed(torch.ones(1, 4))
+    assert order == ["before", "forward", "after"]
 
 
-def test_doors_come_down_after_an_exception() -> None:
-    model = Model()
-
-    def guest(path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise ArithmeticError(path)
-
-    doors = ForwardInterceptors(model, ["embed"])
-    with pytest.raises(ArithmeticError, match="embed"), doors.up(), doors.visited(guest):
-        model(torch.ones(1, 4))
-    assert "forward" not in model.embed.__dict__
-    model(torch.ones(1, 4))
-
-
-def test_a_module_that_was_compiled_in_place_has_its_door_before_that() -> None:
+def test_a_module_that_was_compiled_in_place_is_visited_before_that() -> None:
     model, seen, compiled = Model(), [], []
     plain = model.embed._call_impl
-    model.embed._compiled_call_impl = lambda *args: compiled.append(True) or plain(*args)
-    before = model.embed._compiled_call_impl
-    doors = ForwardInterceptors(model, ["embed"])
-    with doors.up(), doors.visited(recorder(seen)):
-        model.embed(torch.ones(1, 4))
-    assert (len(seen), len(compiled)) == (1, 1)
-    assert model.embed._compiled_call_impl is before
-
-
-def test_a_model_that_is_examined_while_others_call_it_keeps_no_door() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    doors = ForwardInterceptors(model, ["0", "1"])
-    with doors.up():
-        borrowed = state.attributes(model)
-        borrowed.__enter__()
-        model[1].note = "written while it is borrowed"
-    borrowed.__exit__(None, None, None)
-    assert all("forward" not in module.__dict__ for module in model)
-    assert not hasattr(model[1], "note")
+    before = model.embed._compiled_call_impl = lambda *args: compiled.append(True) or plain(*args)
     with state.attributes(model):
-        up = doors.up()
-        up.__enter__()
-    assert all("forward" in module.__dict__ for module in model)
-    up.__exit__(None, None, None)
-    assert all("forward" not in module.__dict__ for module in model)
+        intercept(model, ["embed"], recorder(seen))
+        model.embed(torch.ones(1, 4))
+        assert (len(seen), len(compiled)) == (1, 1)
+    assert model.embed._compiled_call_impl is before

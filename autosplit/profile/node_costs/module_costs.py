@@ -1,7 +1,7 @@
 """What every module of a model costs, from runs of the model's own Python on real tensors.
 
     first run     the order of calls, saved and sent bytes, operations; it is the warm-up
-    more runs     times of the forwards at the modules' doors, of the backward between the gradients of their outputs
+    more runs     times of the modules' forwards, and of the backward between the gradients of their outputs
 
 The model is left as it was.
 """
@@ -26,7 +26,7 @@ from autosplit.profile.types import NodeTimes
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.state import gradients_aside, written_back
 from autosplit.trace.inputs.objects import flatten_output, tensors_in
-from autosplit.trace.module_tree import ForwardInterceptors, ModuleCost
+from autosplit.trace.module_tree import ModuleCost, intercept
 
 _BACKWARD = 2.0
 """Backward over forward time where the backward cannot be measured: a matrix product has two in its backward."""
@@ -157,11 +157,11 @@ class _FirstRun:
         """Run the model; tell whether it writes to parameters. With ``saved`` count what is kept for the backward."""
         for tensor in tensors_in((sample.args, sample.kwargs)):
             self._is_new(tensor)
-        doors = ForwardInterceptors(self.model, [path for path, _ in self.model.named_modules()])
         with _borrowed(self.model), written_back(self.model) as wrote:
             args, kwargs = own_inputs(sample)
             hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor) if saved else contextlib.nullcontext()
-            with self.ledger, hooks, doors.up(), doors.visited(self.visit):
+            intercept(self.model, [path for path, _ in self.model.named_modules()], self.visit)
+            with self.ledger, hooks:
                 self.model.forward(*args, **kwargs)
             return bool(wrote)
 
@@ -200,11 +200,10 @@ class _FirstRun:
 
 
 class _TimedRun:
-    """Times forwards at the doors, and the backward by when the gradients of outputs arrive."""
+    """Times modules' forwards, and the backward by when the gradients of outputs arrive."""
 
     def __init__(self, model: nn.Module, paths: list[str]) -> None:
         self.model = model
-        self.doors = ForwardInterceptors(model, paths)
         self.forward_s = dict.fromkeys(paths, 0.0)
         self.backward_s = dict.fromkeys(paths, 0.0)
         self.marked: set[int] = set()
@@ -222,8 +221,8 @@ class _TimedRun:
             if guarded:
                 stack.enter_context(written_back(self.model))
             args, kwargs = own_inputs(sample)
-            with self.doors.up(), self.doors.visited(self.visit):
-                output = self.model.forward(*args, **kwargs)
+            intercept(self.model, list(self.forward_s), self.visit)
+            output = self.model.forward(*args, **kwargs)
             self._backward([t for t in _tensors(output) if t.requires_grad], tensors_in((args, kwargs)))
 
     def visit(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.python_state import Place, TransientAttribute, is_object
+from autosplit.trace.borrowed.python_state import Place, is_object
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_TABLES = tuple(f"_global{table}" for table in HOOK_TABLES)
@@ -288,18 +288,17 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _refill_module(module: nn.Module, content: dict[str, Any]) -> None:
-    """Give a module its class and attributes, but for what comes and goes with other calls."""
+    """Give a module its class and attributes."""
     own, content = module.__dict__, dict(content)
     kind = content.pop(_CLASS)
     if type(module) is not kind:
         module.__class__ = kind
     if _same_entries(own, content):
         return
-    for key in [key for key in own if key not in content and not isinstance(own[key], TransientAttribute)]:
+    for key in own.keys() - content.keys():
         del own[key]
     for key, value in content.items():
-        now = own.get(key, GONE)
-        if now is not value and not isinstance(now, TransientAttribute) and not isinstance(value, TransientAttribute):
+        if own.get(key, GONE) is not value:
             own[key] = value
 
 

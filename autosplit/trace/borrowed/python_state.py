@@ -25,12 +25,6 @@ _OPAQUE = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, 
 _OTHER = object()
 
 
-class TransientAttribute:
-    """What a call under way in another thread may have put among a module's attributes: no state of the model's."""
-
-    __slots__ = ()
-
-
 def signature(value: Any, seen: set[int], other: Callable[[Any], Any] = lambda _: _OTHER) -> Any:
     """Return what tells whether a plain object or container is as it was; None for any other value.
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder, Holders, difference
-from autosplit.trace.borrowed.python_state import Place, TransientAttribute, signature
+from autosplit.trace.borrowed.python_state import Place, signature
 from autosplit.trace.graph import LEAST, Length
 from autosplit.trace.inputs.objects import layout_of, one_tensor
 from autosplit.trace.recording.recording import GradAutocastState
@@ -90,7 +90,7 @@ def key_of(
         structure += [(name, buffer is None) for name, buffer in module._buffers.items()]
         declared = _declared(kind)  # type: ignore[arg-type]
         for key, value in module.__dict__.items():
-            if key in _OWN or key in declared or isinstance(value, TransientAttribute):
+            if key in _OWN or key in declared:
                 continue
             if (path, key) in without:
                 signature(value, seen)  # nor is it part of it where another module has the same object
