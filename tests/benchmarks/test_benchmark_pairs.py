@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks import pairs
 from benchmarks.pairs import Pairs, Reading, Spread
@@ -42,14 +40,6 @@ def test_a_reading_is_the_mean_of_its_calls_on_three_clocks(monkeypatch):
     assert pairs.read(work, calls=3) == Reading(wall_s=4.0, process_s=2.0, thread_s=1.0)
 
 
-def test_rounds_turn():
-    calls: list[str] = []
-    contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
-    found = pairs.interleave(contenders, repeats=2, warmups=1)
-    assert "".join(calls) == "abc" + "abc" + "bca"
-    assert {name: len(readings) for name, readings in found.items()} == dict.fromkeys("abc", 2)
-
-
 def test_every_reading_stands_beside_one_of_its_reference():
     calls: list[str] = []
     contenders = {name: lambda name=name: calls.append(name) for name in "ab"}
@@ -66,23 +56,6 @@ def test_overhead_is_the_difference_of_the_medians_per_cell():
     pair = Pairs(ours, hand)
     assert pair.overhead("wall_s", cells=2) == Spread(median=(7 - 2) / 2, low=1.25, high=2.75)
     assert pair.overhead("process_s", cells=4).median == (14 - 2) / 4
-
-
-def test_the_facts_name_the_machine():
-    found = pairs.facts()
-    assert found["cores"] >= 1
-    assert len(found["load"]) == 3
-    assert found["torch"] == torch.__version__
-    assert found["switch_interval_s"] == sys.getswitchinterval()
-    assert found["date"].endswith("+00:00")
-    missing = pairs.facts_text({**found, "torchgpipe": None})
-    assert f"torch {torch.__version__}" in missing
-    assert "torchgpipe not installed" in missing
-
-
-def test_a_peer_that_is_not_installed_is_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchgpipe", None)
-    assert pairs.torchgpipe() is None
 
 
 def test_what_fails_is_listed_and_all_are_counted():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,18 +51,3 @@ def test_a_small_pair_goes_through_search_and_sweep(monkeypatch: pytest.MonkeyPa
     assert (found.configurations, found.devices) == (4, 2)
     assert found.above == pytest.approx(0.0, abs=planning.ABOVE)
     assert found.chosen == found.best
-
-
-def test_the_file_has_every_pair_and_its_checks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(planning, "measured", lambda pair: row(name=pair.name))
-    file = tmp_path / "planning.json"
-    assert planning.main(["--json", str(file)]) == 0
-    every = 2 * len(planning.PAIRS)
-    assert f"{every} of {every} checks hold" in capsys.readouterr().out
-    content = json.loads(file.read_text())
-    assert len(content["figures"]) == len(planning.PAIRS) >= 12
-    assert {"name", "asked", "measured", "ok"} <= set(content["checks"][0])
-    planning.main(["--only", "chain-2", "--json", str(file)])
-    assert len(json.loads(file.read_text())["figures"]) == 1

@@ -2,20 +2,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 
-from autosplit.devices import clock_of
-from autosplit.profile.calibrate import Timing
-from autosplit.profile.calibration_cases import Case, cases
 from benchmarks import time as benchmark
 from benchmarks.families import Family
 from benchmarks.family_transformers import Chain
-from benchmarks.time import Alone, Line, Stage, checks, measured, stages_of, works_of
+from benchmarks.time import Alone, Line, Stage, checks, stages_of, works_of
 from cost_models import Calibrated, Stamp, device
 
 
@@ -59,41 +54,11 @@ def test_the_operations_are_those_of_forward_and_backward():
     assert {work.dtype for work in works_of(low) if work.kind == "matmul"} == {"bf16"}
 
 
-def test_the_median_counts_and_the_first_run_does_not(monkeypatch):
-    seconds = iter([100.0, 1.0, 2.0, 9.0])
-    now = [0.0]
-    stage = Alone("any", 0, Stage([nn.Linear(1, 1)], None), (torch.randn(1, 1),), "fp32")
-    monkeypatch.setattr(Alone, "run", lambda self: now.__setitem__(0, now[0] + next(seconds)))
-    monkeypatch.setattr(time, "thread_time", lambda: now[0])
-    turns: list[int] = []
-    clock = clock_of(torch.device("cpu"), threads=1)
-    assert measured([stage], rounds=3, clock=clock, before=turns.append) == [2.0]
-    assert turns == [0, 1, 2]
-
-
 def test_both_numbers_are_checked():
     lines = [Line("any", "fp32", 0, predicted, 1.0) for predicted in (1.1, 0.9, 1.4)]
     median, worst = checks(lines)
     assert (median.ok, worst.ok) == (True, False)
     assert (median.measured, worst.measured) == pytest.approx((0.1, 0.4))
-
-
-def test_without_a_file_every_case_is_timed_once_over_the_rounds(monkeypatch, capsys):
-    seen: list[str] = []
-
-    def times(chosen: Sequence[Case], *, place: torch.device) -> list[Timing]:
-        seen.extend(case.name for case in chosen)
-        return []
-
-    monkeypatch.setattr(benchmark, "families", lambda: {"tiny": family()})
-    monkeypatch.setattr(benchmark, "time_cases", times)
-    before = torch.get_num_threads()
-    try:
-        benchmark.main(["--rounds", "3"])
-    finally:
-        torch.set_num_threads(before)
-    assert sorted(seen) == sorted(case.name for case in cases())
-    assert "tiny" in capsys.readouterr().out
 
 
 def test_the_command_prints_a_table_and_writes_the_figures(monkeypatch, tmp_path, capsys):

@@ -7,10 +7,7 @@ import json
 import pytest
 import torch
 
-from autosplit.planning.timeline import StagesAlone
-from autosplit.schedule.catalog import build
-from benchmarks import pairs
-from benchmarks.gpu import memory, part, run, step, subjects, twin
+from benchmarks.gpu import part, run, step, subjects
 from benchmarks.gpu.part import Found, Setting
 
 CPU = Setting(torch.device("cpu"), small=True)
@@ -53,13 +50,6 @@ def test_every_part_runs_here_and_its_file_has_the_form_of_results(name, tmp_pat
     printed = capsys.readouterr().out
     assert all(check["name"] in printed for check in content["checks"])
     assert all(text in printed for text in content["missing"])
-
-
-def test_a_peer_that_is_not_there_is_said(monkeypatch):
-    monkeypatch.setattr(pairs, "torchgpipe", lambda: None)
-    made = next(iter(subjects.steps(small=True).values())).make(CPU.device, chunks=2)
-    with pytest.raises(ModuleNotFoundError, match="it is not installed"):
-        step.torchgpipe_step(made, [2, 3])
 
 
 def test_a_step_with_other_gradients_is_not_timed():
@@ -118,17 +108,6 @@ def test_a_number_that_is_not_finite_is_null_and_said(tmp_path):
     assert content["finished"] is True
 
 
-@pytest.mark.parametrize(("module", "what"), [(memory, "_cell"), (twin, "layer_times")])
-def test_what_fails_in_a_part_does_not_lose_the_rest_of_it(monkeypatch, module, what):
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(module, what, fails)
-    found = twin.run_for("gpt2")(CPU) if module is twin else module.run(CPU)
-    assert found.failed
-    assert all("no such kernel" in text for text in found.failed)
-
-
 def test_gradients_that_cancel_out_are_no_scale():
     expected = [torch.tensor([4.0, -1.0]), torch.tensor([1e-9])]
     assert part.differ([torch.tensor([4.0, -1.0]), torch.tensor([-1e-9])], expected) < 1e-5
@@ -169,82 +148,3 @@ def test_a_file_of_a_card_says_nothing_of_a_dry_run(tmp_path, monkeypatch):
 def test_a_device_that_is_not_there_is_said(arguments, said):
     with pytest.raises(SystemExit, match=said):
         run.main(arguments)
-
-
-def test_no_part_is_missing():
-    assert [name for name in run.PARTS if not run.is_there(name)] == []
-
-
-def test_parts_are_listed(capsys):
-    run.main(["--list"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(run.PARTS)
-
-
-def test_parts_are_dealt_out_evenly():
-    assert subjects.even(14, 4) == [3, 4, 3, 4]
-    assert subjects.even(4, 4) == [1, 1, 1, 1]
-
-
-def test_a_part_that_is_not_there_is_said(monkeypatch):
-    monkeypatch.setitem(run.PARTS, "nowhere", "not written")
-    with pytest.raises(SystemExit, match="there is no benchmarks/gpu/nowhere"):
-        run.main(["--part", "nowhere", "--device", "cpu", "--small"])
-
-
-@pytest.mark.parametrize("name", list(subjects.published(small=True)))
-def test_layers_are_timed_one_by_one(name):
-    made = subjects.published(small=True)[name].make(CPU.device, chunks=1)
-    times = twin.layer_times(made, repeats=1)
-    assert len(times) == len(made.model.parts)
-    assert min(times) >= 0 < max(times)
-    assert made.gradients() == []
-
-
-def test_torchgpipes_own_balance_is_asked(monkeypatch):
-    monkeypatch.setattr(pairs, "torchgpipe", lambda: None)
-    assert twin.balance_by_time([1.0, 2.0], 2) is None
-    monkeypatch.undo()
-    if pairs.torchgpipe() is not None:
-        assert twin.balance_by_time([1.0, 1.0, 1.0, 3.0], 2) in ([3, 1], [2, 2])  # it does not find the best one
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_cut_is_held_against_torchgpipes_only_where_that_is_there(monkeypatch, there):
-    steps = {twin.OURS: 1.0, twin.EQUAL: 1.5} | ({twin.PEER: 2.0} if there else {})
-    monkeypatch.setattr(twin, "measured", lambda *_, **__: dict.fromkeys(steps))
-    monkeypatch.setattr(twin, "_figure", lambda cut, *_: {"step_s": steps[cut], "share": 1.0})
-    subject, found = subjects.published(small=True)["gpt2"], Found()
-    gains = twin._compare(subject, 2, [], CPU, found, repeats=1)
-    both = f"the better of {' and '.join(sorted(set(steps) - {twin.OURS}))}"
-    assert gains == {both: 1.5} | ({twin.PEER: 2.0} if there else {})
-    held = [check.name for check in found.checks if "our step" in check.name]
-    assert (
-        held
-        == [f"{subject.name}, 2 stages, simulated: our step over that of {cut}" for cut in (twin.PEER, both)][
-            not there :
-        ]
-    )
-    assert found.missing == (
-        [] if there else [f"{subject.name}, 2 stages, simulated: our step over that of {twin.PEER}"]
-    )
-
-
-def test_a_stage_that_two_cuts_share_has_one_time():
-    schedule = build("1f1b", stages=2, microbatches=2)
-
-    def read(*forward_s: float) -> StagesAlone:
-        return StagesAlone(schedule, {"F": forward_s, "B": (1.0, 1.0)}, {}, (), 0.0, (None, None))
-
-    readings = {"a": [read(1.0, 5.0), read(3.0, 6.0)], "b": [read(2.0, 9.0)]}
-    found = twin.pooled(readings, {"a": ["x", "y"], "b": ["x", "z"]})
-    assert found["a"].seconds["F"] == (2.0, 5.5)
-    assert found["b"].seconds["F"] == (2.0, 9.0)
-
-
-@pytest.mark.parametrize("name", ["gpt2"])
-def test_a_cut_by_parts_is_the_one_asked_for(name):
-    made = subjects.published(small=True)[name].make(CPU.device, chunks=2)
-    balance = subjects.even(len(made.model.parts), 2)
-    found = step.cut_pipe(made, [CPU.device] * 2, balance).plan
-    parts = [{int(node.split("#")[0].split(".")[1]) for node in stage.nodes} for stage in found.stages]
-    assert max(parts[0]) < balance[0] <= min(parts[1])

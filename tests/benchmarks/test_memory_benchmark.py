@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import memory, memory_step
+from benchmarks import memory
 from benchmarks.families import Family
 from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
 from benchmarks.memory_step import Way, step_lines
@@ -58,19 +56,3 @@ def test_an_error_is_of_the_whole_peak_and_of_what_is_not_static():
     assert line.error == pytest.approx(0.01)
     assert line.dynamic_error == pytest.approx(0.1)
     assert not memory.checks([line])[0].ok
-
-
-def test_the_file_has_a_figure_and_a_check_of_every_cell(subject, monkeypatch, tmp_path, capsys):
-    def measure(family, way, *, optimizers):
-        return dict.fromkeys(optimizers, 500_000)
-
-    monkeypatch.setattr(memory, "families", lambda: {"tiny": TINY})
-    monkeypatch.setattr(memory, "recorded", lambda family, precision: subject)
-    monkeypatch.setattr(memory_step, "measured_step", measure)
-    path = tmp_path / "memory.json"
-    memory.main(["--precision", "fp32", "--json", str(path)])
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert [check["name"] for check in content["checks"]] == [figure["cell"] for figure in content["figures"]]
-    assert len(content["figures"]) == 4
-    assert content["figures"][0]["cell"] == "step tiny fp32 recompute=never sgd"
-    assert "0 of 4 checks hold" in capsys.readouterr().out

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from autosplit.partition.problem import Problem, TensorEdge, Work
-from benchmarks import pairs, partition
+from benchmarks import partition
 from benchmarks.partition import Row
 
 
@@ -36,29 +34,6 @@ def row(**fields: object) -> Row:
 
 def failed(*rows: Row, peak_bytes: int = 0) -> list[str]:
     return [check.name for check in partition.checks_of(rows, peak_bytes=peak_bytes) if not check.ok]
-
-
-def test_equal_counts_differ_by_one_at_most() -> None:
-    assert partition.equal_counts(10, 4) == [2, 3, 2, 3]
-    assert partition.equal_counts(3, 3) == [1, 1, 1]
-
-
-def test_a_peers_cut_is_counted_by_the_checker() -> None:
-    works = tuple(Work(f"w{index}", 1.0, 0.0, static_bytes=10) for index in range(4))
-    problem = Problem(works, tuple(TensorEdge(index, (index + 1,), 0.5, 0.0) for index in range(3)), microbatches=1)
-    assert partition.peer_costs(problem, [1, 3]).loads_s == (1.5, 3.5)
-    found = partition.peers_of(problem, stages=2, bottleneck_s=2.5, cap=19)
-    assert found["equal"] == partition.Peer(1.0, fits=False)
-
-
-def test_the_block_partition_is_the_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = ModuleType("torchgpipe.balance.blockpartition")
-    peer.solve = lambda times, stages: [times[:1], times[1:]]  # type: ignore[attr-defined]
-    monkeypatch.setattr(pairs, "torchgpipe", lambda: ModuleType("torchgpipe"))
-    monkeypatch.setattr(partition.importlib, "import_module", {peer.__name__: peer}.__getitem__)
-    works = tuple(Work(f"w{index}", 1.0, 0.0) for index in range(4))
-    found = partition.peers_of(Problem(works, (), microbatches=1), stages=2, bottleneck_s=2.0, cap=None)
-    assert found == {"equal": partition.Peer(1.0, None), "torchgpipe": partition.Peer(1.5, None)}
 
 
 def test_what_is_asked() -> None:
@@ -97,8 +72,3 @@ def test_one_workload_through_all_of_it(tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "41.7261 optimal" in printed
     assert "5 cuts in" in printed
-
-
-def test_every_published_workload_is_there() -> None:
-    assert len(list(partition.FOLDER.glob("*.json"))) == 25
-    assert (partition.FOLDER / "README.md").is_file()

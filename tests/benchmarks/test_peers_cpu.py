@@ -10,9 +10,9 @@ import torch
 from autosplit.planning.timeline import StagesAlone
 from autosplit.schedule.catalog import build
 from benchmarks import pairs, peers_cpu, peers_local
-from benchmarks.pairs import Reading, Spread
-from benchmarks.peers_local import Alone, Cells
-from benchmarks.peers_models import MODELS, subjects
+from benchmarks.pairs import Reading
+from benchmarks.peers_local import Cells
+from benchmarks.peers_models import subjects
 
 
 def cells(input_s: float = 1.0) -> Cells:
@@ -56,13 +56,6 @@ def test_medians_are_taken_cell_by_cell():
     assert found["split"] == 1.25
 
 
-def test_speed_and_share_compare_readings_of_the_same_round():
-    rounds = {"plain, 1": readings(10.0, 40.0, 30.0), "ours 1f1b": readings(5.0, 40.0, 10.0)}
-    assert peers_cpu.ratios(rounds, "plain, 1", "ours 1f1b") == Spread(median=2.0, low=1.5, high=2.5)
-    rounds["ours 1f1b"] = readings(27.0, 54.0, 30.0)
-    assert peers_cpu.shares(rounds, [CELLS] * 3, "ours 1f1b").median == pytest.approx(0.9)
-
-
 def test_ours_is_held_against_the_fastest_way_of_every_peer():
     rounds = {
         "ours 1f1b": readings(30.0),
@@ -81,25 +74,6 @@ def test_ours_is_held_against_the_fastest_way_of_every_peer():
     assert [check.ok for check in checks.values()] == [True, False, True, False, CELLS.step_s("zb_h1") / 25 >= 0.93]
 
 
-def test_less_is_asked_of_other_models_and_where_the_split_costs_more():
-    dear = cells(1.5)
-    rounds = {"ours 1f1b": readings(30.0), "torch 1f1b": readings(31.0), "torchgpipe, 1": readings(60.0)}
-    checks = peers_cpu.checks_of("conv", rounds, [dear])
-    assert [check.name.partition(": ")[2] for check in checks] == [
-        "1f1b over torch's 1f1b",
-        "1f1b over torchgpipe",
-        "ours 1f1b, share of the bound",
-    ]
-    assert checks[1].asked == ">= 1.05"
-
-
-def test_gradients_differ_by_the_share_of_their_largest_entry():
-    expected = [torch.tensor([1.0, -4.0]), torch.tensor([8.0])]
-    assert peers_cpu.difference([torch.tensor([1.0, -3.0]), torch.tensor([8.0])], expected) == 0.25
-    with pytest.raises(ValueError, match="1 gradients, 2 expected"):
-        peers_cpu.difference(expected[:1], expected)
-
-
 def test_a_contender_that_finds_other_gradients_is_not_timed(monkeypatch):
     subject, real = subjects()["tiny"], peers_local.microbatched
 
@@ -110,20 +84,6 @@ def test_a_contender_that_finds_other_gradients_is_not_timed(monkeypatch):
     monkeypatch.setattr(peers_local, "microbatched", twice)
     with pytest.raises(ValueError, match="the gradients of 'microbatched' are off by 1"):
         peers_cpu.read(subject, ["microbatched"], rounds=1)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_cut_separates_the_parts(name):
-    made = subjects()[name].make()
-    first, last = made.stages()
-    assert len(first.parts) == subjects()[name].cut
-    assert [*first.parts, *last.parts] == list(made.parts)
-
-
-def test_every_cell_is_measured_alone():
-    measured = Alone(subjects()["tiny"].make()).measure()
-    assert min(*measured.whole.seconds["F"], *measured.whole.seconds["B"], *measured.split.seconds["W"]) > 0
-    assert all(measured.step_s(schedule) > 0 for schedule in ("gpipe", "1f1b", "zb_h1"))
 
 
 def test_the_benchmark_runs_and_every_contender_finds_the_plain_gradients(tmp_path, capsys):

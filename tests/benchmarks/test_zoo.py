@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.zoo import measure, table
-from benchmarks.zoo.case import Case, Shape, as_double, without_dropout
-from benchmarks.zoo.catalog import cases
-from tests.equivalence.equality import Batch, Run
+from tests.equivalence.equality import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,26 +133,3 @@ def test_the_numbers_count_what_was_asked():
     text = table.lines(found)
     assert len(text.splitlines()) == 2 + len(found)
     assert "5e-01" in text
-
-
-def test_the_traps_have_names_of_their_own_and_run():
-    traps = cases(("traps",))
-    assert len(traps) >= 25
-    assert len({case.name for case in traps}) == len(traps)
-    for case in traps:
-        model = case.build().eval()
-        batch = case.inputs(Shape())
-        model(*batch.args, **batch.kwargs)
-
-
-def test_dropout_is_switched_off_and_float_inputs_become_double():
-    model = without_dropout(nn.Sequential(nn.Dropout(0.5), nn.TransformerEncoderLayer(4, 1, dropout=0.3)))
-    assert all(m.p == 0.0 for m in model.modules() if isinstance(m, nn.Dropout))
-    batch = as_double(Batch((torch.ones(2), [torch.ones(1), torch.ones(1, dtype=torch.int64)]), {"flag": True}))
-    assert [t.dtype for t in (batch.args[0], *batch.args[1])] == [torch.float64, torch.float64, torch.int64]
-    assert batch.kwargs == {"flag": True}
-
-
-def test_a_case_says_over_how_many_lanes_it_is_split():
-    assert Case("few", "traps", nn.Identity, lambda shape: Batch()).devices == 3
-    assert Case("many", "traps", nn.Identity, lambda shape: Batch(), blocks=8).devices == 4

@@ -112,14 +112,6 @@ def test_stages_may_stay_empty(run: Run, written: Callable[..., Path]) -> None:
     assert "997 more stay empty" in run(written(row(3)), "--stages", 1000, "--table").stdout
 
 
-def test_the_cap_of_the_file_and_one_of_ones_own(run: Run, written: Callable[..., Path]) -> None:
-    data = row(4, mem_cap=30)
-    data["nodes"][3]["mem"] = 25
-    path = written(data)
-    assert answer(run(path, "--stages", 2))["bytes"] == [30, 25]
-    assert answer(run(path, "--stages", 2, "--memory-cap", "1KB"))["bytes"] == [20, 35]
-
-
 def test_the_step_time_is_an_objective(run: Run) -> None:
     found = answer(run(BERT, "--stages", 4, "--objective", "step_time", "--microbatches", 16, "--schedule", "gpipe"))
     costs = check(load_workload(BERT).problem(stages=4, microbatches=16, schedule="gpipe"), found["assignment"])
@@ -197,11 +189,6 @@ def test_bad_input_exits_with_2_and_the_place(run: Run, written: Callable[..., P
     absent = run("absent.json", "--stages", 2)
     assert absent.exit_code == 2
     assert "cannot read the workload 'absent.json': No such file or directory" in absent.stderr
-
-
-def test_a_time_limit_still_gives_an_answer(run: Run) -> None:
-    found = answer(run(GNMT, "--stages", 8, "--time-limit", 60))
-    assert (found["bottleneck"], found["status"]) == (pytest.approx(21.496154, rel=1e-6), "optimal")
 
 
 def test_ctrl_c_ends_it_without_a_word() -> None:

@@ -115,11 +115,6 @@ def test_a_device_of_ones_own_is_no_part_of_a_known_machine():
     assert (box.host.memory_bytes, box.notes) == (None, "")
 
 
-def test_devices_behind_pcie_go_through_the_host():
-    assert machine("4xL4-24GB").link(0, 3) == device("L4-24GB").host_link
-    assert machine("4xT4-16GB").link(1, 2).bandwidth_bytes_per_s == 16e9
-
-
 def test_mixed_devices_meet_at_the_slower_end():
     mixed = machine("2xA100-SXM4-80GB+1xH100-SXM5-80GB+1xT4-16GB")
     assert [entry.name for entry in mixed.devices] == ["A100-SXM4-80GB"] * 2 + ["H100-SXM5-80GB", "T4-16GB"]

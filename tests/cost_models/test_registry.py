@@ -44,13 +44,6 @@ def test_the_cpu_lane_claims_nothing_that_was_not_measured():
     assert {source.status for spec in (lane, lane.host_link) for source in spec.sources.values()} == {"prior"}
 
 
-def test_dense_figures_of_the_h100():
-    h100 = device("H100-SXM5-80GB")
-    assert (h100.peak("bf16"), h100.peak("tf32"), h100.peak("fp32")) == (989e12, 495e12, 67e12)
-    assert h100.memory_bandwidth_bytes_per_s == 3.35e12
-    assert h100.source("peak_flops_per_s.bf16").status == "datasheet"
-
-
 @pytest.mark.parametrize("name", [name for name in names() if name != "cpu-lane"])
 def test_every_gpu_has_what_a_memory_model_asks_for(name):
     spec = device(name)
@@ -106,11 +99,6 @@ def test_the_nearest_names(written, meant):
     assert nearest(written, among=names()) == meant
 
 
-@pytest.mark.parametrize("written", ["B100", "NVIDIA B100", "DGX B100"])
-def test_one_wrong_letter_finds_something(written):
-    assert "B200-SXM-180GB" in nearest(written, among=names())
-
-
 def test_every_driver_name_belongs_to_one_device():
     assert identify("NVIDIA H100 80GB HBM3").name == "H100-SXM5-80GB"
     assert identify("NVIDIA H100 PCIe").name == "H100-PCIe-80GB"
@@ -161,15 +149,10 @@ T4 = json.loads(device("T4-16GB").model_dump_json())
         ),
         ({"issue_s": None}, "issue_s is None: Input should be a valid number (1 problem in all)"),
         (
-            {"memory_bytes": "16GB"},
-            "memory_bytes is '16GB': Input should be a valid integer",
-        ),
-        (
             {"peak_flops_per_s": {"float32": 1e12, "fp32": 1e12}},
             "peak_flops_per_s.float32 is 'float32': Input should be 'fp64', 'fp32', 'tf32'",
         ),
-        ({"peer_group": 1}, "peer_group is 1: Input should be greater than or equal to 2 (1 problem in all)"),
-        ({"name": ""}, "name is '': String should have at least 1 character (1 problem in all)"),
+        ({"memory_gb": 16}, "memory_gb is 16: Extra inputs are not permitted (1 problem in all)"),
         (
             {"sources": {"launch_s": {"status": "sure", "text": "x"}}},
             "sources.launch_s.status is 'sure': Input should be 'measured', 'datasheet'",
@@ -190,13 +173,6 @@ def test_a_malformed_file_is_told_field_value_and_range(tmp_path, changes, said)
     assert said in str(caught.value)
 
 
-def test_a_field_that_does_not_exist_is_told_the_fields(tmp_path):
-    path = tmp_path / "wrong.json"
-    path.write_text(json.dumps(T4 | {"memory_gb": 16}), encoding="utf-8")
-    with pytest.raises(ValueError, match="memory_gb is 16: Extra inputs are not permitted"):
-        device(path)
-
-
 @pytest.mark.parametrize("text", ["[1]", "3", "null"])
 def test_a_file_without_fields(tmp_path, text):
     path = tmp_path / "wrong.json"
@@ -208,12 +184,6 @@ def test_a_file_without_fields(tmp_path, text):
 def test_peers_of_one_kind_use_their_peer_link():
     assert link("H100-SXM5-80GB", "H200-SXM-141GB") == device("H100-SXM5-80GB").peer_link
     assert link("H100-SXM5-80GB", "H100-SXM5-80GB").bandwidth_bytes_per_s == 450e9
-
-
-def test_other_pairs_go_through_the_host_at_the_slower_end():
-    assert link("A100-SXM4-80GB", "H100-SXM5-80GB") == device("A100-SXM4-80GB").host_link
-    assert link("H100-SXM5-80GB", "A100-SXM4-80GB") == device("A100-SXM4-80GB").host_link
-    assert link("L4-24GB", "L4-24GB") == device("L4-24GB").host_link
 
 
 def test_the_slower_end_gives_the_bandwidth_and_the_later_end_the_latency():

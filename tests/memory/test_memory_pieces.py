@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
 from autosplit.memory.pieces import Held, Recompute, StageTrace, Step, TracePieces, split
-from tests.memory.layered import Layer, Stage, trace, traces
+from tests.memory.stages import stage, traces
 
 X, Y, DY, DX, WEIGHT = range(5)
 
@@ -98,9 +97,9 @@ def test_new_sums_take_the_place_of_the_old_ones() -> None:
 
 
 def test_casts_are_made_by_the_first_microbatch() -> None:
-    pieces = TracePieces(trace(Stage((Layer(stream=8, hidden=32, weight=100, cast=50),))))
+    pieces = traces(4, cast=True).pieces["never"]
     first, later = (pieces.piece("F", first=first) for first in (True, False))
-    assert first.left["casts"] == 100
+    assert first.left["casts"] == 2 * (2 * 4 * 16 + 16 + 4), "weights and biases of two layers, in bfloat16"
     assert "casts" not in later.left
     assert first.left["activations"] == later.left["activations"]
 
@@ -110,18 +109,17 @@ def test_without_a_backward_the_forward_keeps_nothing() -> None:
     assert (piece.peak_bytes, piece.at_peak, piece.left) == (30, {"transient": 30}, {})
 
 
-BYTES = st.integers(1, 1000)
-LAYERS = st.lists(st.builds(Layer, stream=st.just(64), hidden=BYTES, weight=BYTES, cast=st.sampled_from([0, 7])))
-STAGES = st.builds(lambda layers, logits: Stage(tuple(layers), logits), LAYERS.filter(bool), st.sampled_from([0, 90]))
-
-
-@settings(deadline=None)
-@given(stage=STAGES, recompute=st.sampled_from(["never", "block", "always"]))
-def test_i_and_w_do_what_b_does(stage: Stage, recompute: Recompute) -> None:
-    own = traces(stage, recompute)
+@pytest.mark.parametrize("recompute", ["never", "block", "always"])
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(("blocks", "logits"), [(1, 0), (3, 0), (2, 90)])
+def test_i_and_w_do_what_b_does_and_leave_gradients_and_casts(
+    blocks: int, logits: int, cast: bool, recompute: Recompute
+) -> None:
+    own = traces(8, blocks, recompute, logits=logits, cast=cast)
     pieces = own.pieces[own.variant(last=False)]
     for first in (True, False):
         whole, inputs, weights = (pieces.piece(kind, first=first) for kind in ("B", "I", "W"))
+        assert bool(weights.steps) == (recompute == "never")
         together = Counter(inputs.left)
         together.update(weights.left)
         assert {kind: count for kind, count in together.items() if count} == whole.left
@@ -129,14 +127,8 @@ def test_i_and_w_do_what_b_does(stage: Stage, recompute: Recompute) -> None:
         assert len(freed) == len(set(freed))
         held = inputs.left.get("activations", 0) - whole.left["activations"]
         assert inputs.peak_bytes <= whole.peak_bytes + held
-
-
-@settings(deadline=None)
-@given(stage=STAGES, recompute=st.sampled_from(["never", "block", "always"]))
-def test_a_microbatch_leaves_gradients_and_casts(stage: Stage, recompute: Recompute) -> None:
-    own = traces(stage, recompute)
-    pieces = own.pieces[own.variant(last=False)]
     total = Counter(pieces.piece("F", first=True).left)
     total.update(pieces.piece("B", first=True).left)
     assert total["activations"] == total["transient"] == 0
-    assert total["gradients"] == sum(2 * layer.weight for layer in stage.layers)
+    assert total["gradients"] == sum(4 * p.numel() for p in stage(8, blocks, logits=logits).parameters())
+    assert bool(total["casts"]) == cast

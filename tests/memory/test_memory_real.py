@@ -16,6 +16,7 @@ from autosplit.profile.stage_trace.stage_graph import stage_graph
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
+from tests.memory.stages import Block
 from tests.profile.graphs import traced
 
 WIDTH, ROWS, LENGTH = 64, 4, 32
@@ -24,19 +25,9 @@ SCALARS_BYTES = 100
 """Numbers that torch wraps in tensors."""
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.act = nn.LayerNorm(WIDTH), nn.GELU()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
-
-
 @cache
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block())
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(WIDTH), Block(WIDTH))
 
 
 @cache

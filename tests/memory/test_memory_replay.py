@@ -10,7 +10,7 @@ from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from tests.memory.extents import extent
-from tests.memory.layered import Layer, Stage, model, traces
+from tests.memory.stages import model, traces
 
 X, Y, DY, DX, WEIGHT, SCRATCH = range(6)
 
@@ -62,11 +62,11 @@ def test_the_optimizer_comes_last() -> None:
 
 
 def test_casts_are_gone_when_the_optimizer_runs() -> None:
-    own = traces(Stage((Layer(stream=1, hidden=4, weight=100, cast=50),)))
-    finish = {0: ((0, 7), (0, -7))}
+    own, finish = traces(4, cast=True), {0: ((0, 7), (0, -7))}
     (device,) = replay(build("gpipe", stages=1, microbatches=2), {0: own}, [StaticBytes()], finish=finish)
-    assert [moment.bytes.get("casts", 0) for moment in device.moments] == [100, 100, 100, 100, 0]
-    assert device.moments[-1].bytes == {"gradients": 200, "transient": 7}
+    casts = 2 * (2 * 4 * 16 + 16 + 4)
+    assert [moment.bytes.get("casts", 0) for moment in device.moments] == [casts] * 4 + [0]
+    assert device.moments[-1].bytes == {"gradients": 4 * (2 * 4 * 16 + 16 + 4 + 2 * 4), "transient": 7}
 
 
 def test_values_of_the_whole_batch_stay_until_the_last_microbatch() -> None:
@@ -119,10 +119,7 @@ def test_replay_changes_and_a_plain_count_agree(
     name: str, stages: int, microbatches: int, virtual: int, recompute: Recompute
 ) -> None:
     schedule = build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual)
-    how = {
-        index: traces(stage, recompute)
-        for index, stage in enumerate(model(stages, cast=stages != 4, scratch=5000 * (microbatches % 2)))
-    }
+    how = model(stages, recompute, cast=stages != 4)
     static = [StaticBytes((50,), (7, 9), (500,) * (stages % 3))] * stages
     bare = replay(schedule, how, [StaticBytes()] * stages)
     full = replay(schedule, how, static)
@@ -138,7 +135,7 @@ def test_replay_changes_and_a_plain_count_agree(
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_the_allocator_plays_the_same_step(name: str) -> None:
     schedule = build(name, stages=4, microbatches=6)
-    how = {index: traces(stage) for index, stage in enumerate(model(4))}
+    how = model(4)
     static = [StaticBytes(parameters=(3 << 20, 5 << 20))] * 4
     replayed = replay(schedule, how, static)
     for device in range(4):
@@ -152,7 +149,7 @@ def test_the_allocator_plays_the_same_step(name: str) -> None:
 def test_what_stages_hold_adds_up_to_the_devices_peak(name: str) -> None:
     each = SCHEDULES[name].virtual_stages or 2
     schedule = build(name, stages=2 * each, microbatches=4, virtual_stages=each)
-    own = dict(enumerate(traces(stage) for stage in model(schedule.stages, cast=True, scratch=7)))
+    own = model(schedule.stages, cast=True)
     static = [StaticBytes((100 + stage,), (stage,), whole_batch=(13,)) for stage in range(schedule.stages)]
     for lane, device in enumerate(replay(schedule, own, static)):
         assert set(device.held) == {stage for stage, place in enumerate(schedule.stage_lane) if place == lane}

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autosplit.errors import InputError
 from autosplit.partition.checker import check
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem, TensorEdge
 from autosplit.partition.solve import solve
-from autosplit.partition.workload import FORMAT, MOST_BYTES, Workload, load_workload, parse_workload, shortest_cycle
-from tests.properties import examples
+from autosplit.partition.workload import FORMAT, MOST_BYTES, load_workload, parse_workload, shortest_cycle
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "workloads"
 PATHS = sorted(FOLDER.glob("*.json"))
@@ -254,68 +249,3 @@ def test_a_great_ring_is_found_soon() -> None:
     count = 20_000
     ring = [(index, (index + 1) % count) for index in range(count)]
     assert shortest_cycle(ring, []) == list(range(count))
-
-
-ODD = (
-    None, True, -1, 0, 1, 2, 3.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), 2**63, 10**400, "", "f", "o", "ms",
-    "\x00", [], {}, [0, 1, 0, 1.0, "f"], {"id": 0},
-)  # fmt: skip
-
-
-def mutate(chance: random.Random, data: Any) -> None:
-    """Change, drop, double or move one thing somewhere in nested data."""
-    place = data
-    while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        if not keys:
-            return
-        key = chance.choice(keys)
-        if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.85:
-            place = place[key]
-            continue
-        kind = chance.randrange(5)
-        if kind == 0:
-            del place[key]
-        elif kind == 1 and isinstance(place, list):
-            place.insert(chance.randrange(len(place) + 1), copy.deepcopy(place[key]))
-        elif kind == 2:
-            other = chance.choice(keys)
-            place[key], place[other] = place[other], place[key]
-        else:
-            place[key] = copy.deepcopy(chance.choice(ODD))
-        return
-
-
-def read_or_refusal(text: str) -> Workload | str:
-    try:
-        return parse_workload(text)
-    except InputError as error:
-        return str(error)
-
-
-@settings(max_examples=examples(400), deadline=None)
-@given(seed=st.integers(0, 2**32), count=st.integers(1, 4))
-def test_a_changed_file_is_read_or_refused(seed: int, count: int) -> None:
-    chance = random.Random(seed)
-    data = file(mem_cap=chance.choice((None, 20, 30.0)))
-    for _ in range(count):
-        mutate(chance, data)
-    workload = read_or_refusal(json.dumps(data))
-    if isinstance(workload, str):
-        assert workload.isprintable()
-        assert len(workload) < 600
-        return
-    problem = workload.problem(stages=2, capacity_bytes=MOST_BYTES)
-    found = solve(problem, stages=2, empty=True)
-    assert check(problem, found.assignment).bottleneck_s == pytest.approx(found.bottleneck_s)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(st.data())
-def test_cut_and_broken_text_is_refused(data: st.DataObject) -> None:
-    text = json.dumps(file())
-    start = data.draw(st.integers(0, len(text) - 1))
-    stop = data.draw(st.integers(start + 1, len(text)))
-    broken = text[:start] + data.draw(st.text(max_size=4)) + text[stop:]
-    workload = read_or_refusal(broken)
-    assert not isinstance(workload, str) or len(workload) < 600

@@ -18,13 +18,16 @@ from hypothesis import strategies as st
 import cost_models
 from autosplit.checks import EXPORTS
 from autosplit.errors import InputError, PlanError, ScheduleError
-from autosplit.partition.workload import load_workload, parse_workload
+from autosplit.partition.checker import check
+from autosplit.partition.solve import solve
+from autosplit.partition.workload import MOST_BYTES, load_workload, parse_workload
 from autosplit.planning.plan.diff import diff
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import predicted
 from autosplit.report.sections import render
 from autosplit.report.trace_file import trace_text
-from autosplit.schedule.files import parse_actions, read_actions
+from autosplit.schedule.files import dump_actions, parse_actions, read_actions
+from autosplit.schedule.validate import validate
 from tests.planning.test_plan_file import a_plan
 from tests.properties import examples
 
@@ -148,7 +151,9 @@ WORKLOAD = {
 @given(data=st.data())
 def test_workloads(data: st.DataObject) -> None:
     with only(InputError):
-        parse_workload(edited(data, WORKLOAD)).problem(stages=2)
+        problem = parse_workload(edited(data, WORKLOAD)).problem(stages=2, capacity_bytes=MOST_BYTES)
+        found = solve(problem, stages=2, empty=True)
+        assert check(problem, found.assignment).bottleneck_s == pytest.approx(found.bottleneck_s)
 
 
 def device() -> dict[str, Any]:
@@ -184,7 +189,9 @@ CELLS = st.one_of(
 @example(rows=[["0F0", "0B0"], ["1F0", "1B0"]])
 def test_action_files(rows: list[list[str]]) -> None:
     with only(ScheduleError):
-        parse_actions("\n".join(",".join(row) for row in rows), name="own")
+        found = parse_actions("\n".join(",".join(row) for row in rows), name="own")
+        again = parse_actions(dump_actions(validate(found)), name="again")
+        assert (again.lanes, again.stage_lane) == (found.lanes, found.stage_lane)
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {

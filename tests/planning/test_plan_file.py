@@ -84,18 +84,8 @@ def test_what_is_saved_is_what_is_loaded(plan: Plan, tmp_path_factory: pytest.Te
     plan.save(path)
     assert Plan.load(path) == plan
     assert path.read_text(encoding="utf-8") == plan.to_json() + "\n"
-
-
-@given(plan=plans())
-def test_json_has_the_attribute_names_at_the_top_level(plan: Plan) -> None:
     assert list(json.loads(plan.to_json())) == [*Plan.model_fields, *Plan.model_computed_fields]
-
-
-@given(plan=plans())
-def test_every_node_maps_to_its_stage(plan: Plan) -> None:
-    stage_of = plan.stage_of()
-    assert [name for stage in plan.stages for name in stage.nodes] == list(stage_of)
-    assert all(name in plan.stages[index].nodes for name, index in stage_of.items())
+    assert plan.stage_of() == {name: stage.index for stage in plan.stages for name in stage.nodes}
 
 
 def a_plan() -> dict[str, Any]:
@@ -133,11 +123,6 @@ def load(tmp_path: Path, content: dict[str, Any] | str | bytes) -> Plan:
 
 def test_the_plan_that_the_following_tests_edit_is_good(tmp_path: Path) -> None:
     assert load(tmp_path, a_plan()).stage_of() == {"a#0": 0, "b#0": 0, "c#0": 1}
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot read the plan .*absent\.json'.*No such file"):
-        Plan.load(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize(

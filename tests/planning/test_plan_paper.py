@@ -62,38 +62,6 @@ def test_a_backward_for_the_inputs_alone_is_called_that() -> None:
     assert any("a backward for the gradients of inputs alone" in note for note in notes)
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).eval()
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    model[1].train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    objects = {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
-    plan(model, "2xA10G-24GB", 2, sample=torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
-    assert {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())} == objects
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert [module.training for module in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
-
-
-@pytest.mark.parametrize(
-    ("precision", "parameter", "gradient", "optimizer"),
-    [(None, 8, 8, 16), ("fp32", 4, 4, 8), ("bf16", 2, 2, 4), ("bf16_fp32_master", 2, 2, 12)],
-)
-def test_a_precision_says_what_a_parameter_takes(
-    precision: str | None, parameter: int, gradient: int, optimizer: int
-) -> None:
-    found = plan(blocks(4).double(), "2xH100-SXM5-80GB", 2, sample=torch.randn(4, 64).double(), precision=precision)
-    elements = sum(stage.parameters for stage in found.stages)
-    held = [stage.memory for stage in found.stages]
-    assert sum(own.parameter_bytes for own in held) == parameter * elements
-    assert sum(own.optimizer_bytes for own in held) == optimizer * elements
-    assert sum(own.gradient_bytes for own in held) <= gradient * elements
-    assert found.precision == precision
-
-
 def test_a_reserve_is_of_the_devices_and_a_limit_is_literal() -> None:
     def capacities(**asked: object) -> list[tuple[int | None, int]]:
         made = plan(blocks(4), ["A100-SXM4-80GB", "L4-24GB"], 2, sample=torch.randn(4, 64), schedule="1f1b", **asked)

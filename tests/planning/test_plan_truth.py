@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,44 +37,6 @@ def network_s(count: int) -> float:
     machine = cost_models.machine("2x2xH100-SXM5-80GB")
     link = machine.link(1, 2)
     return link.latency_s + count / link.bandwidth_bytes_per_s
-
-
-def test_an_internal_error_is_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> object:
-        raise KeyError("a bug of the replay")
-
-    monkeypatch.setattr("autosplit.planning.memory.replay", broken)
-    with pytest.raises(KeyError, match="a bug of the replay"):
-        plan(mlp(), "2xH100-SXM5-80GB", CHUNKS, sample=rows(), schedule="1f1b")
-
-
-class Stubborn(torch.autograd.Function):
-    """Its backward reads a value, which a fake tensor does not have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * float(gradient.sum())
-
-
-class Doubling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(Stubborn.apply(self.first(x)))
-        return out
-
-
-def test_a_backward_that_does_not_run_on_fakes_is_a_note_and_the_formula_stays() -> None:
-    found = plan(Doubling(), "2xH100-SXM5-80GB", 2, sample=torch.zeros(4, 8), schedule="1f1b")
-    [note] = [note for note in found.notes if "not replayed" in note]
-    assert "a backward does not run on fake tensors" in note
-    assert all(stage.memory.peak_bytes > 0 for stage in found.stages)
 
 
 def test_the_largest_batch_is_in_the_microbatches_that_were_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from autosplit.profile.node_costs.flops import moved_bytes
 from autosplit.profile.node_costs.ledger import Ledger, Operation
 from autosplit.profile.node_costs.shadow import shadow
 from benchmarks.families import families
@@ -190,8 +188,3 @@ def test_an_expanded_operand_counts_with_its_storage():
     row = torch.randn(16)
     moved = bytes_of(lambda: row.expand(100, 16) + 1, "add")
     assert moved == 16 * 4 + 100 * 16 * 4
-
-
-def test_bytes_of_a_product_are_its_operands_and_its_result():
-    left, right = torch.randn(3, 4), torch.randn(4, 5)
-    assert moved_bytes(torch.ops.aten.mm.default, (left, right), [left @ right]) == 4 * math.fsum((12, 20, 15))

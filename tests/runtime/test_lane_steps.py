@@ -16,7 +16,7 @@ from autosplit.runtime.lanes.threads import LaneThreads, Turn, Turns, backwards,
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
 from autosplit.schedule.orders import forward_only
-from tests.runtime.gates import SAFETY_S, Boom, hold, lane_threads
+from tests.runtime.gates import SAFETY_S, Boom, hold
 
 CHAIN = [set(), {0}, {1}]
 SKIP = [set(), {0}, {0, 1}]
@@ -28,12 +28,6 @@ def turn(text: str, number: int, needs: tuple[int, ...], tells: tuple[int, ...])
 
 
 # -- turns -----------------------------------------------------------------------------------------------------------
-def test_turns_of_forwards() -> None:
-    assert turns(forward_only(3, 2), CHAIN) == (
-        (turn("0F0", 0, (), (1,)), turn("0F1", 1, (), (1,))),
-        (turn("1F0", 2, (0,), (2,)), turn("1F1", 3, (1,), (2,))),
-        (turn("2F0", 4, (2,), ()), turn("2F1", 5, (3,), ())),
-    )
 
 
 def test_turns_with_a_skip_and_backwards() -> None:
@@ -95,12 +89,6 @@ def test_actions_run_on_their_lanes_in_order_and_after_what_they_need(schedule: 
         name = f"autosplit lane {lane}"
         assert [action for action, on in done if on == name] == [t.action for t in turns_of_lane]
         assert all(at[numbers[need]] < at[t.action] for t in turns_of_lane for need in t.needs)
-
-
-def test_lanes_run_at_the_same_time() -> None:
-    together = threading.Barrier(3)
-    with lanes(3) as own:
-        run(own, forwards(3, 2), lambda action: together.wait(SAFETY_S) and None)
 
 
 def test_a_need_may_be_told_before_it_is_asked_for() -> None:
@@ -181,25 +169,3 @@ def test_an_error_is_held_by_nobody_but_the_caller() -> None:
         assert held() is None  # the thread has ended, so it has let go of its frames
     finally:
         gc.enable()
-
-
-def test_lanes_can_be_closed_twice_and_used_again() -> None:
-    done: list[str] = []
-    with lanes(2) as own:
-        for _ in range(2):
-            run(own, forwards(2, 1), lambda action: done.append(str(action)))
-            own.close()
-            own.close()
-    assert sorted(done) == ["0F0", "0F0", "1F0", "1F0"]
-
-
-def test_the_threads_end_with_their_owner() -> None:
-    before = lane_threads()
-    own = LaneThreads(2)
-    run(own, forwards(2, 1), lambda action: None)
-    mine = lane_threads() - before
-    assert len(mine) == 2
-    del own
-    for thread in mine:
-        thread.join(SAFETY_S)
-    assert not any(thread.is_alive() for thread in mine)

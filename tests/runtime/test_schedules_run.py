@@ -47,11 +47,6 @@ def turn(text: str, number: int, needs: tuple[int, ...], tells: tuple[int, ...])
 
 
 # -- turns -----------------------------------------------------------------------------------------------------------
-def test_gradients_come_from_input_gradients_and_weight_gradients_wait_for_nobody() -> None:
-    assert turns(build("zb_h1", stages=2, microbatches=1), [set(), {0}]) == (
-        (turn("0F0", 0, (), (1,)), turn("0I0", 1, (4,), ()), turn("0W0", 2, (), ())),
-        (turn("1F0", 3, (0,), ()), turn("1I0", 4, (), (0,)), turn("1W0", 5, (), ())),
-    )
 
 
 def test_stages_of_one_lane_send_each_other_no_messages() -> None:
@@ -242,11 +237,3 @@ def test_a_part_of_a_backward_off_its_stream_is_found(part: str) -> None:
     with mock.patch.object(Cells, part, inactive):
         run, _, _ = recorded(Skips(), "zb_h1")
     assert any("unordered" in problem for problem in problems(run.streams.log))
-
-
-def test_the_order_of_an_odd_schedule_is_its_own() -> None:
-    lanes = (("0F1", "0F0", "0I1", "0I0", "0W0", "0W1"), ("1F1", "1F0", "1I1", "1I0", "1W0", "1W1"))
-    odd = Schedule("odd", tuple(tuple(map(Action.parse, lane)) for lane in lanes))
-    made = turns(odd, [set(), {0}])
-    assert [[str(one.action) for one in lane] for lane in made] == [list(lane) for lane in lanes]
-    assert [one.needs for one in made[0]] == [(), (), (8,), (9,), (), ()]

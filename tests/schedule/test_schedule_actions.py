@@ -138,6 +138,12 @@ def test_microbatches_in_flight_are_the_published_number(name: str, devices: int
         assert held == tuple(min(count, microbatches) for count in most[name])
 
 
+def test_a_stage_of_two_on_a_device_is_counted_by_itself() -> None:
+    schedule = build("interleaved", stages=4, microbatches=4, virtual_stages=2)
+    assert schedule.in_flight == (4, 3, 2, 1)
+    assert [schedule.stages_on(lane) for lane in range(2)] == [(0, 2), (1, 3)]
+
+
 def test_an_unknown_schedule_is_answered_with_the_known_ones() -> None:
     known = ", ".join(map(repr, SCHEDULES))
     with pytest.raises(ScheduleError, match=f"no schedule 'zigzag'; choose one of {known}$"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torchs
 
@@ -17,33 +15,14 @@ from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.files import MOST_BYTES, dump_actions, parse_actions, read_actions
-from autosplit.schedule.validate import validate
+from tests.schedule.test_schedule_torch import TORCH, torch_schedule
 
 DEVICES, MICROBATCHES = 2, 4
-MULTI: dict[str, tuple[Any, int]] = {
-    "interleaved": (torchs.ScheduleInterleaved1F1B, 2),
-    "looped_bfs": (torchs.ScheduleLoopedBFS, 2),
-    "zb_h1": (torchs.ScheduleInterleavedZeroBubble, 1),
-    "zb_v": (torchs.ScheduleZBVZeroBubble, 2),
-}
+MULTI = tuple(TORCH)
 
 
 def theirs(name: str) -> Any:
-    """Return torch's schedule of that name; its classes read only these few numbers of their stages (torch 2.13)."""
-    kind, virtual = MULTI[name]
-    stages = [
-        SimpleNamespace(
-            num_stages=DEVICES * virtual,
-            group_size=DEVICES,
-            group_rank=0,
-            stage_index=index,
-            submod=None,
-            is_first=index == 0,
-            is_last=False,
-        )
-        for index in range(virtual)
-    ]
-    return kind(stages, MICROBATCHES)
+    return torch_schedule(name, DEVICES, MICROBATCHES, SCHEDULES[name].virtual_stages or 2)
 
 
 def ours(name: str, *, devices: int = DEVICES, microbatches: int = MICROBATCHES) -> Schedule:
@@ -171,26 +150,4 @@ def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
             read_actions(tmp_path / name)
 
 
-@given(data=st.binary(max_size=60))
-def test_any_bytes_are_a_schedule_or_a_schedule_error(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzz.csv"
-    path.write_bytes(data)
-    _read_or_refused(path)
-
-
 CELLS = st.sampled_from(["0F0", "0B0", "1F0", "1B0", "0I0", "0W0", "1I0", "1W0", "0F1", "", " ", "1SEND_F0", "B", '"'])
-
-
-@given(rows=st.lists(st.lists(CELLS, max_size=6), max_size=3))
-def test_any_cells_are_a_schedule_or_a_schedule_error(
-    rows: list[list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "cells.csv"
-    path.write_text("\n".join(map(",".join, rows)))
-    _read_or_refused(path)
-
-
-def _read_or_refused(path: Path) -> None:
-    with contextlib.suppress(ScheduleError):
-        found = read_actions(path)
-        assert same(parse_actions(dump_actions(validate(found)), name="again"), found)

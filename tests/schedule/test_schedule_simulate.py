@@ -73,14 +73,6 @@ def test_transfers_delay_their_consumer_and_take_no_lane_time() -> None:
     assert timeline.bubble == pytest.approx(1 - 12 / 19.5)
 
 
-def test_a_skip_may_arrive_after_the_neighbour() -> None:
-    skip = TransferTime(0, 2, forward_s=10.0, backward_s=20.0)
-    timeline = simulate(gpipe(3, 1), forward_s=[1.0] * 3, backward_s=[1.0] * 3, transfers=(skip,))
-    spans = {str(span.action): span for span in timeline.spans}
-    assert spans["2F0"].start_s == 11.0
-    assert spans["0B0"].start_s == spans["2B0"].end_s + 20.0 == timeline.step_s - 1.0
-
-
 def test_a_forward_only_step() -> None:
     timeline = simulate(build("forward", stages=3, microbatches=4), forward_s=[1.0, 2.0, 1.0], backward_s=[0.0] * 3)
     assert timeline.step_s == 1.0 + 4 * 2.0 + 1.0
@@ -161,34 +153,6 @@ def test_published_bubbles(name: str, virtual: int, published: float, within: fl
     timeline = equal(schedule, f=f, i=i, w=w, comm=comm)
     assert 1 - 24 * (f + i + w) / timeline.step_s == pytest.approx(published, abs=within)
     assert timeline.bubble == pytest.approx(published, abs=within)
-
-
-def test_a_transfer_between_stages_of_one_device_takes_no_time() -> None:
-    transfers = tuple(TransferTime(stage, stage + 1, 10.0, 100.0) for stage in range(3))
-    timeline = simulate(
-        build("zb_v", stages=4, microbatches=1),
-        forward_s=[1.0] * 4,
-        input_gradient_s=[2.0] * 4,
-        weight_gradient_s=[3.0] * 4,
-        transfers=transfers,
-    )
-    assert {str(span.action): (span.start_s, span.end_s) for span in timeline.spans} == {
-        "0F0": (0.0, 1.0),
-        "1F0": (11.0, 12.0),
-        "2F0": (12.0, 13.0),
-        "3F0": (23.0, 24.0),
-        "3I0": (24.0, 26.0),
-        "3W0": (26.0, 29.0),
-        "2I0": (126.0, 128.0),
-        "2W0": (128.0, 131.0),
-        "1I0": (131.0, 133.0),
-        "1W0": (133.0, 136.0),
-        "0I0": (233.0, 235.0),
-        "0W0": (235.0, 238.0),
-    }
-    assert lanes(timeline) == (LaneTime(0.0, 238.0, 12.0), LaneTime(11.0, 136.0, 12.0))
-    assert list(map(stall_s, lanes(timeline))) == [226.0, 113.0]
-    assert lane_bubbles(timeline) == pytest.approx([1 - 12 / 238] * 2)
 
 
 def test_times_that_the_schedule_needs_are_asked_for() -> None:

@@ -30,14 +30,16 @@ TORCH: dict[str, Any] = {
 Lanes = tuple[tuple[str, ...], ...]
 
 
+def torch_schedule(name: str, devices: int, microbatches: int, virtual: int) -> Any:
+    """Return torch's own schedule."""
+    facts = {"num_stages": devices * virtual, "group_size": devices, "group_rank": 0, "submod": None, "is_last": False}
+    stages = [SimpleNamespace(**facts, stage_index=stage, is_first=stage == 0) for stage in range(virtual)]
+    return TORCH[name](stages, microbatches)
+
+
 def theirs(name: str, devices: int, microbatches: int, virtual: int) -> tuple[Lanes, tuple[int, ...]]:
     """Return torch's actions and its placement of the stages."""
-    count = devices * virtual
-    stages = [
-        SimpleNamespace(num_stages=count, group_size=devices, group_rank=0, stage_index=stage, submod=None)
-        for stage in range(virtual)
-    ]
-    schedule = TORCH[name](stages, microbatches)
+    schedule, count = torch_schedule(name, devices, microbatches, virtual), devices * virtual
     order = schedule.pipeline_order
     lanes = tuple(tuple(str(action) for action in order[rank] if action is not None) for rank in range(devices))
     placement = schedule.stage_index_to_group_rank

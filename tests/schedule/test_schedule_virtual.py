@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,34 +12,19 @@ from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.validate import validate
 
 GRIDS = {
-    ("interleaved", 2, 4, 2): """\
-lane 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
-lane 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3""",
-    ("interleaved", 2, 2, 3): """\
-lane 0 | 0F0 0F1 2F0 2F1 4F0 4F1 .   4B0 .   4B1 2B0 2B1 0B0 0B1
-lane 1 | .   1F0 1F1 3F0 3F1 5F0 5B0 5F1 5B1 3B0 3B1 1B0 1B1""",
     # 5 microbatches go in groups of 3 and 2
     ("interleaved", 2, 5, 2): """\
 lane 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 .   0B2 .   2B3 2B4 0B3 0B4
 lane 1 | .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4""",
-    ("looped_bfs", 2, 3, 2): """\
-lane 0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   .   2B0 2B1 2B2 0B0 0B1 0B2
-lane 1 | .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2""",
     ("looped_bfs", 3, 2, 2): """\
 lane 0 | 0F0 0F1 .   3F0 3F1 .   .   .   .   3B0 3B1 .   0B0 0B1
 lane 1 | .   1F0 1F1 .   4F0 4F1 .   .   4B0 4B1 .   1B0 1B1
 lane 2 | .   .   2F0 2F1 .   5F0 5F1 5B0 5B1 .   2B0 2B1""",
-    ("zb_h1", 2, 3, 1): """\
-lane 0 | 0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2
-lane 1 | .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2""",
     ("zb_h1", 4, 4, 1): """\
 lane 0 | 0F0 0F1 0F2 0F3 .   .   .   0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3
 lane 1 | .   1F0 1F1 1F2 .   .   1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3
 lane 2 | .   .   2F0 2F1 .   2I0 2F2 2I1 2F3 2I2 2W0 2I3 2W1 2W2 2W3
 lane 3 | .   .   .   3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3W1 3W2 3W3""",
-    ("zb_v", 2, 3, 2): """\
-lane 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
-lane 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2""",
     ("zb_v", 3, 2, 2): """\
 lane 0 | 0F0 0F1 .   .   .   5F0 5I0 5W0 5F1 5I1 5W1 .   .   0I0 0W0 .   0I1 0W1
 lane 1 | .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   4I1 4W1 1I0 1W0 .   1I1 1W1
@@ -80,15 +63,6 @@ def test_legal_at_every_size(name: str, devices: int, virtual: int, microbatches
     for stage in range(stages):
         forwards = [action.microbatch for action in schedule if (action.stage, action.kind) == (stage, "F")]
         assert forwards == list(range(microbatches))
-
-
-@pytest.mark.parametrize("devices", range(1, 7))
-@pytest.mark.parametrize("microbatches", [1, 3, 7, 8, 11, 12, 23])
-def test_breadth_first_goes_on_when_a_stage_is_done(devices: int, microbatches: int) -> None:
-    for lane in made("looped_bfs", devices, microbatches, 3).lanes:
-        runs = [(action.stage, action.kind) for action in lane]
-        assert len(runs) == 6 * microbatches
-        assert 1 + sum(before != after for before, after in pairwise(runs)) == 6
 
 
 def test_one_virtual_stage_stands_for_what_the_schedule_takes() -> None:

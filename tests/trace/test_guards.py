@@ -230,24 +230,20 @@ EXPENSIVE: dict[str, tuple[Body, str]] = {
 
 
 @pytest.mark.parametrize("name", EXPENSIVE)
-def test_what_is_no_guard(name: str) -> None:
-    body, reason = EXPENSIVE[name]
-    parts = {"large": lambda: nn.Parameter(torch.ones(65, 64)), "buffer_step": lambda: torch.zeros(())}
-    with pytest.raises(Refusal, match=reason) as caught:
-        recorded(Model(body, **parts), Batch((numbers(7, WIDTH),)))
-    assert "the model's own forward" in str(caught.value)
-    assert "test_guards.py:" in str(caught.value)
-    assert "torch.where" in str(caught.value) or name == "numpy"
-
-
-@pytest.mark.parametrize("name", [name for name in EXPENSIVE if name != "random numbers"])
 def test_what_is_no_guard_runs_by_its_own_python(name: str) -> None:
     body, reason = EXPENSIVE[name]
     parts = {"large": lambda: nn.Parameter(torch.ones(65, 64)), "buffer_step": lambda: torch.zeros(())}
     model = Model(body, **parts)
+    with pytest.raises(Refusal, match=reason) as caught:
+        recorded(copy.deepcopy(model), Batch((numbers(7, WIDTH),)))
+    assert "the model's own forward" in str(caught.value)
+    assert "test_guards.py:" in str(caught.value)
+    assert "torch.where" in str(caught.value) or name == "numpy"
+    if name == "random numbers":
+        return
     pipe = pipe_of(model)
-    batches = [Batch((numbers(count, WIDTH, seed=seed),)) for seed, count in enumerate((7, 7, 7, 4))]
-    assert assert_calls_equal(model, pipe, batches) == [0] * 4
+    batches = [Batch((numbers(count, WIDTH, seed=seed),)) for seed, count in enumerate((7, 7, 4))]
+    assert assert_calls_equal(model, pipe, batches) == [0] * 3
     assert pipe.plan.rung == "module tree"
     assert any(reason in note for note in pipe.plan.notes)
 

@@ -13,7 +13,6 @@ from autosplit import Sample, autosplit
 from autosplit.trace.inputs.inputs import flatten
 from autosplit.trace.ladder import trace
 from autosplit.trace.recording.gather import gather
-from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 
 WIDTH = 4
 Body = Callable[["Net", Tensor], Any]
@@ -243,14 +242,3 @@ def test_the_graph_at_one_row_is_the_model(body: Body) -> None:
 @named(HOLD)
 def test_a_batch_of_one_row_is_recorded(body: Body) -> None:
     assert least_rows(body, rows=1) == 1
-
-
-@named((positions_expanded, expanded_when_alone))
-def test_pipelines_of_single_rows_give_what_the_model_gives(body: Body) -> None:
-    torch.manual_seed(0)
-    batch = Batch((torch.randn(5, WIDTH, dtype=torch.float64),))
-    plain, other = (Net(body).double() for _ in range(2))
-    other.load_state_dict(plain.state_dict())
-    pipe = autosplit(other, sample=Sample(*batch.args), devices=["cpu"] * 2, chunks=5)
-    assert pipe.plan.microbatch_rows == (1,) * 5
-    assert_equal_runs(forward_backward(plain, batch), forward_backward(pipe, batch))
