@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,43 +22,32 @@ from autosplit.trace.inputs.inputs import batch_rows, flatten
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.rows.probe import probe_rows
 
+if TYPE_CHECKING:
+    from autosplit.cli.profile import ProfileOptions
+
 CPU_LANE = "cpu-lane"
 
 
-@dataclass(frozen=True)
-class Choices:
-    """What is profiled, and how."""
-
-    rows: int | None
-    chunks: int
-    device: str | None
-    measure: bool | None
-    count_bytes: bool
-
-
-def costs_of(spec: ModelSpec, choices: Choices) -> CostReport:
+def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:
     """Make a model, record it on random inputs, and return its costs."""
-    where = _torch_device(choices.device)
-    modelled = choices.device is not None and where is None
+    where = _torch_device(options.device)
+    modelled = options.device is not None and where is None
     model = make_model(spec, blank=spec.is_config and modelled)
-    own = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * choices.chunks)
+    sample = Sample.of(make_sample(spec, model=model, rows=ROWS_PER_DEVICE * options.chunks))
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    measured = _measures(choices, on_meta=on_meta)
+    measured = _measures(options, on_meta=on_meta)
     place = torch.device("meta") if on_meta else where
     if place is not None:
         model = model if on_meta else model.to(place)
-        own = _moved(Sample.of(own), place)
+        sample = _moved(sample, place)
+    device = _cost_model(options, where)
     try:
-        found = trace(model, Sample.of(own), batch_dims=spec.batch_dims)
+        found = trace(model, sample, batch_dims=spec.batch_dims)
     except TraceError as refusal:
         if on_meta:
             raise
-        return _tree(model, Sample.of(own), choices, measured=measured, device=_cost_model(choices, where), why=refusal)
-    return _recorded(model, found, choices, measured=measured, device=_cost_model(choices, where))
-
-
-def _recorded(model: nn.Module, found: Trace, choices: Choices, *, measured: bool, device: str) -> CostReport:
-    sizes = _sizes(found, choices)
+        return _tree(model, sample, options, measured=measured, device=device, why=refusal)
+    sizes = _sizes(found, options)
     costs = profile(
         found.graph,
         rows=sizes[0],
@@ -66,17 +55,17 @@ def _recorded(model: nn.Module, found: Trace, choices: Choices, *, measured: boo
         inputs=_rows_of(found, sizes[0]),
         measure=measured,
         device=device,
-        count_bytes=choices.count_bytes,
+        count_bytes=options.count_bytes,
     )
     hardware = device_text(torch.device(costs.device)) if costs.measured else ""
     return cost_report(model, found.graph, costs, sizes=sizes, hardware=hardware)
 
 
 def _tree(
-    model: nn.Module, sample: Sample, choices: Choices, *, measured: bool, device: str, why: TraceError
+    model: nn.Module, sample: Sample, options: ProfileOptions, *, measured: bool, device: str, why: TraceError
 ) -> CostReport:
     """Return the costs of a model that no graph can follow: its modules, for the whole batch."""
-    if choices.rows is not None or choices.chunks > 1:
+    if options.rows is not None or options.chunks > 1:
         raise InputError(
             "--rows and --chunks are for models that a graph can follow; give an --input of a microbatch's rows "
             f"instead, because: {why}"
@@ -100,28 +89,28 @@ def _torch_device(device: str | None) -> torch.device | None:
     return resolve_devices([device])[0]
 
 
-def _measures(choices: Choices, *, on_meta: bool) -> bool:
+def _measures(options: ProfileOptions, *, on_meta: bool) -> bool:
     """Tell whether times are measured; raise InputError where that was asked for and cannot be."""
-    modelled = choices.device is not None and _torch_device(choices.device) is None
-    if choices.measure and modelled:
+    modelled = options.device is not None and _torch_device(options.device) is None
+    if options.measure and modelled:
         raise InputError(
-            f"--device {choices.device} asks a cost model, --measure a device of this machine; "
+            f"--device {options.device} asks a cost model, --measure a device of this machine; "
             "leave one of them out, or write --device cpu or --device cuda:0"
         )
-    if choices.measure and on_meta:
+    if options.measure and on_meta:
         raise InputError("the model is on the meta device and has no values to run on; leave --measure out")
-    return choices.measure is not False and not modelled and not on_meta
+    return options.measure is not False and not modelled and not on_meta
 
 
-def _cost_model(choices: Choices, where: torch.device | None) -> str:
+def _cost_model(options: ProfileOptions, where: torch.device | None) -> str:
     """Return the name or the file of the cost model that answers for what is not measured."""
-    if choices.device is not None and where is None:
-        return choices.device
+    if options.device is not None and where is None:
+        return options.device
     if where is not None and where.type == "cuda":
         known = cost_models.identify(torch.cuda.get_device_name(where))
         if known is not None:
             return known.name
-        if choices.measure is False:
+        if options.measure is False:
             raise InputError(
                 f"{torch.cuda.get_device_name(where)} is not among the known devices (autosplit devices); "
                 "give --device a name of these or a file, or leave --no-measure out"
@@ -129,14 +118,14 @@ def _cost_model(choices: Choices, where: torch.device | None) -> str:
     return CPU_LANE
 
 
-def _sizes(found: Trace, choices: Choices) -> tuple[int, ...]:
+def _sizes(found: Trace, options: ProfileOptions) -> tuple[int, ...]:
     """Return the rows of each microbatch, the largest first."""
     least = found.graph.min_rows
-    if choices.rows is None:
-        return sizes_of(batch_rows(found.inputs), choices.chunks, least)
-    if choices.rows < least:
-        raise InputError(f"--rows {choices.rows}: this model needs at least {least} rows in a microbatch")
-    return (choices.rows,) * choices.chunks
+    if options.rows is None:
+        return sizes_of(batch_rows(found.inputs), options.chunks, least)
+    if options.rows < least:
+        raise InputError(f"--rows {options.rows}: this model needs at least {least} rows in a microbatch")
+    return (options.rows,) * options.chunks
 
 
 def _rows_of(found: Trace, rows: int) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -32,22 +33,29 @@ Exit codes: 0 done; 2 bad usage or input.
 """
 
 
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The options that say what is profiled, and how."""
+
+    rows: Annotated[int | None, typer.Option(min=1, help="Batch rows of a microbatch (default: the input's).")] = None
+    chunks: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 1
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda:0 to measure there; a known device or a file to ask a cost model.")
+    ] = None
+    measure: Annotated[
+        bool | None, typer.Option("--measure/--no-measure", help="Measure times, or ask a cost model.")
+    ] = None
+    count_bytes: Annotated[
+        bool, typer.Option("--bytes", help="Count a CPU's bytes too; torch's profiler then writes to stderr.")
+    ] = False
+
+
 @common.command
 def profile_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=common.MODEL_HELP)] = None,
     *,
     inputs: InputOptions,
-    rows: Annotated[int | None, typer.Option(min=1, help="Batch rows of a microbatch (default: the input's).")] = None,
-    chunks: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 1,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda:0 to measure there; a known device or a file to ask a cost model.")
-    ] = None,
-    measure: Annotated[
-        bool | None, typer.Option("--measure/--no-measure", help="Measure times, or ask a cost model.")
-    ] = None,
-    count_bytes: Annotated[
-        bool, typer.Option("--bytes", help="Count a CPU's bytes too; torch's profiler then writes to stderr.")
-    ] = False,
+    options: ProfileOptions,
     train: common.Mode = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Module levels (default: what 40 rows hold).")] = None,
     nodes: Annotated[bool, typer.Option("--nodes", help="One row per operation instead of per module.")] = False,
@@ -64,7 +72,7 @@ def profile_command(
             check_path("save", save)
         from autosplit.cli.calibrate import calibrate_here
 
-        calibrate_here(model, device=device, quick=quick, save=save)
+        calibrate_here(model, device=options.device, quick=quick, save=save)
         return common.DONE
     if save is not None or quick:
         raise InputError("--save and --quick are for --calibrate; a profile is written by --json > FILE")
@@ -73,10 +81,9 @@ def profile_command(
     spec = inputs.spec(model, train=train)
     with common.beside_stdout():
         with phase("importing"):
-            from autosplit.cli.costs import Choices, costs_of
+            from autosplit.cli.costs import costs_of
             from autosplit.report.costs import render_costs
-        choices = Choices(rows, chunks, device, measure, count_bytes)
-        found = costs_of(spec, choices)
+        found = costs_of(spec, options)
     text = render_costs(found, width=common.page_width(), depth=depth, nodes=nodes, top=top)
     typer.echo(found.model_dump_json(indent=2) if as_json else text)
     return common.DONE
