@@ -6,19 +6,17 @@ import re
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 import cost_models
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli.models import make_model, make_sample
 from autosplit.devices import device_text
-from autosplit.errors import InputError, TraceError
+from autosplit.errors import InputError
 from autosplit.options import Sample, resolve_devices
 from autosplit.planning.request import sizes_of
 from autosplit.profile.node_costs.combine import profile
-from autosplit.profile.node_costs.module_costs import module_costs
-from autosplit.report.costs import CostReport, cost_report, tree_report
-from autosplit.trace.inputs.inputs import batch_rows, flatten
+from autosplit.report.costs import CostReport, cost_report
+from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.rows.probe import probe_rows
 
@@ -41,12 +39,7 @@ def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:
         model = model if on_meta else model.to(place)
         sample = _moved(sample, place)
     device = _cost_model(options, where)
-    try:
-        found = trace(model, sample, batch_dims=spec.batch_dims)
-    except TraceError as refusal:
-        if on_meta:
-            raise
-        return _tree(model, sample, options, measured=measured, device=device, why=refusal)
+    found = trace(model, sample, batch_dims=spec.batch_dims)
     sizes = _sizes(found, options)
     costs = profile(
         found.graph,
@@ -59,27 +52,6 @@ def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:
     )
     hardware = device_text(torch.device(costs.device)) if costs.measured else ""
     return cost_report(model, found.graph, costs, sizes=sizes, hardware=hardware)
-
-
-def _tree(
-    model: nn.Module, sample: Sample, options: ProfileOptions, *, measured: bool, device: str, why: TraceError
-) -> CostReport:
-    """Return the costs of a model that no graph can follow: its modules, for the whole batch."""
-    if options.rows is not None or options.chunks > 1:
-        raise InputError(
-            "--rows and --chunks are for models that a graph can follow; give an --input of a microbatch's rows "
-            f"instead, because: {why}"
-        )
-    costs = module_costs(model, sample, measure=measured, device=device, threads=1)
-    place = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    return tree_report(
-        model,
-        costs,
-        rows=batch_rows(flatten(model, sample)),
-        device=str(place) if costs.measured else device,
-        hardware=device_text(place) if costs.measured else "",
-        reason=str(why),
-    )
 
 
 def _torch_device(device: str | None) -> torch.device | None:

@@ -36,7 +36,7 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
     The model runs on the sample; its state, gradients and all random states are as before at the end. Raises what its
     forward raises, and InfeasibleError when the memory limit cannot hold.
     """
-    costs = module_costs(model, sample, measure=options.measure, device="cpu-lane", threads=None)
+    costs = module_costs(model, sample, measure=options.measure)
     units = tuple(options.cut or choose_units(model, costs.for_units(), least=len(options.devices)))
     return _Writer(model, options, costs, units, _rows(model, sample, options), reason).plan()
 

@@ -15,8 +15,6 @@ import torch
 from torch import fx, nn
 
 from autosplit.planning.plan.record import Record
-from autosplit.profile.node_costs.assumptions import ROUTED_RUN
-from autosplit.profile.node_costs.module_costs import ModuleCosts, Seen
 from autosplit.profile.types import Profile
 from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
 from autosplit.report.words import format_count, plural, shorten
@@ -25,10 +23,6 @@ from autosplit.units import format_bytes, format_seconds
 
 OUTPUT = ""
 """Among the users of a node: the model's caller."""
-WHOLE = "module"
-"""The class of what runs by its own Python: how often in a step, only a plan says."""
-_BACKWARD_FLOPS = 2
-"""FLOPs of a backward over those of its forward: a matrix product has two in its backward."""
 READABLE_ROWS = 40
 _NARROWEST_NAME = 16
 
@@ -46,7 +40,6 @@ class NodeCost(Record):
         estimated: why its FLOPs and bytes are estimates, or "".
         forward_range_s, backward_range_s: quartiles of the samples; None where nothing was measured.
         saved: bytes by storage; equal numbers in two nodes are one storage.
-        forward_transient_bytes, backward_transient_bytes: None where they are not known.
         users: nodes that read its result; "" stands for the model's caller.
     """
 
@@ -67,8 +60,8 @@ class NodeCost(Record):
     forward_flops: int
     backward_flops: int
     saved: dict[int, int]
-    forward_transient_bytes: int | None = None
-    backward_transient_bytes: int | None = None
+    forward_transient_bytes: int
+    backward_transient_bytes: int
     output_bytes: int
     users: tuple[str, ...]
 
@@ -94,10 +87,9 @@ class CostReport(Record):
     Attributes:
         device: what the times are for; ``hardware`` is its name where they were measured.
         rows: batch rows of the microbatch; ``batch_rows`` those of the batch of ``microbatches``.
-        notes: what else holds: assumptions, and where figures are rough.
     """
 
-    version: int = 2
+    version: int = 3
     model: str
     device: str
     hardware: str = ""
@@ -108,7 +100,6 @@ class CostReport(Record):
     batch_rows: int
     totals: Totals
     nodes: tuple[NodeCost, ...]
-    notes: tuple[str, ...] = ()
 
 
 def cost_report(
@@ -116,12 +107,6 @@ def cost_report(
 ) -> CostReport:
     """Return the costs of a profiled recording for a step of microbatches of these sizes."""
     nodes = [_node(node, info, profile) for node, info in traced.compute_nodes()]
-    basis: Basis = "measured" if profile.measured else "modelled"
-    return _report(model, nodes, sizes=sizes, basis=basis, device=profile.device, hardware=hardware, rows=profile.rows)
-
-
-def _report(model: nn.Module, nodes: Sequence[NodeCost], *, sizes: Sequence[int], **facts: Any) -> CostReport:
-    """Add up what nodes cost, and say which part of a step each is."""
     times = [len(sizes) if node.node_class == NodeClass.MICRO.value else 1 for node in nodes]
     seconds = [count * (node.forward_s + node.backward_s) for count, node in zip(times, nodes, strict=True)]
     flops = [count * (node.forward_flops + node.backward_flops) for count, node in zip(times, nodes, strict=True)]
@@ -130,7 +115,11 @@ def _report(model: nn.Module, nodes: Sequence[NodeCost], *, sizes: Sequence[int]
     parameters = list(model.parameters())
     return CostReport(
         model=type(model).__name__,
+        device=profile.device,
+        hardware=hardware,
+        basis="measured" if profile.measured else "modelled",
         torch=str(torch.__version__),
+        rows=profile.rows,
         microbatches=len(sizes),
         batch_rows=sum(sizes),
         totals=Totals(
@@ -146,7 +135,6 @@ def _report(model: nn.Module, nodes: Sequence[NodeCost], *, sizes: Sequence[int]
             buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         ),
         nodes=tuple(n.model_copy(update={"share": share}) for n, share in zip(nodes, shares, strict=True)),
-        **facts,
     )
 
 
@@ -172,50 +160,6 @@ def _users(node: fx.Node) -> Iterable[str]:
             yield info.name
         else:
             yield from _users(user)
-
-
-def tree_report(model: nn.Module, costs: ModuleCosts, *, rows: int, reason: str, **facts: Any) -> CostReport:
-    """Return what every module of a model took by itself, without the modules inside it.
-
-    That is for a model that no graph can follow; ``reason`` says why.
-    """
-    called = sorted((seen.first, path) for path, seen in costs.modules.items() if seen.first is not None)
-    inside: dict[str, list[Seen]] = defaultdict(list)
-    for path, seen in costs.modules.items():
-        if path:
-            inside[_around(path, costs)].append(seen)
-    basis: Basis = "measured" if costs.measured else "modelled"
-    root = f"({type(model).__name__})"
-    nodes = []
-    for number, path in called:
-        seen, parts = costs.of(path), inside[path]
-        flops = max(0, seen.flops - sum(part.flops for part in parts))
-        nodes.append(
-            NodeCost(
-                name=path or root,
-                module=path,
-                node_class=WHOLE,
-                forward_s=max(0.0, seen.forward_s - sum(part.forward_s for part in parts)),
-                backward_s=max(0.0, seen.backward_s - sum(part.backward_s for part in parts)),
-                basis=basis,
-                forward_flops=flops,
-                backward_flops=_BACKWARD_FLOPS * flops,
-                saved={number: seen.saved_bytes} if seen.saved_bytes else {},
-                output_bytes=seen.output_bytes,
-                users=(_around(path, costs) or root if path else OUTPUT,),
-            )
-        )
-    notes = (f"no graph can follow this model, its own Python ran: {reason}", ROUTED_RUN)
-    return _report(model, nodes, sizes=(rows,), basis=basis, rows=rows, notes=notes, **facts)
-
-
-def _around(path: str, costs: ModuleCosts) -> str:
-    """Return the nearest module around a path that was called itself: a list of modules is not."""
-    while path:
-        path = path.rpartition(".")[0]
-        if path in costs.modules:
-            return path
-    return ""
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------
@@ -308,8 +252,6 @@ def _times(report: CostReport) -> str:
     if report.basis == "modelled":
         return "modelled (nothing was measured)"
     counts = [node.samples for node in report.nodes if node.samples is not None]
-    if not counts:
-        return "measured now: the least of a few runs of the whole model"
     spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     modelled = sum(node.basis == "modelled" for node in report.nodes)
     return f"measured now: medians of {spread} samples" + (
@@ -381,7 +323,6 @@ def _totals(report: CostReport) -> Section:
 
 
 def _notes(report: CostReport) -> Iterator[str]:
-    yield from report.notes
     reasons = dict.fromkeys(node.why for node in report.nodes if node.why)
     for why in reasons:
         yield f"modelled, not measured: {_first([node.name for node in report.nodes if node.why == why])}: {why}"

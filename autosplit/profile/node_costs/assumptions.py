@@ -15,10 +15,6 @@ BALANCED = (
     "those and the step take longer"
 )
 EVERY_ROW = "every row is taken to meet every parameter once: an upper bound where rows are routed to experts"
-ROUTED_RUN = (
-    "work that depends on values, such as rows routed to experts, is that of random inputs, for which routing is about "
-    "balanced; where rows prefer some experts, those and the step take longer"
-)
 
 _VALUE_ERRORS = frozenset(
     ("DynamicOutputShapeException", "DataDependentOutputException", "GuardOnDataDependentSymNode")

@@ -31,6 +31,8 @@ from autosplit.trace.module_tree import ModuleCost, intercept
 _BACKWARD = 2.0
 """Backward over forward time where the backward cannot be measured: a matrix product has two in its backward."""
 
+_CPU = "cpu-lane"
+"""Whose cost model gives the times that are not measured."""
 _REPEATS = 3
 _LONG_S = 1.0
 """Runs are repeated for as long as this at most."""
@@ -41,10 +43,8 @@ class Seen:
     """What was seen of one module, its children included; bytes of what it saved for its backward without theirs."""
 
     first: int | None = None
-    calls: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    flops: int = 0
     output_bytes: int = 0
     saved_bytes: int = 0
 
@@ -70,41 +70,36 @@ class ModuleCosts:
         return sum(seen.saved_bytes for seen in inside)
 
 
-def module_costs(model: nn.Module, sample: Sample, *, measure: bool, device: str, threads: int | None) -> ModuleCosts:
+def module_costs(model: nn.Module, sample: Sample, *, measure: bool) -> ModuleCosts:
     """Return what every module costs in a call of ``sample``; raises what the model's forward raises.
 
     The model runs in the caller's modes; where there are no gradients the backward's times are estimates.
-    ``measure=False`` takes the times of ``device`` by its cost model. ``threads`` is the number of intra-op threads of
-    the measurement, None for as many as there are.
+    ``measure=False`` takes the times of a CPU lane by its cost model.
     """
     meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    grad, before = torch.is_grad_enabled(), torch.get_num_threads()
+    grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:
-            first, wrote = _first_run(model, sample, device)
+            first, wrote = _first_run(model, sample)
         except Exception as error:  # whatever its author wrote, or torch lacks on meta tensors
             if not meta or is_internal(error):
                 raise
             return ModuleCosts(_by_size(model), measured=False)
         if meta or not measure:
             return ModuleCosts(first.seen, measured=False)
-        try:
-            torch.set_num_threads(threads or before)
-            _time(model, first.seen, sample, guarded=wrote)
-        finally:
-            torch.set_num_threads(before)
+        _time(model, first.seen, sample, guarded=wrote)
     return ModuleCosts(first.seen, measured=True)
 
 
-def _first_run(model: nn.Module, sample: Sample, device: str) -> tuple[_FirstRun, bool]:
+def _first_run(model: nn.Module, sample: Sample) -> tuple[_FirstRun, bool]:
     """Run a model once; return what was seen, and whether it writes to parameters."""
-    first = _FirstRun(model, device)
+    first = _FirstRun(model)
     try:
         return first, first.run(sample)
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
-    first = _FirstRun(model, device)  # torch.func.grad in its forward takes no such hooks: nothing kept is counted
+    first = _FirstRun(model)  # torch.func.grad in its forward takes no such hooks: nothing kept is counted
     return first, first.run(sample, saved=False)
 
 
@@ -127,7 +122,7 @@ def _by_size(model: nn.Module) -> dict[str, Seen]:
     found = {}
     for number, (path, module) in enumerate(model.named_modules()):
         size = sum(p.numel() * p.element_size() for p in module.parameters())
-        found[path] = Seen(first=number, calls=1, forward_s=size * 1e-12, backward_s=_BACKWARD * size * 1e-12)
+        found[path] = Seen(first=number, forward_s=size * 1e-12, backward_s=_BACKWARD * size * 1e-12)
     return found
 
 
@@ -143,12 +138,12 @@ def _borrowed(model: nn.Module) -> Iterator[None]:
 
 
 class _FirstRun:
-    def __init__(self, model: nn.Module, device: str) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.seen: dict[str, Seen] = {}
         self.inside: list[str] = [""]
         self.ledger = Ledger()
-        self.cost_model = cost_model_of(device)
+        self.cost_model = cost_model_of(_CPU)
         self.storages: set[int] = set()
         for tensor in (*model.parameters(), *model.buffers()):
             self._is_new(tensor)
@@ -169,7 +164,6 @@ class _FirstRun:
         """Run a module and note what it does."""
         seen = self.seen.setdefault(path, Seen())
         seen.first = len(self.seen) if seen.first is None else seen.first
-        seen.calls += 1
         begin = len(self.ledger.operations)
         self.inside.append(path)
         try:
@@ -177,7 +171,6 @@ class _FirstRun:
         finally:
             self.inside.pop()
         operations = self.ledger.operations[begin:]
-        seen.flops += sum(operation.flops for operation in operations)
         forward_s = sum(self.cost_model.seconds(work_of(operation)) for operation in operations)
         seen.forward_s += forward_s
         seen.backward_s += _BACKWARD * forward_s
