@@ -30,8 +30,8 @@ from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
+from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.objects import leaves_of, take_apart
-from autosplit.trace.inputs.signature import sizes_at
 from autosplit.trace.recording.recording import FirstCall
 
 
@@ -329,7 +329,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         core.off_tape, core.stages = recorded.lowered.off_tape, recorded.lowered.stages
         rows = recorded.kind.rows_in(key)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
-        lengths = sizes_at(recorded.traced.lengths, [tensor.shape for tensor in tensors])
+        lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in tensors])
         return PreparedStep(
             recorded.lowered,
             lambda *given: recorded.setup.forward(*given),

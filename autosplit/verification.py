@@ -32,10 +32,9 @@ from autosplit.runtime.loss.parts import call_loss
 from autosplit.runtime.norms import norm_and_collect_stats
 from autosplit.runtime.tree import Together
 from autosplit.trace.borrowed import state
-from autosplit.trace.borrowed.borrow import free_leaves, stand_ins
-from autosplit.trace.borrowed.state import gradients_aside
+from autosplit.trace.borrowed.state import free_leaves, gradients_aside, stand_ins
 from autosplit.trace.compared_runs import FixedDraws, Left, NormWatch, Pieces, run_once
-from autosplit.trace.inputs.objects import flatten_output
+from autosplit.trace.inputs.objects import leaves_of
 
 _KINDS = ("output", "input", "gradient", "buffer", "loss", "draws")
 
@@ -313,7 +312,7 @@ class _Loss:
 
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
             output = model(*args, **kwargs)
-            device = next((v.device for v in flatten_output(output)[0] if isinstance(v, torch.Tensor)), None)
+            device = next((v.device for v in leaves_of(output) if isinstance(v, torch.Tensor)), None)
             target = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), self._copied())
             value = call_loss(self.function, output, target)
             value.backward()

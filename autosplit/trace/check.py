@@ -6,7 +6,7 @@
 Two rows are a batch size that no recording was made at; two steps show what is carried from call to call; a second seed
 shows randomness that a graph would freeze, and is left out where nothing is drawn. In step 0 the inputs require
 gradients as the sample's do, in step 1 all floating-point ones do. Nothing of the model's own changes: see
-:mod:`autosplit.trace.borrowed.borrow`. Each gradient is digested as it arrives and dropped. A model on the meta device
+:mod:`autosplit.trace.borrowed.state`. Each gradient is digested as it arrives and dropped. A model on the meta device
 is asked for shapes and dtypes, and which buffers there are, in one step. A large model goes backward in the last step
 only.
 """
@@ -27,11 +27,11 @@ from torch import fx, nn
 from autosplit.compare import REORDERED, ROUNDING, Digest, Item, Parts, compare, digest, tolerance
 from autosplit.progress import phase
 from autosplit.trace.borrowed import state
-from autosplit.trace.borrowed.borrow import stand_ins
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.side_effects import changes, kept
+from autosplit.trace.borrowed.state import stand_ins
 from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.objects import flatten_output
+from autosplit.trace.inputs.objects import leaves_of
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.rows.probe import probe_rows, slow_attention
 from autosplit.trace.shapes.shape_rules import ShapeRules
@@ -230,11 +230,11 @@ class _Checker:
         args, kwargs = self.inputs.rebuild(leaves)
         if not self.changes_python:
             with self.answers(leaves):
-                return flatten_output(self.model.forward(*args, **kwargs))[0]
+                return leaves_of(self.model.forward(*args, **kwargs))
         holders = Holders([self.model])
         before = holders.read()
         with self.answers(leaves):
-            outputs = flatten_output(self.model.forward(*args, **kwargs))[0]
+            outputs = leaves_of(self.model.forward(*args, **kwargs))
         known = {id(t) for t in (*leaves, *self.model.parameters(), *self.model.buffers())}
         outputs += kept(changes(holders, before), known)
         for holder, content in zip(holders.found, before, strict=True):

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.options import Sample
 from autosplit.trace.borrowed.state import gradients_aside
 from autosplit.trace.check import cotangent, seed_all
-from autosplit.trace.inputs.objects import flatten_output, take_apart
+from autosplit.trace.inputs.objects import leaves_of, take_apart
+from autosplit.trace.recording.random_watch import named_arguments
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def run_once(
     with gradients_aside((of_loss or {}).values()):
         output = call(*args, **kwargs)
         drawn = _drawn()
-        flat = flatten_output(output)[0]
+        flat = leaves_of(output)
         roots = [value for value in flat if isinstance(value, torch.Tensor) and value.requires_grad]
         if roots:
             torch.autograd.backward(roots, [cotangent(root) for root in roots])
@@ -180,7 +181,7 @@ class FixedDraws(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        named = _named(func, args, kwargs)
+        named = named_arguments(func, args, kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name in _REPLACED:
             return _REPLACED[name](named)
@@ -191,12 +192,6 @@ class FixedDraws(TorchDispatchMode):
             self.unknown.add(name)
             return drawn
         return drawn.copy_(torch.as_tensor(_CONSTANTS[name.rstrip("_")](named), device=drawn.device))
-
-
-def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of an operation by name, defaults included."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    return {a.name: given.get(a.name, a.default_value) for a in func._schema.arguments}
 
 
 def _dropout(named: dict[str, Any]) -> Any:

@@ -17,7 +17,8 @@ compute a tensor (everything but ``rows``, lengths, sizes, get_attr and output) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -66,6 +67,14 @@ def evaluate(number: Number, sizes: Mapping[str, int]) -> Any:
     return number
 
 
+def affine(per_row: float, constant: float) -> Number:
+    """Return the number ``per_row * rows + constant``."""
+    if not per_row:
+        return constant
+    number = Symbol(ROWS) if per_row == 1 else Formula(operator.mul, (Symbol(ROWS), per_row))
+    return Formula(operator.add, (number, constant)) if constant else number
+
+
 def symbols_in(number: Number) -> set[str]:
     """Return the names of the sizes that a number depends on."""
     if isinstance(number, Symbol):
@@ -88,6 +97,11 @@ class Length:
     places: tuple[tuple[int, int], ...]
 
 
+def lengths_in(lengths: Sequence[Length], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Return the lengths in a call from its input tensors' shapes, in the order of the graph's placeholders."""
+    return {length.name: shapes[position][dim] for length in lengths for position, dim in length.places[:1]}
+
+
 # -- nodes and graphs --------------------------------------------------------------------------------------------------
 class NodeClass(str, Enum):
     """How often a node runs in one step of the pipeline."""
@@ -104,13 +118,12 @@ class NodeClass(str, Enum):
 class Size:
     """A size that is affine in the number of batch rows: ``per_row * rows + constant``.
 
-    So is any other Python number that depends on the rows; there both may be floats.
     Where lengths of the inputs are symbols, both are those at the lengths that were recorded first, and ``number`` is
     the size at any.
     """
 
-    per_row: Any
-    constant: Any
+    per_row: int
+    constant: int
     number: Number | None = None
 
     def at(self, rows: int, lengths: Mapping[str, int] = MappingProxyType({})) -> int:

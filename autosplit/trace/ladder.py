@@ -17,7 +17,6 @@ from torch import fx, nn
 from autosplit.errors import AutosplitError, TraceError, is_internal
 from autosplit.options import Sample
 from autosplit.trace.borrowed import state
-from autosplit.trace.borrowed.state import written_back
 from autosplit.trace.check import Runnable, check_recording
 from autosplit.trace.graph import INFO, LEAST, InputInfo, Length, NodeClass, TracedGraph
 from autosplit.trace.inputs.inputs import batch_rows, flatten
@@ -184,7 +183,7 @@ def _opaque_once(graph: TracedGraph) -> set[str]:
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
     """Raise the model's own exception if it raises on the sample itself, else say what the recording ran into."""
     if not any(p.is_meta for p in model.parameters()):
-        with state.random_state(), state.attributes(model), state.buffer_contents(model), written_back(model):
+        with state.borrowed(model), state.written_back(model):
             try:
                 args, kwargs = flat.rebuild(flat.leaves)
                 model(*args, **kwargs)
@@ -203,7 +202,7 @@ def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph
     """Ask the value probe, the layers quiet; a model on meta has no values, there the structure alone decides."""
     if any(p.is_meta for p in model.parameters()):
         return Findings()
-    with state.random_state(), state.attributes(model), state.buffer_contents(model), state.norm_dropout_eval(model):
+    with state.borrowed(model), state.norm_dropout_eval(model):
         try:
             return run_probe(raw, flat, kept=gathered.min_rows)
         except AutosplitError:

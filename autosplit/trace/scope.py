@@ -17,7 +17,7 @@ from __future__ import annotations
 import dis
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -68,20 +68,16 @@ class Scope:
     Attributes:
         entered: leaves that are entered all the same, because their parameters are used elsewhere too.
         opaque modules: modules that are one call.
-        answers: the values of the reads that are recorded, in order; None until a read was met.
+        answers: the values of the reads that are recorded, in order.
         deciding: lines of code in which a number that is read does more than to be kept.
         whole_norms: whether batch norms that keep running statistics see the whole batch at once.
     """
 
     entered: frozenset[str] = frozenset()
     opaque: Mapping[str, OpaqueModule] = field(default_factory=dict)
-    answers: tuple[Answer, ...] | None = None
+    answers: tuple[Answer, ...] = ()
     deciding: frozenset[str] = frozenset()
     whole_norms: bool = False
-
-    def with_opaque(self, opaque: Mapping[str, OpaqueModule]) -> Scope:
-        """Return a scope with more opaque modules; its value reads have to be answered anew."""
-        return replace(self, opaque={**self.opaque, **opaque}, answers=None)
 
     def only_keeps(self, read: str, line: str) -> bool:
         """Tell whether a read of a value in a line of code is taken to keep the number and no more."""

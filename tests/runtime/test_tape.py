@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from autosplit.runtime.tape import Tape, TapeNode
-from autosplit.trace.graph import NodeClass, Size, TracedNode
+from autosplit.trace.graph import NodeClass, Symbol, TracedNode, affine
 from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
 from autosplit.trace.recording.random_watch import Draw, TensorSpec
 
 aten = torch.ops.aten
-ROWS = Size(1, 0)
+ROWS = Symbol("rows")
 NOISE = TensorSpec((ROWS, 4), (4, 1), torch.float32)
 
 
@@ -93,7 +93,7 @@ def test_bytes_that_wait() -> None:
 
 def test_no_stack_of_rows_is_not_drawn_beforehand() -> None:
     square = TensorSpec((ROWS, ROWS), (1, 1), torch.float32)
-    odd = TensorSpec((Size(2, 1), 4), (4, 1), torch.float32)
+    odd = TensorSpec((affine(2, 1), 4), (4, 1), torch.float32)
     for out in (square, odd):
         draws = (Draw(aten.bernoulli_.float, (out, 0.5), (), out),)
         assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=draws))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autosplit.options import Sample
 from autosplit.trace.graph import Formula, Length, Symbol, evaluate, symbols_in
-from autosplit.trace.inputs.signature import consistent, varying, without_lengths
+from autosplit.trace.inputs.signature import Key, Kind, varying
 from autosplit.trace.ladder import Trace, trace, widen
 from autosplit.trace.shapes.generalise import Domain
 
@@ -195,9 +195,10 @@ def test_varying_keeps_what_was_a_symbol_before() -> None:
 
 def test_one_symbol_has_one_size() -> None:
     both = (Length("dim0", ((0, 1), (1, 1))),)
-    assert consistent(both, [(-1, 7), (-1, 7)])
-    assert not consistent(both, [(-1, 7), (-1, 8)])
-    assert without_lengths([(-1, 7), (-1, 8)], both) == [(-1, -2), (-1, -2)]
+    kind = Kind((), ((-1, 5), (-1, 5)), (0, 0), both)
+    assert kind.lengths_in(Key((), ((3, 7), (3, 7)))) == {"dim0": 7}
+    assert kind.lengths_in(Key((), ((3, 7), (3, 8)))) is None
+    assert kind.lengths_in(Key((), ((3, 7), (3, 7, 1)))) is None
 
 
 def test_formulas_are_evaluated_at_sizes() -> None:

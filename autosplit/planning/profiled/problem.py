@@ -21,7 +21,7 @@ from autosplit.profile.blocks import CostMemo
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.profile.types import Profile
-from autosplit.trace.borrowed.state import attributes, buffer_contents
+from autosplit.trace.borrowed.state import borrowed
 from autosplit.trace.ladder import Trace
 from autosplit.trace.rows.probe import probe_rows
 from cost_models.specs import DeviceSpec
@@ -150,7 +150,7 @@ def profiled(
         leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
         leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
     autocast = autocast_of(options.precision, kernels=options.kernels)
-    with attributes(model), buffer_contents(model), autocast:
+    with borrowed(model), autocast:
         costs = profile(
             found.graph,
             rows=sizes[0],

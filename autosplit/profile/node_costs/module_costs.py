@@ -25,7 +25,7 @@ from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.types import NodeTimes
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.state import gradients_aside, written_back
-from autosplit.trace.inputs.objects import flatten_output, tensors_in
+from autosplit.trace.inputs.objects import take_apart, tensors_in
 from autosplit.trace.module_tree import ModuleCost, intercept
 
 _BACKWARD = 2.0
@@ -128,12 +128,7 @@ def _by_size(model: nn.Module) -> dict[str, Seen]:
 
 @contextlib.contextmanager
 def _borrowed(model: nn.Module) -> Iterator[None]:
-    with (
-        state.random_state(),
-        state.attributes(model),
-        state.buffer_contents(model),
-        gradients_aside(model.parameters()),
-    ):
+    with state.borrowed(model), gradients_aside(model.parameters()):
         yield
 
 
@@ -174,7 +169,7 @@ class _FirstRun:
         forward_s = sum(self.cost_model.seconds(work_of(operation)) for operation in operations)
         seen.forward_s += forward_s
         seen.backward_s += _BACKWARD * forward_s
-        seen.output_bytes = sum(t.numel() * t.element_size() for t in _tensors(result))
+        seen.output_bytes = sum(t.numel() * t.element_size() for t in tensors_in(result))
         return result
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,14 +211,14 @@ class _TimedRun:
             args, kwargs = own_inputs(sample)
             intercept(self.model, list(self.forward_s), self.visit)
             output = self.model.forward(*args, **kwargs)
-            self._backward([t for t in _tensors(output) if t.requires_grad], tensors_in((args, kwargs)))
+            self._backward([t for t in tensors_in(output) if t.requires_grad], tensors_in((args, kwargs)))
 
     def visit(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and time it."""
         start_s = time.perf_counter()
         result = plain(*args, **kwargs)
         self.forward_s[path] += time.perf_counter() - start_s
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in self.marked:
                 self.marked.add(id(tensor))
                 self.kept.append(tensor)
@@ -263,14 +258,10 @@ def _has_backward_hooks(model: nn.Module) -> bool:
 
 def own_inputs(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return copies of a call's inputs, so that nothing that the model does to them is seen outside."""
-    leaves, rebuild = flatten_output((sample.args, sample.kwargs))
+    leaves, rebuild = take_apart((sample.args, sample.kwargs))
     args, kwargs = rebuild([_copy(leaf) for leaf in leaves])
     return args, kwargs
 
 
 def _copy(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten_output(value)[0] if isinstance(leaf, torch.Tensor)]

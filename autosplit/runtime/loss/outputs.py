@@ -24,7 +24,7 @@ from autosplit.runtime.loss.parts import call_loss
 from autosplit.runtime.ops import rows_along
 from autosplit.runtime.step.step import Step
 from autosplit.trace.graph import INFO, NodeClass, TensorInfo
-from autosplit.trace.inputs.objects import flatten_output, tensors_in
+from autosplit.trace.inputs.objects import take_apart, tensors_in
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def split_target(target: Any, sizes: Sequence[int], *, outputs: Sequence[Shape] 
     Raises InputError when a tensor's batch is another one.
     """
     rows = sum(sizes)
-    leaves, rebuild = flatten_output(target)
+    leaves, rebuild = take_apart(target)
     pieces: list[list[Any]] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:

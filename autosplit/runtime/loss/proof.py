@@ -199,17 +199,18 @@ def _parts(parts: Parts, outputs: Sequence[Any]) -> list[float] | None:
 @contextlib.contextmanager
 def _pure(loss_fn: Any) -> Iterator[None]:
     """Raise InputError at the end when random numbers were drawn, or the loss changed buffers of its own."""
-    drawn = torch.get_rng_state(), random.getstate()
     module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     versions = {name: buffer._version for name, buffer in module.named_buffers()}
-    with state.buffer_contents(module), state.attributes(module):
+    with state.borrowed(module):
+        drawn = torch.get_rng_state(), random.getstate()
         yield
+        draws = not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
         changed = [name for name, buffer in module.named_buffers() if versions.get(name) != buffer._version]
     if changed:
         raise InputError(
             f"the loss changes its own buffer {changed[0]!r} when it is called, and would per microbatch; {WAY_OUT}"
         )
-    if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
+    if draws:
         raise InputError(f"the loss draws random numbers, which it would do per microbatch; {WAY_OUT}")
 
 

@@ -23,7 +23,7 @@ from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step_log import StepLog
 from autosplit.trace.borrowed import state
-from autosplit.trace.inputs.objects import flatten_output
+from autosplit.trace.inputs.objects import take_apart, tensors_in
 from autosplit.trace.reductions.own_loss import own_loss as loss_of
 
 REDUCTIONS = ("auto", "mean", "sum")
@@ -122,7 +122,7 @@ class _Loss:
 
 
 def _shapes(outputs: Outputs, target: Any) -> tuple[Any, ...]:
-    tensors = [leaf for leaf in flatten_output(target)[0] if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(target)
     return tuple((t.shape, t.dtype) for t in tensors), tuple(outputs.shapes())
 
 
@@ -203,7 +203,7 @@ def _gathered(output: Any, lanes: Sequence[Lane]) -> Any:
     """Return the model's output on the last stage's device, in the caller's order; on CPU lanes that is what it is."""
     if not any(lane.asynchronous for lane in lanes):
         return output
-    flat, rebuild = flatten_output(output)
+    flat, rebuild = take_apart(output)
     target = lanes[-2].here()
     for source in {lane.device: lane.here() for lane in lanes}.values():
         if source.device != target.device:
@@ -215,15 +215,9 @@ def _prove(loss: _Loss, whole: Callable[[], Any]) -> list[str] | None:
     step = loss.step
     traced = step.lowered.traced
     given = state.contents(step.tensors if step.lowered.changes_inputs else ())
-    with (
-        torch.no_grad(),
-        state.random_state(),
-        state.buffer_contents(traced.root),
-        state.attributes(traced.root),
-        given,
-    ):
+    with torch.no_grad(), state.borrowed(traced.root), given:
         output = whole()
-    flat, rebuild = flatten_output(_gathered(output, step.lanes))
+    flat, rebuild = take_apart(_gathered(output, step.lanes))
     flat = [_as_leaf(leaf) for leaf in flat]
     output = rebuild(flat)
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 import random
 import sys
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.python_state import Place, is_object
-
+Place = tuple[str, str]
+"""A module's path and the attribute or table where something is; outside of modules "" and what holds it."""
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_TABLES = tuple(f"_global{table}" for table in HOOK_TABLES)
 _CLASS = "__class__"
 _DEPTH = 3
-_ENTRIES = 4096
+ENTRIES = 4096
 _ARRAY_BYTES = 1 << 24
 _INSTALLED = ("site-packages", "dist-packages")
 _ATOMIC = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
@@ -41,6 +42,18 @@ _CACHED = type(functools.lru_cache(int))
 ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, itertools.repeat)
 ITERATORS += (type(iter([])), type(iter(())), type(iter(range(0))))
 _WRAPPED = (staticmethod, classmethod, types.MethodType)
+_LIBRARIES = frozenset("torch builtins logging functools weakref abc typing threading".split())
+_NOT_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether a value is a plain object with attributes of its own, such as a config."""
+    return (
+        type(value).__module__.partition(".")[0] not in _LIBRARIES
+        and not isinstance(value, _NOT_OBJECTS)
+        and isinstance(getattr(value, "__dict__", None), dict)
+        and len(vars(value)) <= ENTRIES
+    )
 
 
 @dataclass(frozen=True)
@@ -62,8 +75,8 @@ class Holders:
 
     def __init__(self, models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]] = ()) -> None:
         self.found: list[Holder] = []
-        self.tensors: dict[int, torch.Tensor] = {}
-        """Tensors outside of the tables of parameters and buffers, by id."""
+        self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}
+        """Tensors outside of the tables of parameters and buffers, and where they are, by id."""
         self.stands: dict[int, tuple[Any, Any]] = {}
         """Iterators and caches by id, each with the one that stands for it."""
         self._seen: dict[int, Any] = {}
@@ -87,25 +100,27 @@ class Holders:
         """Return the contents of all holders."""
         return [holder.read() for holder in self.found]
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors outside of the tables by the names of their places; further ones of a place by number."""
+        counts: Counter[str] = Counter()
+        for place, tensor in self.tensors.values():
+            name = ".".join(filter(None, place))
+            yield (f"{name}.{counts[name]}" if counts[name] else name), tensor
+            counts[name] += 1
+
     def stand_in(self) -> None:
         """Put others in the places of iterators and of functions' caches, to be used up instead; caches are empty."""
-        parts = (part for holder in self.found for part in values_of(holder.read()))
+        parts = (part for holder in self.found for part in _values_of(holder.read()))
         self.stands = {id(part): (part, _stand_in(part)) for part in parts if type(part) in (*ITERATORS, _CACHED)}
         self.swap({key: stand for key, (_, stand) in self.stands.items()})
 
-    def iterators(self) -> list[Any]:
-        """Return the iterators that are held, each once."""
-        parts = (part for holder in self.found for part in values_of(holder.read()) if type(part) in ITERATORS)
-        return list({id(part): part for part in parts}.values())
-
     def swap(self, others: Mapping[int, Any]) -> None:
-        """Put other values in the places of some, which are told by their ids."""
-        if not others:
-            return
-        for holder in self.found:
+        """Put other values in the places of some, which are told by their ids, in tuples too."""
+        for holder in self.found if others else ():
             content = holder.read()
-            if any(id(part) in others for part in values_of(content)):
-                holder.write(swapped(content, others))
+            if any(_swapped(part, others) is not part for part in _values_of(content)):
+                pairs = content.items() if isinstance(content, dict) else enumerate(content)
+                holder.write(applied(content, {key: _swapped(part, others) for key, part in pairs}))
 
     # -- the walk ----------------------------------------------------------------------------------------------------
     def _add(self, place: Place, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
@@ -129,7 +144,7 @@ class Holders:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            self.tensors[id(value)] = value
+            self.tensors[id(value)] = place, value
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, types.FunctionType):
@@ -157,7 +172,7 @@ class Holders:
             self._add(place, vars(value).copy, functools.partial(_refill, vars(value)))
             parts = [*parts, *vars(value).values()]
             self._class(type(value))
-        for part in [*parts][:_ENTRIES]:
+        for part in [*parts][:ENTRIES]:
             self._value(part, place, depth - 1)
 
     def _class(self, kind: type) -> None:
@@ -199,16 +214,19 @@ class Holders:
         return self._installed[top]
 
 
-def values_of(content: Any) -> Iterator[Any]:
-    """Yield the values of a content that is a dict or a list."""
-    yield from content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+def _values_of(content: Any) -> Iterable[Any]:
+    """Return the values of a content that is a dict or a list."""
+    return content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
 
 
-def swapped(content: Any, others: Mapping[int, Any]) -> Any:
-    """Return a content with other values in the places of some, which are told by their ids."""
-    if isinstance(content, dict):
-        return {key: others.get(id(value), value) for key, value in content.items()}
-    return [others.get(id(value), value) for value in content] if isinstance(content, list) else content
+def _swapped(value: Any, others: Mapping[int, Any]) -> Any:
+    """Return what comes in the place of a value; a tuple with other parts is a new one."""
+    if not isinstance(value, tuple) or id(value) in others:
+        return others.get(id(value), value)
+    parts = [_swapped(part, others) for part in value]
+    if all(one is other for one, other in zip(parts, value, strict=True)):
+        return value
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def _stand_in(value: Any) -> Any:
@@ -293,22 +311,26 @@ def _refill_module(module: nn.Module, content: dict[str, Any]) -> None:
     kind = content.pop(_CLASS)
     if type(module) is not kind:
         module.__class__ = kind
-    if _same_entries(own, content):
-        return
-    for key in own.keys() - content.keys():
-        del own[key]
-    for key, value in content.items():
-        if own.get(key, GONE) is not value:
-            own[key] = value
+    _change(own, content, own.__setitem__, own.__delitem__)
 
 
 def _refill_class(kind: type, content: dict[str, Any]) -> None:
-    now = dict(vars(kind))
+    setter, deleter = functools.partial(type.__setattr__, kind), functools.partial(type.__delattr__, kind)
+    _change(dict(vars(kind)), content, setter, deleter)
+
+
+def _change(
+    now: Mapping[str, Any],
+    content: Mapping[str, Any],
+    setter: Callable[[str, Any], None],
+    deleter: Callable[[str], None],
+) -> None:
+    """Set and delete what makes entries the given content."""
     for key in now.keys() - content.keys():
-        type.__delattr__(kind, key)
+        deleter(key)
     for key, value in content.items():
         if now.get(key, GONE) is not value:
-            type.__setattr__(kind, key, value)
+            setter(key, value)
 
 
 def _cell_content(cell: types.CellType) -> list[Any]:
@@ -328,11 +350,7 @@ def _named(space: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _refill_named(space: dict[str, Any], names: set[str], content: dict[str, Any]) -> None:
-    for name in names:
-        if name in content and space.get(name, GONE) is not content[name]:
-            space[name] = content[name]
-        elif name in space and name not in content:
-            del space[name]
+    _change(_named(space, names), content, space.__setitem__, space.__delitem__)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -342,44 +360,26 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+def _state_of(value: Any) -> tuple[Callable[[], bytes], Callable[[bytes], None]] | None:
     """Return how to read and to write the state of a random generator or an array; None for anything else."""
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
     if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    if isinstance(value, torch.Generator):
-        return lambda: bytes(value.get_state().numpy()), lambda state: _set_generator(value, state)
-    if isinstance(value, np.random.RandomState):
-        return lambda: _Text(value.get_state()), lambda state: value.set_state(state.value)
-    if isinstance(value, np.random.Generator):
+        read, write = value.getstate, value.setstate
+    elif isinstance(value, torch.Generator):
+        read, write = (lambda: value.get_state().numpy()), (lambda state: value.set_state(torch.from_numpy(state)))
+    elif isinstance(value, np.random.RandomState):
+        read, write = value.get_state, value.set_state
+    elif isinstance(value, np.random.Generator):
         bits: Any = value.bit_generator
-        return lambda: _Text(copy.deepcopy(bits.state)), lambda state: setattr(bits, "state", state.value)
-    if isinstance(value, np.ndarray) and value.nbytes <= _ARRAY_BYTES:
-        return lambda: _Text(value.copy()), lambda state: _set_array(value, state.value)
-    return None
+        read, write = (lambda: bits.state), functools.partial(setattr, bits, "state")
+    elif isinstance(value, np.ndarray) and value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject:
+        read, write = (lambda: value), functools.partial(np.copyto, value)
+    else:
+        return None
 
+    def restore(state: bytes) -> None:
+        if pickle.dumps(read()) != state:
+            write(pickle.loads(state))
 
-class _Text:
-    """A state whose parts have no simple equality: equal where its text is."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Text):
-            return False
-        if isinstance(self.value, np.ndarray) and self.value.dtype != object:
-            return bool(np.array_equal(self.value, other.value, equal_nan=self.value.dtype.kind in "fc"))
-        with np.printoptions(threshold=sys.maxsize):
-            return repr(self.value) == repr(other.value)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _set_generator(generator: torch.Generator, state: bytes) -> None:
-    if bytes(generator.get_state().numpy()) != state:
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _set_array(array: Any, content: Any) -> None:
-    if array.flags.writeable:
-        np.copyto(array, content)
+    return lambda: pickle.dumps(read()), restore

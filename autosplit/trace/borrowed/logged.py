@@ -64,7 +64,7 @@ class LoggedNumber:
 
 def log_item(recorder: Recorder, tensor: torch.Tensor, line: str) -> LoggedNumber:
     """Return the number that a tensor of one element has now, to be known when the program has run."""
-    if id(tensor) not in recorder.recorded() or tensor.numel() != 1:
+    if id(tensor) not in recorder.refs or tensor.numel() != 1:
         raise Decides((line,), recorder.path)
     kind = float if tensor.dtype.is_floating_point else bool if tensor.dtype is torch.bool else int
     bare = recorder.perform("function", torch.detach, "detach", lambda: torch.detach(tensor), (tensor,), {})

@@ -17,9 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.holders import GONE, ITERATORS, Holder, Holders, applied, difference, position
+from autosplit.trace.borrowed.holders import (
+    GONE,
+    ITERATORS,
+    Holder,
+    Holders,
+    Place,
+    applied,
+    difference,
+    is_object,
+    position,
+)
 from autosplit.trace.borrowed.logged import LoggedNumber, is_logged
-from autosplit.trace.borrowed.python_state import Place, is_object
 from autosplit.trace.inputs.objects import Structure, objects_in, take_apart
 from autosplit.trace.recording.recording import Refusal
 from autosplit.trace.scope import has_hooks, is_layer
@@ -57,10 +66,17 @@ class Changes:
         kept = [number for leaf in self._leaves() if is_logged(leaf) for number in leaf.with_operands()]
         return list({id(number): number for number in kept}.values())
 
-    def _leaves(self) -> Iterator[Any]:
+    def _leaves(self) -> list[Any]:
+        found: list[Any] = []
+
+        def note(leaf: Any) -> Any:
+            found.append(leaf)
+            return leaf
+
         for _, entries in self.entries:
             for value in entries.values():
-                yield from _leaves_of(value, _DEPTH)
+                _mapped(value, note)
+        return found
 
     def without(self, handled: Callable[[Holder, Any, Any], bool]) -> Changes:
         """Return those for whose holder, key and value ``handled`` is not true."""
@@ -69,8 +85,12 @@ class Changes:
 
     def make(self, real: Mapping[int, torch.Tensor]) -> None:
         """Make the changes for good, with the real tensors in the places of fake ones, by id."""
+
+        def known(leaf: Any) -> Any:
+            return real.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf.compute(real)
+
         for holder, entries in self.entries:
-            own = {key: _with_real(value, real, _DEPTH) for key, value in entries.items()}
+            own = {key: _mapped(value, known) for key, value in entries.items()}
             holder.write(applied(holder.read(), own))
         self.holders.swap(self.iterators)
 
@@ -116,42 +136,25 @@ def words(places: Iterable[Place]) -> str:
     )
 
 
-def _leaves_of(value: Any, depth: int) -> Iterator[Any]:
+def _mapped(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
+    """Return a value with ``function`` of its tensors, and of numbers that are known later, in their places.
+
+    Lists, dicts and objects are changed in place.
+    """
     if isinstance(value, torch.Tensor) or is_logged(value):
-        yield value
-    elif depth and not isinstance(value, nn.Module):
-        for part in _parts(value):
-            yield from _leaves_of(part, depth - 1)
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(value)
-    return list(vars(value).values()) if is_object(value) else []
-
-
-def _with_real(value: Any, real: Mapping[int, torch.Tensor], depth: int) -> Any:
-    """Return a value with real tensors in the places of fake ones; lists, dicts and objects are changed in place."""
-    if isinstance(value, torch.Tensor):
-        return real.get(id(value), value)
-    if is_logged(value):
-        return value.compute(real)
+        return function(value)
     if not depth or value is GONE or isinstance(value, nn.Module):
         return value
-    if isinstance(value, dict):
-        for key, part in list(value.items()):
-            value[key] = _with_real(part, real, depth - 1)
-    elif isinstance(value, (list, deque)):
-        for number, part in enumerate(value):
-            value[number] = _with_real(part, real, depth - 1)
+    if isinstance(value, (dict, list, deque)):
+        for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if (other := _mapped(part, function, depth - 1)) is not part:
+                value[key] = other
     elif isinstance(value, (tuple, set, frozenset)):
-        parts = [_with_real(part, real, depth - 1) for part in value]
+        parts = [_mapped(part, function, depth - 1) for part in value]
         if any(one is not other for one, other in zip(parts, value, strict=True)):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     elif is_object(value):
-        _with_real(vars(value), real, depth - 1)
+        _mapped(vars(value), function, depth - 1)
     return value
 
 
@@ -169,7 +172,8 @@ def check_given(given: Any, structure: Structure, leaves: Sequence[Any], output:
 
     ``structure`` and ``leaves`` are what the inputs were made of before the run. A graph works on copies of them.
     """
-    objects, changed = objects_in(given), changes_given(given, structure, leaves)
+    objects, (left, after) = objects_in(given), take_apart(given)
+    changed = after != structure or any(_is_other(a, b) for a, b in zip(left, leaves, strict=True))
     if changed and not objects:
         raise Refusal("forward changes a list or dict that it is given, and a graph would change a copy of it", "")
     held = {id(each) for each in objects}
@@ -182,16 +186,8 @@ def check_given(given: Any, structure: Structure, leaves: Sequence[Any], output:
         )
 
 
-def changes_given(given: Any, structure: Structure, leaves: Sequence[Any]) -> bool:
-    """Tell whether inputs are made of anything else, after a run, than of ``leaves`` in this ``structure``."""
-    left, after = take_apart(given)
-    return after != structure or any(
-        a is not b and (type(a) is not type(b) or a != b) for a, b in _untensored(left, leaves)
-    )
-
-
-def _untensored(left: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of leaves; of tensors it is their identity that counts."""
-    for one, other in zip(left, leaves, strict=True):
-        tensors = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
-        yield (id(one), id(other)) if tensors else (one, other)
+def _is_other(leaf: Any, before: Any) -> bool:
+    """Tell whether a leaf is another one than before; of tensors it is their identity that counts."""
+    if leaf is before:
+        return False
+    return isinstance(leaf, torch.Tensor) or type(leaf) is not type(before) or bool(leaf != before)

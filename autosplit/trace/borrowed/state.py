@@ -1,11 +1,16 @@
-"""Borrow a model for a recording or a measurement and give it back exactly as it was."""
+"""Borrow a model for a recording or a measurement and give it back exactly as it was.
+
+The model itself runs in :func:`borrowed`, which undoes what a run writes. Where not even gradients and hooks of the
+model's own may see a run, it runs on :func:`stand_ins`:
+
+parameters               a new leaf on the same memory
+buffers, other tensors   copies, which share memory where theirs do: what a forward writes is thrown away
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
-import types
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,12 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.errors import InputError, TraceError
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.inputs.objects import storage_key
+from autosplit.trace.recording.random_watch import named_arguments
 from autosplit.trace.scope import silence
 
-QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
-_PLAIN = frozenset((bool, int, float, str, type(None), types.FunctionType, types.MethodType, dict, OrderedDict, set))
-"""Types of which it is known without a look that their objects are no tensors."""
-_SMALL = 1 << 22
+_QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
 
 @contextlib.contextmanager
@@ -45,15 +48,16 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
     """Restore every module's attributes, tables, hooks and class at the end; yield where all of that lives.
 
     Restored is all Python state in :class:`autosplit.trace.borrowed.holders.Holders`, which reaches outside of the
-    modules too, what is written inside to small tensors that are held there, and which ``data`` parameters and buffers
-    have; what is written to these is not. Hooks of the caller's that only observe are not called inside. ``functions``
-    run there too.
+    modules too, what is written inside to tensors that are held there, and which ``data`` parameters and buffers have;
+    what is written to these is not. Hooks of the caller's that only observe are not called inside. ``functions`` run
+    there too.
     """
     holders = Holders(models, functions)
     before = holders.read()
-    outside = [t for t in holders.tensors.values() if t.numel() <= _SMALL and t.layout is torch.strided]
-    data = data_of(models)
-    with contents(outside):
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    strided = [t for t in tensors if type(t) in (nn.Parameter, torch.Tensor) and t.layout is torch.strided]
+    data = [(tensor, tensor.data) for tensor in strided]
+    with contents([tensor for _, tensor in holders.tensors.values()]):
         try:
             holders.stand_in()
             silence(holders.hook_tables)
@@ -66,24 +70,29 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
                     tensor.data = own
 
 
-def data_of(models: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters and buffers of models, each with its ``data``."""
-    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-    return [(t, t.data) for t in tensors if type(t) in (nn.Parameter, torch.Tensor) and t.layout is torch.strided]
-
-
 def is_on(tensor: torch.Tensor, data: torch.Tensor) -> bool:
     """Tell whether a tensor still lies where its ``data`` lay."""
-    same = tensor.untyped_storage()._cdata == data.untyped_storage()._cdata
+    if tensor.layout is not torch.strided:  # it has no strides to compare
+        return True
+    same = storage_key(tensor) == storage_key(data)
     return same and tensor.shape == data.shape and tensor.stride() == data.stride()
 
 
 @contextlib.contextmanager
-def buffer_contents(model: nn.Module) -> Iterator[None]:
-    """Restore what changed in buffers, in tensors held as attributes and in tables with ``max_norm`` at the end."""
-    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None]
-    with contents([*model.buffers(), *attribute_tensors(model), *(table.weight for table in tables)]):
-        yield
+def borrowed(*models: nn.Module) -> Iterator[Holders]:
+    """Restore random states, attributes and what changed in tensors at the end; yield where Python state lives.
+
+    The tensors are buffers, tables with ``max_norm``, and those of :func:`attributes`.
+    """
+    tensors = [t for model in models for t in (*model.buffers(), *_renormed(model))]
+    with random_state(), attributes(*models) as holders, contents(tensors):
+        yield holders
+
+
+def _renormed(model: nn.Module) -> list[torch.Tensor]:
+    """Return the weights that a forward changes: those of tables with ``max_norm``."""
+    tables = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    return [table.weight for table in tables if table.max_norm is not None]
 
 
 @contextlib.contextmanager
@@ -119,26 +128,19 @@ def places(model: nn.Module) -> dict[str, bool]:
     return found
 
 
-def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that modules hold as plain attributes."""
-    values = (v for m in model.modules() for v in m.__dict__.values() if type(v) not in _PLAIN)
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
 @contextlib.contextmanager
-def norm_dropout_eval(model: nn.Module) -> Iterator[bool]:
-    """Put torch.nn's layers in eval mode, and every module back in its own at the end; yield whether any was not.
+def norm_dropout_eval(model: nn.Module) -> Iterator[None]:
+    """Put torch.nn's layers in eval mode, and every module back in its own at the end.
 
     Norm layers then use their running statistics and dropout draws nothing, while the model's own modules keep the mode
     that decides what their Python does.
     """
     flags = [(m, m.training) for m in model.modules()]
-    loud = False
-    for module, training in flags:
-        if training and (type(module).__module__.startswith("torch.nn") or isinstance(module, QUIETED)):
-            loud, module.training = True, False
+    for module, _ in flags:
+        if type(module).__module__.startswith("torch.nn") or isinstance(module, _QUIETED):
+            module.training = False
     try:
-        yield loud
+        yield
     finally:
         for module, flag in flags:
             module.training = flag
@@ -180,13 +182,71 @@ def _with_own_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(tensor.detach(), tensor.requires_grad)
 
 
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def stand_ins(
+    model: nn.Module, *others: nn.Module, written: Collection[str] = (), registered: bool = False
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Put stand-ins in the places of a model's tensors; yield those that require gradients, by name.
+
+    Parameters named in ``written``, and tables with ``max_norm``, are copied: a forward changes them. ``others`` are
+    modules that hold some of the same tensors as plain attributes. With ``registered`` only parameters and buffers are
+    replaced, wherever they are held. All attributes are as before at the end.
+    """
+    with attributes(model) as holders, attributes(*others) as other_holders:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        copied = {id(t) for t in _renormed(model)} | {id(t) for name, t in named if name in written}
+        named += [] if registered else holders.named_tensors()
+        storages: dict[int, Any] = {}
+        stands: dict[int, torch.Tensor] = {}
+        leaves: dict[str, torch.Tensor] = {}
+        for name, tensor in named:
+            plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_leaf and not tensor.is_inference()
+            if plain and id(tensor) not in stands:
+                stands[id(tensor)] = made = _stand_in(tensor, storages, copied=id(tensor) in copied)
+                if made.requires_grad:
+                    leaves[name] = made
+        holders.swap(stands)
+        other_holders.swap(stands)
+        yield leaves
+
+
+def _stand_in(tensor: torch.Tensor, storages: dict[int, Any], *, copied: bool) -> torch.Tensor:
+    data = tensor.detach()
+    if copied:
+        data = data.clone()
+    elif not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
+        data = _copy(data, storages)
+    made = nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
+    made.requires_grad_(tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def _copy(data: torch.Tensor, storages: dict[int, Any]) -> torch.Tensor:
+    """Return a copy that shares memory with the copies of other tensors on the same ``storages``."""
+    if data.is_meta or data.layout is not torch.strided:
+        return data.clone()
+    key = storage_key(data)
+    if key not in storages:
+        storages[key] = data.untyped_storage().clone()
+    empty = torch.empty(0, dtype=data.dtype, device=data.device)
+    return empty.set_(storages[key], data.storage_offset(), data.shape, data.stride())
+
+
+def free_leaves(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that require gradients and are no parameters, by the names that stand-ins have too."""
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    held = Holders([model]).named_tensors()
+    return {name: t for name, t in held if t.requires_grad and t.is_leaf and id(t) not in registered}
+
+
 # -- writes to parameters ----------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def written_back(model: nn.Module) -> Iterator[Collection[Any]]:
     """Undo what is written to a model's parameters in here; yield what was, as it grows.
 
-    Copies of all of them would not fit; buffers are small, see
-    :func:`autosplit.trace.borrowed.state.buffer_contents`.
+    Copies of all of them would not fit; buffers are small, see :func:`borrowed`.
     """
     writes = _Writes(model.parameters())
     try:
@@ -216,11 +276,10 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            for leaf in pytree.tree_leaves(value):
+        named = named_arguments(func, args, kwargs)
+        for argument in func._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in pytree.tree_leaves(named[argument.name]) if written else ():
                 owner = self.storages.get(storage_key(leaf)) if isinstance(leaf, torch.Tensor) else None
                 if owner is not None and id(owner) not in self.saved:
                     self.saved[id(owner)] = owner, owner.detach().clone()
@@ -282,13 +341,7 @@ def left_alone(model: nn.Module, given: Any) -> Iterator[None]:
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     leaves = [leaf for leaf in tensors if leaf.is_leaf]
     leaves += [parameter for module in modules for parameter in module.parameters()]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(random_state())
-        stack.enter_context(contents(tensors))
-        stack.enter_context(attributes(*modules))
-        for module in modules:
-            stack.enter_context(buffer_contents(module))
-        stack.enter_context(gradients_aside(dict.fromkeys(leaves)))
+    with borrowed(*modules), contents(tensors), gradients_aside(dict.fromkeys(leaves)):
         yield
 
 

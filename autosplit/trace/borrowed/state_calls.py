@@ -74,7 +74,7 @@ def in_place(parameter: str) -> str:
 def assign_buffers(recorder: Recorder, buffers: Mapping[str, torch.Tensor]) -> None:
     """Record that buffers are others now which were computed."""
     for name, tensor in buffers.items():
-        if recorder.attributes.get(id(tensor)) != name and id(tensor) in recorder.recorded():
+        if recorder.attributes.get(id(tensor)) != name and id(tensor) in recorder.refs:
             path, _, own = name.rpartition(".")
             table = recorder.model.get_submodule(path)._buffers
             args = (recorder.constant(table), own, recorder.reference(tensor))
@@ -87,7 +87,7 @@ def give_back(recorder: Recorder) -> None:
     Until now the last operation that returned its operand stood for it, as a dropout does in evaluation. What an opaque
     module gave back stays its result: with other values it may be a new tensor.
     """
-    refs, calls = recorder.recorded(), recorder.calls
+    refs, calls = recorder.refs, recorder.calls
     changed = {storage for call in calls for storage in call.mutates}
     changed |= {storage for call in calls if call.leaf in recorder.scope.opaque for storage in call.storages}
     for index, (tensor, requires_grad) in enumerate(recorder.inputs):

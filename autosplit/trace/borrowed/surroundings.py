@@ -19,10 +19,9 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -31,22 +30,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autosplit.trace.recording.recording import is_foreign, source_line
 
 
-class GradModeWatch(AbstractContextManager[None]):
+class GradModeWatch(contextlib.ExitStack):
     """Notes, in ``line``, where code outside of torch asked first; "" while none did."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.line = ""
         self._own = threading.get_ident()
-        names = ("is_grad_enabled", "is_inference_mode_enabled")
-        self._patches = [patch.object(torch, name, partial(self._asked, getattr(torch, name))) for name in names]
 
-    def __enter__(self) -> None:
-        for each in self._patches:
-            each.start()
-
-    def __exit__(self, *_: Any) -> None:
-        for each in self._patches:
-            each.stop()
+    def __enter__(self) -> Self:
+        for name in ("is_grad_enabled", "is_inference_mode_enabled"):
+            self.enter_context(patch.object(torch, name, partial(self._asked, getattr(torch, name))))
+        return self
 
     def _asked(self, answer: Callable[[], bool]) -> bool:
         caller = sys._getframe(1).f_code.co_filename

@@ -8,19 +8,20 @@ registered with torch's pytree, whose own containers are taken apart as it says.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import sys
 import types
 from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.fx.node import map_aggregate
 
 _HEAP_TYPE = 1 << 9
 """The flag of a class that a ``class`` statement made."""
@@ -57,14 +58,9 @@ def is_object(value: Any) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return an object's own attributes, those in slots too."""
-    found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            own = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-            if own not in ("__dict__", "__weakref__") and hasattr(value, own):
-                found[own] = getattr(value, own)
-    return found
+    state = object.__getstate__(value)
+    own, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(own or {}), **(slots or {})}
 
 
 def items_of(value: Any) -> Any:
@@ -207,38 +203,21 @@ def _build(form: Any, leaves: Iterator[Any], built: list[Any]) -> Any:
     return made
 
 
-def flatten_output(value: Any) -> tuple[list[Any], Structure]:
-    """Flatten nested tuples, lists, dicts, dataclasses and objects; also return what rebuilds the structure."""
-    return take_apart(value)
-
-
 _PLAIN = frozenset((int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors inside nested arguments, slices included."""
     found: list[torch.Tensor] = []
-    _collect(value, found)
+
+    def collect(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif type(leaf) not in _PLAIN:
+            found.extend(part for part in leaves_of(leaf) if isinstance(part, torch.Tensor))
+
+    map_aggregate(value, collect)
     return found
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    """Add the tensors inside a value; the kinds that calls take most are told apart without a search."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif kind is tuple or kind is list:
-        for part in value:
-            _collect(part, found)
-    elif kind is dict:
-        for part in value.values():
-            _collect(part, found)
-    elif kind is slice:
-        _collect((value.start, value.stop, value.step), found)
-    else:
-        found += [leaf for leaf in take_apart(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -246,34 +225,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-class Field(str):
-    """An attribute name in a projection."""
+def projections(value: Any) -> Iterator[tuple[torch.Tensor, list[tuple[Callable[..., Any], Any]]]]:
+    """Yield every tensor inside a nested value with the steps to it: ``getattr`` or ``getitem``, and a key."""
+    for path, leaf in with_paths(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf, [(getattr, k.name) if isinstance(k, pytree.GetAttrKey) else (getitem, _key(k)) for k in path]
 
 
-def projections(value: Any, steps: tuple[Any, ...] = ()) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Yield every tensor inside a nested value with the steps that lead to it."""
-    return _projections(value, steps, ())
-
-
-def _projections(
-    value: Any, steps: tuple[Any, ...], around: tuple[int, ...]
-) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    if isinstance(value, torch.Tensor):
-        yield value, steps
-        return
-    parts: list[tuple[Any, Any]] = []
-    if isinstance(value, dict):
-        parts = list(dict.items(value))
-    elif isinstance(value, (list, tuple)):
-        parts = list(enumerate(value))
-    elif id(value) not in around and (is_object(value) or _is_dataclass(value)):
-        parts = [(Field(name), part) for name, part in attributes_of(value).items()]
-    for step, part in parts:
-        yield from _projections(part, (*steps, step), (*around, id(value)))
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _key(step: Any) -> Any:
+    return step.idx if isinstance(step, pytree.SequenceKey) else step.key
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,23 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder, Holders, difference
-from autosplit.trace.borrowed.python_state import Place, signature
-from autosplit.trace.graph import LEAST, Length
+from autosplit.trace.borrowed.holders import (
+    ENTRIES,
+    HOOK_TABLES,
+    Holder,
+    Holders,
+    Place,
+    difference,
+    is_object,
+)
+from autosplit.trace.graph import LEAST, Length, lengths_in
 from autosplit.trace.inputs.objects import layout_of, one_tensor
 from autosplit.trace.recording.recording import GradAutocastState
 
-_SHORT = 32
+_DEPTH = 3
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_MAPPINGS = (dict, OrderedDict)
 _OWN = frozenset(nn.Module().__dict__)
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -53,9 +63,8 @@ class Kind:
         own, given = _tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims))
         if [len(shape) for shape in own] != [len(shape) for shape in given]:
             return None
-        if without_lengths(own, self.lengths) != without_lengths(given, self.lengths):
-            return None
-        return sizes_at(self.lengths, given) if consistent(self.lengths, given) else None
+        sizes = lengths_in(self.lengths, given)
+        return sizes if with_lengths(own, self.lengths, sizes) == given else None
 
     def varying(self, key: Key) -> tuple[Length, ...] | None:
         """Return as symbols the dimensions in which a call differs from this kind; None if it differs otherwise."""
@@ -93,9 +102,9 @@ def key_of(
             if key in _OWN or key in declared:
                 continue
             if (path, key) in without:
-                signature(value, seen)  # nor is it part of it where another module has the same object
+                _content(value, seen)  # nor is it part of it where another module has the same object
             elif not declared or isinstance(value, (bool, int, float, str, torch.Tensor, type(None))):
-                structure += _attribute(value, seen)
+                structure.append(_content(value, seen))
         if isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
     structure.append(outside.signature(frozenset(kinds_of_modules), without))
@@ -119,23 +128,37 @@ def _hook(hook: Any) -> Any:
     return getattr(hook, "__code__", type(hook))
 
 
-def _attribute(value: Any, seen: set[int]) -> Sequence[Any]:
-    """Return what of a module's attribute is part of a signature."""
-    if isinstance(value, (bool, int, float, str)):
-        return ((type(value), value),)
-    if value is None:
-        return (None,)
-    if callable(value) or isinstance(value, torch.Tensor):
-        return Identity(value), signature(value, seen, _part)
-    if type(value) in (list, tuple, dict, set) and _is_plain(value):
-        return (repr(value),)
-    plain = signature(value, seen, _part)
-    return () if plain is None else (plain,)
+def _content(value: Any, seen: set[int], depth: int = _DEPTH) -> Any:
+    """Return what tells whether an attribute is as it was: its parts, three levels deep, each object once.
+
+    ``seen`` are the ids of the objects that were looked at already: modules share configs.
+    """
+    if isinstance(value, _VALUES):
+        return _known(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tobytes() if value.size <= ENTRIES and not value.dtype.hasobject else None
+    if depth == 0 or id(value) in seen:
+        return None
+    kind = type(value)
+    parts: Iterable[Any]
+    if kind in _SEQUENCES and len(value) <= ENTRIES:
+        parts = enumerate(sorted(value, key=repr) if kind in (set, frozenset) else value)
+    elif kind in _MAPPINGS and len(value) <= ENTRIES:
+        parts = value.items()
+    elif is_object(value):
+        parts = vars(value).items()
+    else:
+        return _known(value)
+    seen.add(id(value))
+    own = tuple((str(key), _content(part, seen, depth - 1)) for key, part in parts)
+    return (Identity(value), own) if callable(value) and depth == _DEPTH else own
 
 
-def _part(value: Any) -> Any:
-    """Return what tells a part of an attribute, which is no number or text, from another."""
-    return value if isinstance(value, (torch.dtype, torch.device)) else Identity(value)
+def _known(value: Any) -> Any:
+    """Return what tells a number, text, dtype or device from another by its value, anything else by its identity."""
+    if isinstance(value, float):
+        return float, repr(value)  # a NaN is equal to itself here
+    return (type(value), value) if isinstance(value, _VALUES) else Identity(value)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -159,12 +182,6 @@ def _constant(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     return Identity(value) if isinstance(value, type) else repr(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Tell whether a container is short and holds nothing but numbers, text and None."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value
-    return len(value) <= _SHORT and all(part is None or isinstance(part, (bool, int, float, str)) for part in parts)
 
 
 def _tensors(shapes: Shapes) -> list[tuple[int, ...]]:
@@ -212,11 +229,6 @@ class Identity:
 
 
 # -- values outside of the modules -------------------------------------------------------------------------------------
-_LONGEST = 1024
-"""Containers with more entries than this are known by their identity only."""
-_VALUES = (bool, int, float, complex, str, bytes, type(None))
-
-
 class OutsideValues:
     """Reads the values that the functions of some classes name; walks them anew only where one is another."""
 
@@ -239,25 +251,15 @@ class OutsideValues:
         found = Holders((), sorted(kinds, key=lambda kind: kind.__qualname__)).found
         pairs = [(holder, holder.read()) for holder in found if not holder.of_hook]
         self._kinds = kinds
-        self._holders = [(h, content) for h, content in pairs if isinstance(content, (dict, list)) and _short(content)]
+        self._holders = [(h, own) for h, own in pairs if isinstance(own, (dict, list)) and len(own) <= ENTRIES]
         self._parts = {}
         for holder, content in self._holders:
             self._parts.setdefault(holder.place, []).append(_frozen(content))
 
 
-def _short(content: Any) -> bool:
-    return len(content) <= _LONGEST
-
-
 def _frozen(content: Mapping[Any, Any] | list[Any]) -> tuple[Any, ...]:
     pairs = content.items() if isinstance(content, Mapping) else enumerate(content)
-    return tuple((_outside_part(key), _outside_part(value)) for key, value in pairs if not str(key).startswith("__"))
-
-
-def _outside_part(value: Any) -> Any:
-    if isinstance(value, float):
-        return float, repr(value)  # a NaN is equal to itself here
-    return (type(value), value) if isinstance(value, _VALUES) else Identity(value)
+    return tuple((_known(key), _known(value)) for key, value in pairs if not str(key).startswith("__"))
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------
@@ -283,20 +285,9 @@ def varying(before: Sequence[Shape], now: Sequence[Shape], known: Sequence[Lengt
     return tuple(Length(f"dim{number}", tuple(own)) for number, own in enumerate(places.values()))
 
 
-def sizes_at(lengths: Sequence[Length], shapes: Sequence[Shape]) -> dict[str, int]:
-    """Return the lengths in a call from the shapes of its input tensors."""
-    return {length.name: shapes[length.places[0][0]][length.places[0][1]] for length in lengths}
-
-
-def consistent(lengths: Sequence[Length], shapes: Sequence[Shape]) -> bool:
-    """Tell whether dimensions that are one symbol have one size."""
-    return all(len({shapes[position][dim] for position, dim in length.places}) == 1 for length in lengths)
-
-
-def without_lengths(shapes: Sequence[Shape], lengths: Sequence[Length]) -> list[Shape]:
-    """Return the shapes with -2 where symbols stand."""
-    places = {place for length in lengths for place in length.places}
+def with_lengths(shapes: Sequence[Shape], lengths: Sequence[Length], sizes: Mapping[str, int]) -> list[Shape]:
+    """Return the shapes with the given sizes where symbols stand."""
+    at = {place: sizes[length.name] for length in lengths for place in length.places}
     return [
-        tuple(-2 if (position, dim) in places else size for dim, size in enumerate(shape))
-        for position, shape in enumerate(shapes)
+        tuple(at.get((position, dim), size) for dim, size in enumerate(shape)) for position, shape in enumerate(shapes)
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import dis
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +35,7 @@ _SKIPPED = (
     str(Path(torch.__file__).parent / "_tensor.py"),
 )
 _CONSTRAINTS = str(torch.distributions.constraints.__file__)
-_CONDITIONAL = ("_IF_", "FOR_ITER", "SEND")
+_DOES_MORE = ("STORE_", "DELETE_", "RETURN_", "YIELD_", "RERAISE", "FOR_ITER", "SEND")
 _PASSED = ("CALL", "PRECALL", "TO_BOOL", "NOP", "EXTENDED_ARG", "NOT_TAKEN")
 """What may stand between a read and the branch on it."""
 _EVERY = frozenset("_is_all_true all".split())
@@ -100,46 +100,27 @@ def _branch(code: CodeType, position: int) -> tuple[bool, str, str] | None:
         return None
     jumps_on = name.endswith("IF_TRUE") ^ inverted
     target = places[instructions[number].argval]
-    jumped, passed = _raised(instructions, places, target), _raised(instructions, places, number + 1)
+    jumped, passed = _raised(instructions[target:]), _raised(instructions[number + 1 :])
     if jumped and not passed:
         return not jumps_on, *jumped
     return (jumps_on, *passed) if passed and not jumped else None
 
 
-def _raised(instructions: Sequence[dis.Instruction], places: dict[int, int], number: int) -> tuple[str, str] | None:
+def _raised(instructions: Iterable[dis.Instruction]) -> tuple[str, str] | None:
     """Return the name and the constant text of what straight-line code raises; None where it does anything before."""
     loads: list[dis.Instruction] = []
-    for instruction in _straight(instructions, places, number):
+    for instruction in instructions:
         name = instruction.opname
         if name == "RAISE_VARARGS":
-            return _raises(loads)
-        if name.startswith(("STORE_", "DELETE_", "RETURN_", "YIELD_", "RERAISE")):
+            first, *rest = loads
+            error = "AssertionError" if first.opname == "LOAD_ASSERTION_ERROR" else str(first.argval)
+            told = len(rest) == 1 and isinstance(rest[0].argval, str) and rest[0].opname == "LOAD_CONST"
+            return error, rest[0].argval if told else ""
+        if name.startswith(_DOES_MORE) or "JUMP" in name:
             return None
         if name.startswith(("LOAD_", "BUILD_")):
             loads.append(instruction)
     return None
-
-
-def _raises(loads: Sequence[dis.Instruction]) -> tuple[str, str]:
-    first, *rest = loads
-    name = "AssertionError" if first.opname == "LOAD_ASSERTION_ERROR" else str(first.argval)
-    told = len(rest) == 1 and isinstance(rest[0].argval, str) and rest[0].opname == "LOAD_CONST"
-    return name, rest[0].argval if told else ""
-
-
-def _straight(
-    instructions: Sequence[dis.Instruction], places: dict[int, int], number: int
-) -> Iterator[dis.Instruction]:
-    """Yield instructions as they run, up to a branch."""
-    for _ in instructions:
-        if number >= len(instructions):
-            return
-        instruction = instructions[number]
-        if any(part in instruction.opname for part in _CONDITIONAL):
-            return
-        yield instruction
-        jumps = instruction.opname.startswith("JUMP")
-        number = places[instruction.argval] if jumps else number + 1
 
 
 def record_check(recorder: Recorder, asserted: Assertion, read: Callable[..., Any], args: Any, kwargs: Any) -> bool:

@@ -4,10 +4,10 @@ A read whose value follows from the inputs and the buffers by a few cheap operat
 the sample's own values while the model is recorded, and computed again from every later batch before the recording is
 used for it. Any other read is refused: the module in whose forward it stands becomes an opaque module.
 
-    recording at the sample's own rows   Scout     computes the answers from real values
-    the same on the meta device          Valueless computes what sizes decide, and takes values to be ordinary
-    recordings at few rows               Recall    gives the same answers in the same order
-    a call of the pipe                   Guard     computes them again, on the whole batch
+    recording at the sample's own rows   ValueReader       computes the answers from real values
+    the same on the meta device          MetaValueReader   computes what sizes decide, and takes values to be ordinary
+    recordings at few rows               Recall            gives the same answers in the same order
+    a call of the pipe                   Guard             computes them again, on the whole batch
 
 ``_disable_current_modes`` is private in torch; nothing public lets real values be computed while a recording's fake
 tensor mode is on (tried on torch 2.11, 2.13 and 2.15).
@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autosplit.errors import is_internal
-from autosplit.trace.graph import Length
-from autosplit.trace.inputs.signature import sizes_at
+from autosplit.trace.graph import Length, lengths_in
 from autosplit.trace.recording.build import build
 from autosplit.trace.recording.merge import MergedRecording
 from autosplit.trace.recording.record import Recorder
-from autosplit.trace.recording.recording import Attribute, Call, Ref, Refusal, leaves_in, mapped, refs_in, where
+from autosplit.trace.recording.recording import Attribute, Call, Ref, Refusal, leaves_in, refs_in, where
 from autosplit.trace.scope import Answer
 
 _ELEMENTS = 1 << 20
@@ -44,21 +44,15 @@ _YES_OR_NO = frozenset("__bool__ is_nonzero __contains__ equal allclose".split()
 _WAY_OUT = "compute the choice with torch.where, or move it out of forward"
 
 
-class Unanswered(Exception):
-    """A value read was met in a recording that has no answers."""
-
-
 class Recall:
     """Answers value reads as they were answered before."""
 
-    def __init__(self, answers: Sequence[Answer] | None) -> None:
+    def __init__(self, answers: Sequence[Answer]) -> None:
         self.answers = answers
         self.position = 0
 
     def read(self, call: Call, recorder: Recorder) -> Any:
         """Return the next answer; raise Refusal when it is that of another read."""
-        if self.answers is None:
-            raise Unanswered
         if self.position >= len(self.answers) or self.answers[self.position].name != call.name:
             raise Refusal(f"{call.name} reads a tensor's value at some batch sizes only; {_WAY_OUT}", call.module)
         self.position += 1
@@ -93,7 +87,7 @@ class ValueReader:
             for index in needed:
                 if index not in self._values:
                     self._values[index] = self._run(recorder.calls[index], recorder)
-            value = call.target(*self._real(call.args, recorder), **self._real(call.kwargs, recorder))
+            value = self._run(call, recorder)
         if not isinstance(value, (bool, int, float, str, list, torch.Size)):
             text = "takes a tensor's values out of torch; a graph cannot follow that"
             raise Refusal(f"{_place(call)} {text}", call.module)
@@ -129,10 +123,7 @@ class ValueReader:
     def _run(self, call: Call, recorder: Recorder) -> Any:
         if call.kind == "input":
             return self.inputs[call.target]
-        args, kwargs = self._real(call.args, recorder), self._real(call.kwargs, recorder)
-        if call.kind == "project":
-            return getattr(args[0], str(args[1])) if call.target == "attribute" else args[0][args[1]]
-        return call.target(*args, **kwargs)
+        return call.target(*self._real(call.args, recorder), **self._real(call.kwargs, recorder))
 
     def _real(self, value: Any, recorder: Recorder) -> Any:
         def real(leaf: Any) -> Any:
@@ -142,7 +133,7 @@ class ValueReader:
                 return self.state[leaf.name] if leaf.name in self.state else recorder.constants[leaf.name]
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
-        return mapped(real, value)
+        return map_aggregate(value, real)
 
 
 class MetaValueReader(ValueReader):
@@ -186,7 +177,7 @@ class Guard:
         """Compute the reads from the input tensors of a whole batch of ``rows`` rows."""
         try:
             with torch.no_grad():
-                lengths = sizes_at(self.lengths, [tensor.shape for tensor in inputs]).values()
+                lengths = lengths_in(self.lengths, [tensor.shape for tensor in inputs]).values()
                 values = fx.Interpreter(self.root, graph=self.graph).run(rows, *lengths, *inputs)
         except Exception as error:  # reads that fail on this batch do not give what they gave
             if is_internal(error):
@@ -195,7 +186,7 @@ class Guard:
         return all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
 
 
-def guard_of(model: nn.Module, merged: MergedRecording, answers: Sequence[Answer] | None) -> Guard | None:
+def guard_of(model: nn.Module, merged: MergedRecording, answers: Sequence[Answer]) -> Guard | None:
     """Return the guard of a recording with value reads, None for one without."""
     calls = [m.call for m in merged.calls]
     reads = [index for index, call in enumerate(calls) if call.kind == "read"]
@@ -205,7 +196,7 @@ def guard_of(model: nn.Module, merged: MergedRecording, answers: Sequence[Answer
     kept = needed | {i for i, call in enumerate(calls) if call.kind == "input"}
     only = MergedRecording(merged.calls, [Ref(i) for i in reads], merged.recording, merged.lengths)
     raw = build(model, only, keep=kept)
-    return Guard(raw.graph, raw.root, tuple(answers or ()), raw.lengths)
+    return Guard(raw.graph, raw.root, tuple(answers), raw.lengths)
 
 
 def without_reads(merged: MergedRecording) -> frozenset[int]:

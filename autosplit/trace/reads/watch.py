@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.state_calls import in_place
-from autosplit.trace.inputs.objects import flatten_output, storage_key, tensors_in
+from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
 from autosplit.trace.recording.recording import VALUE_READS, Call, Refusal, source_line
@@ -62,7 +62,7 @@ class Seen:
 
 
 class Watcher(TorchFunctionMode):
-    """Answers value reads outside of leaves, and watches the calls of opaque modules."""
+    """Answers value reads outside of leaves; watches calls of opaque modules and plays them back to a recorder."""
 
     def __init__(self, model: nn.Module, scope: Scope, holders: Holders | None = None) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class Watcher(TorchFunctionMode):
         self.seen: dict[tuple[str, int], Seen] = {}
         self.random = RandomWatch()
         self._paths = {id(module): path for path, module in model.named_modules()}
-        steady = (*model.parameters(), *model.buffers(), *state.attribute_tensors(model))
-        self._steady = {id(tensor) for tensor in steady}
+        self._steady = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._steady |= set() if holders is None else holders.tensors.keys()
         self._position = 0
         self._muted = 0
         self._calls: Counter[str] = Counter()
@@ -125,11 +125,10 @@ class Watcher(TorchFunctionMode):
         return self._answer()
 
     def _answer(self) -> Any:
-        answers = self.scope.answers or ()
-        if self._position >= len(answers):
+        if self._position >= len(self.scope.answers):
             raise Refusal("forward reads a tensor's value where the recording does not", "")
         self._position += 1
-        return answers[self._position - 1].value
+        return self.scope.answers[self._position - 1].value
 
     # -- opaque modules --------------------------------------------------------------------------------------------
     def _watch(self, run: Callable[..., Any], path: str, number: int, args: Any, kwargs: Any) -> Any:
@@ -150,24 +149,15 @@ class Watcher(TorchFunctionMode):
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
         seen.writes = before.written(self.model)
-        if (changed := before.changed_parameter()) is not None:
-            raise Refusal(in_place(changed), "")
-        flat, seen.rebuild = flatten_output(out)
+        if changed := [name for name, _ in self.model.named_parameters() if name in seen.writes]:
+            raise Refusal(in_place(changed[0]), "")
+        flat, seen.rebuild = take_apart(out)
         if any(isinstance(leaf, (bool, int, float)) for leaf in flat):
             raise Refusal(
                 f"module {path!r} returns a Python number that it reads from a tensor", path.rpartition(".")[0]
             )
         seen.leaves = [_like(leaf, inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return out
-
-
-class Observations:
-    """Plays the calls of opaque modules back to a recorder; see :class:`autosplit.trace.recording.record.Observed`."""
-
-    def __init__(self, model: nn.Module, scope: Scope, seen: dict[tuple[str, int], Seen]) -> None:
-        self.model = model
-        self.scope = scope
-        self.seen = seen
 
     def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
         """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
@@ -219,7 +209,7 @@ class Taint:
             found = list(out)
             out = iter(found)
         else:
-            found = tensors_in(flatten_output(out)[0])
+            found = tensors_in(out)
         made = {id(tensor) for tensor in found}
         if steady:
             self.steady |= made
@@ -235,12 +225,11 @@ class Taint:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What a forward could change besides the tensors that it is given: Python state, random states, buffers."""
+    """What a forward could change besides what it is given: Python state, random states, parameters, buffers."""
 
     holders: Holders | None
     contents: list[Any]
-    buffers: dict[str, tuple[torch.Tensor, int]]
-    parameters: dict[str, tuple[torch.Tensor, int, torch.Tensor]]
+    tensors: dict[str, tuple[torch.Tensor, int, torch.Tensor]]
     python: Any
     numpy: str
 
@@ -250,8 +239,7 @@ class _Surroundings:
         return cls(
             holders,
             [] if holders is None else holders.read(),
-            {name: (buffer, buffer._version) for name, buffer in model.named_buffers()},
-            {name: (p, p._version, p.data) for name, p in model.named_parameters() if p.layout is torch.strided},
+            {name: (tensor, tensor._version, tensor.data) for name, tensor in _registered(model)},
             random.getstate(),
             repr(np.random.get_state(legacy=False)),
         )
@@ -266,21 +254,18 @@ class _Surroundings:
             return "it draws random numbers in Python"
         return ""
 
-    def changed_parameter(self) -> str | None:
-        """Return the name of a parameter that has changed since."""
-        for name, (parameter, version, data) in self.parameters.items():
-            if parameter._version != version or not state.is_on(parameter, data):
-                return name
-        return None
-
     def written(self, model: nn.Module) -> list[str]:
-        """Return the names of the buffers that changed or were replaced."""
+        """Return the names of the parameters and buffers that changed or were replaced."""
         found = []
-        for name, buffer in model.named_buffers():
-            before, version = self.buffers.get(name, (None, 0))
-            if before is not buffer or buffer._version != version:
+        for name, tensor in _registered(model):
+            before, version, data = self.tensors.get(name, (None, 0, tensor))
+            if before is not tensor or tensor._version != version or not state.is_on(tensor, data):
                 found.append(name)
         return found
+
+
+def _registered(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _like(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> _Like:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 
-from autosplit.trace.graph import INFO, LENGTH, Formula, Length, NodeClass, Number, Size, Symbol, TracedNode
+from autosplit.trace.graph import INFO, LENGTH, Formula, Length, NodeClass, Number, Symbol, TracedNode
 from autosplit.trace.recording.merge import MergedCall, MergedRecording
-from autosplit.trace.recording.recording import Attribute, Call, Ref, invoke, mapped, refs_in
+from autosplit.trace.recording.recording import Attribute, Call, Ref, invoke, refs_in
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ class _Builder:
         self.lengths = {length.name: self._length(length.name) for length in merged.lengths}
         self.used = _used_projections(merged)
         self.constants = dict(merged.recording.constants)
-        self.kinds: dict[int, tuple[tuple[Callable[..., Any], bool] | None, bool]] = {}
-        """By a function's id: the operator that it is, and whether generated code can name it."""
 
     def emit(self, index: int, merged: MergedCall) -> None:
         call = merged.call
@@ -86,9 +85,7 @@ class _Builder:
         elif call.kind == "module":
             node = self.graph.call_module(call.target, self.decode(merged.args), self.decode(merged.kwargs))
         elif call.kind == "project":
-            pick: Callable[..., Any] = getattr if call.target == "attribute" else operator.getitem
-            parent, step = merged.args
-            node = self.graph.call_function(pick, (self.decode(parent), str(step) if pick is getattr else step))
+            node = self.graph.call_function(call.target, self.decode(merged.args))
         else:
             node = self._function(call.target, self.decode(merged.args), self.decode(merged.kwargs))
         self._named(node, _identifier(call.name))
@@ -120,26 +117,16 @@ class _Builder:
         return self.graph.get_attr(held)
 
     def decode(self, value: Any) -> Any:
-        return mapped(self._decoded, value)
+        return map_aggregate(value, self._decoded)
 
     def _decoded(self, value: Any) -> Any:
         if isinstance(value, Ref):
             return self.nodes[value.index]
         if isinstance(value, Attribute):
             return self.graph.get_attr(value.name)
-        if isinstance(value, Size):
-            return self._size(value)
         if isinstance(value, (Formula, Symbol)):
             return self._formula(value)
         return value
-
-    def _size(self, affine: Size) -> fx.Node:
-        node = self.rows
-        if affine.per_row != 1:
-            node = self.graph.call_function(operator.mul, (node, affine.per_row))
-        if affine.constant:
-            node = self.graph.call_function(operator.add, (node, affine.constant))
-        return node
 
     def _length(self, name: str) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -155,15 +142,12 @@ class _Builder:
 
     def _function(self, function: Any, args: Any, kwargs: Any) -> fx.Node:
         name = getattr(function, "__name__", "")
-        if id(function) not in self.kinds:
-            self.kinds[id(function)] = _operator(function, name), _importable(function)
-        swapped, importable = self.kinds[id(function)]
-        if swapped is not None:
+        if (swapped := _operator(function, name)) is not None:
             op, swap = swapped
             return self.graph.call_function(op, tuple(reversed(args)) if swap else args, kwargs)
         if getattr(torch.Tensor, name, None) is function:
             return self.graph.call_method(name, args, kwargs)
-        if importable:
+        if _importable(function):
             return self.graph.call_function(function, args, kwargs)
         held = f"_function{len(self.constants)}"
         self.constants[held] = function

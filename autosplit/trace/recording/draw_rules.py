@@ -8,14 +8,14 @@ the same bits (``aten/src/ATen/native/Distributions.cpp``); tried on torch 2.13.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.trace.graph import ROWS, Formula, NodeClass, Size, Symbol, TracedNode, symbols_in
-from autosplit.trace.recording.merge import number_at
-from autosplit.trace.recording.random_watch import Draw, TensorSpec
+from autosplit.trace.graph import ROWS, NodeClass, TracedNode, evaluate, symbols_in
+from autosplit.trace.recording.random_watch import Draw, TensorSpec, named_arguments
 
 Sizes = Mapping[str, int]
 
@@ -31,7 +31,7 @@ def rule_of(draw: Draw) -> Rule | None:
     """Return how to draw an operation beforehand; None where that cannot be."""
     name = _name(draw)
     if name == "multinomial":
-        named = _named(draw.op, draw.args, dict(draw.kwargs))
+        named = named_arguments(draw.op, draw.args, dict(draw.kwargs))
         same = draw.args[0].dtype in (torch.float32, torch.float64)
         return _RULES[name] if same and (not named["replacement"] or named["num_samples"] == 1) else None
     if name == "native_dropout" and draw.args[2] is False:
@@ -72,33 +72,24 @@ def drawn_bytes(info: TracedNode, *, rows: int) -> int:
         held = torch.bool if name in ("bernoulli_.float", "native_dropout") else like.dtype
         if name in ("bernoulli", "bernoulli_.Tensor"):
             held = _wide(draw)
-        count += math.prod(number_at(size, _Some(rows)) for size in like.shape) * held.itemsize
+        count += math.prod(evaluate(size, _some(rows)) for size in like.shape) * held.itemsize
     return count
 
 
 def batch_dim(out: TensorSpec) -> int | None:
     """Return the dimension of a result that hangs on the number of rows; None where there is none."""
-    return next((dim for dim, size in enumerate(out.shape) if _depends(size)), None)
+    return next((dim for dim, size in enumerate(out.shape) if ROWS in symbols_in(size)), None)
 
 
 def _uneven(out: TensorSpec) -> bool:
     """Tell whether a result is no stack of rows: more than one dimension hangs on their number, or not evenly."""
-    dims = [size for size in out.shape if _depends(size)]
-    return len(dims) > 1 or any(number_at(size, _Some(0)) for size in dims)
+    dims = [size for size in out.shape if ROWS in symbols_in(size)]
+    return len(dims) > 1 or any(evaluate(size, _some(0)) for size in dims)
 
 
-def _depends(size: Any) -> bool:
-    return isinstance(size, Size) or (isinstance(size, (Formula, Symbol)) and ROWS in symbols_in(size))
-
-
-class _Some(dict[str, int]):
-    """A number of rows, at some lengths."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__({ROWS: rows})
-
-    def __missing__(self, name: str) -> int:
-        return 7
+def _some(rows: int) -> Sizes:
+    """Return a number of rows, at some lengths."""
+    return defaultdict(lambda: 7, {ROWS: rows})
 
 
 def _name(draw: Draw) -> str:
@@ -107,20 +98,14 @@ def _name(draw: Draw) -> str:
 
 def made(like: TensorSpec, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a tensor of a recorded shape and strides, with any contents."""
-    shape, strides = ([number_at(size, sizes) for size in own] for own in (like.shape, like.strides))
+    shape, strides = ([evaluate(size, sizes) for size in own] for own in (like.shape, like.strides))
     return torch.empty_strided(shape, strides, dtype=dtype or like.dtype)
 
 
 def _value(value: Any, sizes: Sizes) -> Any:
     if isinstance(value, TensorSpec):
         return made(value, sizes)
-    return [_value(part, sizes) for part in value] if isinstance(value, tuple) else number_at(value, sizes)
-
-
-def _named(op: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of an operation by name, defaults included."""
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | dict(kwargs)
-    return {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
+    return [_value(part, sizes) for part in value] if isinstance(value, tuple) else evaluate(value, sizes)
 
 
 def _call(draw: Draw, sizes: Sizes, first: torch.Tensor | None = None) -> torch.Tensor:
@@ -173,7 +158,7 @@ def _fill_below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
 
 def _deviations(draw: Draw, sizes: Sizes) -> torch.Tensor:
     """Draw normal numbers around nothing; a deviation that is a number is part of the kernel's own arithmetic."""
-    std = _named(draw.op, draw.args, dict(draw.kwargs))["std"]
+    std = named_arguments(draw.op, draw.args, dict(draw.kwargs))["std"]
     return made(draw.out, sizes).normal_(0.0, 1.0 if isinstance(std, TensorSpec) else std)
 
 
@@ -194,7 +179,7 @@ def _choose(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _kept(draw: Draw, sizes: Sizes) -> torch.Tensor:
-    named = _named(draw.op, draw.args, dict(draw.kwargs))
+    named = named_arguments(draw.op, draw.args, dict(draw.kwargs))
     return torch.empty(_value(draw.out.shape, sizes), dtype=torch.bool).bernoulli_(1.0 - named["p"])
 
 

@@ -1,8 +1,8 @@
 """Record a model at several batch sizes until the recordings agree, with as few opaque modules as that takes.
 
-record ──► a value read ──► ask the sample's own values, record again with the answers (a guard)
-       ──► a refusal    ──► the module in whose Python it stands becomes an opaque module, record again
-       ──► merged at 3, 4 and the sample's own number of rows, tried at 1
+record ──► at the sample's own number of rows: its values answer value reads (a guard)
+       ──► with these answers at 3 and 4 rows: merged, tried at 1
+       ──► a refusal: the module in whose Python it stands becomes an opaque module, record again
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from autosplit.errors import TraceError
 from autosplit.progress import phase
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.logged import Decides
-from autosplit.trace.borrowed.state import written_back
+from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.inputs import batch_rows
-from autosplit.trace.inputs.signature import sizes_at
-from autosplit.trace.reads.reads import MetaValueReader, Unanswered, ValueReader
-from autosplit.trace.reads.watch import Observations, Watcher
+from autosplit.trace.reads.reads import MetaValueReader, ValueReader
+from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.merge import BATCH_SIZES, MergedRecording, holds_at, merge
 from autosplit.trace.recording.recording import Call, Reader, Recording, Refusal, Unexpected, is_fault
 from autosplit.trace.recording.run import FlatInputs, PythonRun, patched, run_python
 from autosplit.trace.rows.probe import probe_rows
-from autosplit.trace.scope import STATEFUL_LEAVES, Answer, OpaqueModule, Scope, has_hooks
+from autosplit.trace.scope import STATEFUL_LEAVES, OpaqueModule, Scope, has_hooks
 
 _HIDES = 0.4
 """Share of the parameters above which an opaque module that has parts is not accepted, unless it runs by microbatch."""
@@ -49,20 +48,22 @@ class Gathered:
 
     def run_python(self, model: nn.Module, flat: FlatInputs, rows: int) -> PythonRun | None:
         """Run the model's own Python at the sizes of a call; None where its calls are not the recorded ones."""
-        lengths = sizes_at(self.recording.lengths, [flat.leaves[index].shape for index in flat.tensors()])
+        lengths = lengths_in(self.recording.lengths, flat.shapes())
         try:
             run = _run_at(model, flat, rows, self.scope)
-        except (Refusal, Unanswered, Unexpected):
+        except (Refusal, Unexpected):
             return None
         return run if holds_at(self.recording, run.recording, rows=rows, lengths=lengths) else None
 
     def check_rows(self, model: nn.Module, flat: FlatInputs, rows: int) -> None:
         """Record once more at another batch size; raise Refusal when the recording does not hold there."""
-        lengths = sizes_at(self.recording.lengths, [flat.leaves[index].shape for index in flat.tensors()])
-        again = record_at(model, flat, rows, self.scope)
-        holds = holds_at(self.recording, again, rows=rows, lengths=lengths)
+        self.check(record_at(model, flat, rows, self.scope), flat, rows)
+
+    def check(self, again: Recording, flat: FlatInputs, rows: int) -> None:
+        """Raise Refusal when the merged recording is not another one at its number of rows."""
+        lengths = lengths_in(self.recording.lengths, flat.shapes())
         self.recording.recording.changed |= again.changed
-        if not holds:
+        if not holds_at(self.recording, again, rows=rows, lengths=lengths):
             raise Refusal(
                 f"forward does other things at {rows} rows than at {' and '.join(map(str, BATCH_SIZES))}: Python code "
                 "depends on the number of rows, or batch_dims= must say where the batch is; a graph holds for all "
@@ -92,57 +93,55 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
     scope, first = scope or Scope(), None
     for _ in range(_ROUNDS):
         try:
-            try:
-                gathered = _merged(model, flat, scope)
-            except Unanswered:
-                scope = replace(scope, answers=_answers(model, flat, scope))
-                continue
+            return _merged(model, flat, scope)
         except Decides as error:
-            scope = replace(scope, deciding=scope.deciding | error.lines, answers=None)
-            continue
+            scope = replace(scope, deciding=scope.deciding | error.lines)
         except (Refusal, Unexpected) as error:
             first = first or error
             if not (opaque := _opaque_modules(model, scope, error)):
                 raise (error if isinstance(error, Refusal) and isinstance(first, Refusal) else first) from None
-            scope = scope.with_opaque(opaque)
-            continue
-        return gathered
+            scope = replace(scope, opaque={**scope.opaque, **opaque})
     raise Refusal(f"forward could not be recorded in {_ROUNDS} attempts", "")
 
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
-    first, scope = _first(model, flat, scope)
     rows = batch_rows(flat)
+    own, scope = _own(model, flat, rows, scope)
     third = _THIRD if rows in (1, *BATCH_SIZES) else rows
-    others = [record_at(model, flat, size, scope) for size in (*BATCH_SIZES[1:], third)]
-    for other in others:
-        first.changed |= other.changed
-    gathered = Gathered(merge([first, *others], third=third), 2, scope)
+    sizes = (*BATCH_SIZES, third)
+    recordings = [own if size == rows else record_at(model, flat, size, scope) for size in sizes]
+    gathered = Gathered(merge(recordings, third=third), 2, scope)
+    recordings[0].changed = frozenset().union(*(recording.changed for recording in recordings))
     if rows == 1:
-        gathered.check_rows(model, flat, rows)
-    return replace(gathered, min_rows=1 if _holds_for_one(model, flat, gathered) else 2)
+        gathered.check(own, flat, rows)
+    misleads = any(_one_row_misleads(model, call) for call in own.calls)
+    holds = not misleads and (rows == 1 or _holds_for_one(model, flat, gathered))
+    return replace(gathered, min_rows=1 if holds else 2)
 
 
-def _first(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Recording, Scope]:
-    """Record at the first size, with those leaves entered whose parameters are used more than once."""
+def _own(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> tuple[Recording, Scope]:
+    """Record at the sample's own number of rows; return what value reads gave in the scope.
+
+    Those leaves are entered whose parameters are used more than once.
+    """
+    blank = any(parameter.is_meta for parameter in model.parameters())
+    inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
     while True:
-        first = record_at(model, flat, BATCH_SIZES[0], scope)
-        more = _to_enter(model, first.calls) - scope.entered
+        reader = MetaValueReader(model) if blank else ValueReader(model, inputs)
+        own = _run_at(model, flat, rows, scope, reader).recording
+        more = _to_enter(model, own.calls) - scope.entered
         if not more:
-            return first, scope
+            return own, replace(scope, answers=tuple(reader.answers))
         scope = replace(scope, entered=scope.entered | more)
 
 
 def _holds_for_one(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> bool:
     """Tell whether microbatches of one row can be made; what one row makes the model raise is no error."""
-    first = gathered.recording.recording
-    if any(_one_row_misleads(model, call) for call in first.calls):
-        return False
     try:
         single = record_at(model, flat, 1, gathered.scope)
-    except (TraceError, Unexpected, Unanswered):
+    except (TraceError, Unexpected):
         return False
-    first.changed |= single.changed
+    gathered.recording.recording.changed |= single.changed
     return holds_at(gathered.recording, single, rows=1)
 
 
@@ -157,16 +156,6 @@ def _one_row_misleads(model: nn.Module, call: Call) -> bool:
     if call.leaf is None:
         return call.target is F.batch_norm
     return any(isinstance(module, _BatchNorm) for module in model.get_submodule(call.leaf).modules())
-
-
-def _answers(model: nn.Module, flat: FlatInputs, scope: Scope) -> tuple[Answer, ...]:
-    """Record at the sample's own batch size, and compute what value reads give there."""
-    blank = any(parameter.is_meta for parameter in model.parameters())
-    inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
-    reader = MetaValueReader(model) if blank else ValueReader(model, inputs)
-    rows = batch_rows(flat)
-    _run_at(model, flat, rows, scope, reader)
-    return tuple(reader.answers)
 
 
 def _opaque_modules(model: nn.Module, scope: Scope, error: Refusal | Unexpected) -> dict[str, OpaqueModule]:
@@ -213,7 +202,7 @@ def _enterable(module: nn.Module) -> bool:
 
 
 # -- real runs ---------------------------------------------------------------------------------------------------------
-def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Observations | None:
+def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Watcher | None:
     """Run the model on ``rows`` real rows and note what its opaque modules give; None when it has none, or no values.
 
     The model and the random states are as before at the end. Raises Unexpected for an exception of the model's own.
@@ -224,10 +213,8 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Ob
     leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
     args, kwargs = inputs.rebuild(leaves)
     with (
-        state.random_state(),
-        state.attributes(model) as holders,
-        state.buffer_contents(model),
-        written_back(model),
+        state.borrowed(model) as holders,
+        state.written_back(model),
         torch.no_grad(),
         torch.inference_mode(False),
     ):
@@ -241,7 +228,7 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Ob
             if is_fault(error):
                 raise
             raise Unexpected(error, "") from error
-    return Observations(model, scope, watcher.seen)
+    return watcher
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx.node import map_aggregate
 
 from autosplit.errors import TraceError
-from autosplit.trace.graph import ROWS, Formula, Length, Size, Symbol, TensorInfo, evaluate
+from autosplit.trace.graph import ROWS, Length, Size, TensorInfo, affine, evaluate
 from autosplit.trace.recording.random_watch import Draw
 from autosplit.trace.recording.recording import (
     Attribute,
@@ -29,7 +30,6 @@ from autosplit.trace.recording.recording import (
     GradAutocastState,
     Recording,
     Ref,
-    mapped,
     mapped_together,
 )
 
@@ -39,7 +39,7 @@ BATCH_SIZES = (3, 4)
 
 @dataclass(frozen=True)
 class MergedCall:
-    """A call with sizes, or formulas, for numbers in its arguments, and the tensors that it makes."""
+    """A call with formulas of sizes in its arguments, and the tensors that it makes."""
 
     call: Call
     args: Any
@@ -72,7 +72,7 @@ def merge(recordings: Sequence[Recording], *, third: int) -> MergedRecording:
         try:
             args, kwargs = _values(sizes, [(c.args, c.kwargs) for c in calls])
             tensors = tuple(
-                TensorInfo(tuple(_size(sizes, numbers) for numbers in zip(*shapes, strict=True)), dtype, layout)
+                TensorInfo(tuple(Size(*_line(sizes, sides)) for sides in zip(*shapes, strict=True)), dtype, layout)
                 for shapes, dtype, layout in zip(
                     zip(*(c.shapes for c in calls), strict=True), calls[0].dtypes, calls[0].layouts, strict=True
                 )
@@ -89,25 +89,6 @@ def merge(recordings: Sequence[Recording], *, third: int) -> MergedRecording:
         raise TraceError(f"the model's output cannot be recorded: it holds {error}") from None
     _same_constants(recordings)
     return MergedRecording(tuple(merged), output, first)
-
-
-def matches(
-    merged: MergedRecording, recording: Recording, *, rows: int, lengths: Mapping[str, int] = MappingProxyType({})
-) -> bool:
-    """Tell whether a recording at ``rows`` rows and given lengths is the merged one evaluated there."""
-    sizes = {**lengths, ROWS: rows}
-    if len(merged.calls) != len(recording.calls):
-        return False
-    for expected, call in zip(merged.calls, recording.calls, strict=True):
-        if (expected.call.name, expected.call.kind) != (call.name, call.kind):
-            return False
-        if [t.shape_at(rows, lengths) for t in expected.tensors] != call.shapes:
-            return False
-        if not equal((expected.args, expected.kwargs), (call.args, call.kwargs), sizes):
-            return False
-        if expected.draws is not None and not equal(expected.draws, call.draws or (), sizes):
-            return False
-    return changed_constant(merged.recording, recording) is None and equal(merged.output, recording.output, sizes)
 
 
 def changed_constant(one: Recording, other: Recording) -> str | None:
@@ -176,7 +157,7 @@ def _value(sizes: Sequence[int], *values: Any) -> Any:
             raise Differs("different operands")
         return first
     if isinstance(first, (int, float)) and not isinstance(first, bool):
-        return _number(sizes, values)
+        return affine(*_line(sizes, values))
     if not all(_is_same(v, first) for v in values):
         if isinstance(first, (bool, str)):
             raise Differs(", ".join(map(repr, values)))
@@ -188,34 +169,23 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, np.ndarray) and bool(one == other))
 
 
-def _number(sizes: Sequence[int], values: Sequence[float]) -> Any:
+def _line(sizes: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
+    """Return the slope and the constant of the line in the number of rows on which numbers lie."""
     first = values[0]
     if all(v == first or (v != v and first != first) for v in values):
-        return first
+        return 0, first
     per_row = (values[1] - values[0]) / (sizes[1] - sizes[0])
     constant = values[0] - per_row * sizes[0]
     if abs(per_row * sizes[2] + constant - values[2]) > 1e-9 * max(1.0, abs(values[2])):
         raise Differs(f"the numbers {', '.join(map(str, values))}")
-    return Size(int(per_row), int(constant)) if isinstance(first, int) else Size(per_row, constant)
-
-
-def _size(sizes: Sequence[int], values: Sequence[int]) -> Size:
-    number = _number(sizes, values)
-    return number if isinstance(number, Size) else Size(0, number)
-
-
-def number_at(number: Any, sizes: Mapping[str, int]) -> Any:
-    """Return the value of a number of a merged recording at given sizes; anything else as it is."""
-    if isinstance(number, Size):
-        return number.at(sizes[ROWS])
-    return evaluate(number, sizes) if isinstance(number, (Formula, Symbol)) else number
+    return (int(per_row), int(constant)) if isinstance(first, int) else (per_row, constant)
 
 
 def equal(expected: Any, value: Any, sizes: Mapping[str, int] = MappingProxyType({})) -> bool:
     """Tell whether nested arguments are those of a merged recording at given sizes."""
 
     def same(one: Any, other: Any) -> None:
-        one = number_at(one, sizes)
+        one = evaluate(one, sizes)
         if not (_is_same(one, other) or (one != one and other != other)):
             raise Differs
 
@@ -233,21 +203,27 @@ _EXPANSIONS = frozenset((torch.Tensor.expand, torch.Tensor.expand_as, torch.Tens
 def holds_at(
     merged: MergedRecording, recording: Recording, *, rows: int, lengths: Mapping[str, int] = MappingProxyType({})
 ) -> bool:
-    """Tell whether a recording at ``rows`` rows does what the merged one does there.
+    """Tell whether a recording at ``rows`` rows and given lengths is the merged one evaluated there.
 
     At one row expansions that change nothing may be left out, or be done besides.
     """
-    if matches(merged, recording, rows=rows, lengths=lengths):
-        return True
-    if rows != 1 or changed_constant(merged.recording, recording) is not None:
+    if changed_constant(merged.recording, recording) is not None:
         return False
-    graph = [
-        replace(m.call, args=m.args, kwargs=m.kwargs, draws=m.draws, shapes=[t.shape_at(1, lengths) for t in m.tensors])
+    expected: Sequence[Call] = [
+        replace(
+            m.call,
+            args=m.args,
+            kwargs=m.kwargs,
+            draws=m.draws,
+            shapes=[t.shape_at(rows, lengths) for t in m.tensors],
+        )
         for m in merged.calls
     ]
-    expected, output = _without_expansions(graph, merged.output)
-    made, returned = _without_expansions(recording.calls, recording.output)
-    sizes = {**lengths, ROWS: 1}
+    made, output, returned = recording.calls, merged.output, recording.output
+    if rows == 1:
+        expected, output = _without_expansions(expected, output)
+        made, returned = _without_expansions(made, returned)
+    sizes = {**lengths, ROWS: rows}
     return (
         len(expected) == len(made)
         and all(_same(a, b, sizes) for a, b in zip(expected, made, strict=True))
@@ -270,9 +246,9 @@ def _without_expansions(calls: Sequence[Call], output: Any) -> tuple[list[Call],
             stands.append(stands[operand.index])
             continue
         stands.append(len(left))
-        args, kwargs = mapped(renumbered, (call.args, call.kwargs))
+        args, kwargs = map_aggregate((call.args, call.kwargs), renumbered)
         left.append(replace(call, args=args, kwargs=kwargs))
-    return left, mapped(renumbered, output)
+    return left, map_aggregate(output, renumbered)
 
 
 def _same(a: Call, b: Call, sizes: Mapping[str, int]) -> bool:

@@ -6,6 +6,7 @@ something twice, and the kernels of composite operations, which inference mode s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,10 @@ class RandomWatch(TorchDispatchMode):
 
 def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether an aten operation draws random numbers, given its arguments."""
-    return torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs)
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    named = named_arguments(func, args, kwargs)
+    return named.get("dropout_p", named.get("dropout")) != 0
 
 
 def has_own_generator(args: Any, kwargs: Any) -> bool:
@@ -103,12 +107,10 @@ def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            value = kwargs.get(argument.name, args[position] if position < len(args) else argument.default_value)
-            return value == 0
-    return False
+def named_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an aten operation by name, defaults included."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in func._schema.arguments}
 
 
 def _specs(value: Any) -> Any:

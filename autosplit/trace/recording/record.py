@@ -16,19 +16,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.logged import LoggedNumber, log_item
 from autosplit.trace.borrowed.side_effects import by_hooks, check_own
 from autosplit.trace.borrowed.state_calls import assign_buffers, give_back, track_mutation, track_state
-from autosplit.trace.inputs.objects import Field, flatten_output, is_object, projections, storage_key, tensors_in
+from autosplit.trace.inputs.objects import is_object, projections, storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here, record_check
 from autosplit.trace.recording.random_watch import RandomWatch
 from autosplit.trace.recording.recording import (
@@ -38,19 +39,20 @@ from autosplit.trace.recording.recording import (
     Attribute,
     Call,
     GradAutocastState,
-    Observed,
     Reader,
     Recording,
     Ref,
     Refusal,
     apply_function,
     is_foreign,
-    mapped,
     source_line,
     under,
     where,
 )
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, is_stack, pads_in_its_own_way, run_stack
+
+if TYPE_CHECKING:
+    from autosplit.trace.reads.watch import Watcher
 
 
 class Recorder(TorchFunctionMode):
@@ -62,7 +64,7 @@ class Recorder(TorchFunctionMode):
         scope: Scope,
         *,
         reader: Reader,
-        observed: Observed | None,
+        observed: Watcher | None,
         holders: Holders | None = None,
     ) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class Recorder(TorchFunctionMode):
         self.decided: set[str] = set()  # those of which the numbers do more than to be kept
         self.constants: dict[str, Any] = {}
         self.random = RandomWatch()
-        self._refs: dict[int, int] = {}
+        self.refs: dict[int, int] = {}  # the index of the call that returned a tensor, by its id
         self.attributes: dict[int, str] = {}
         self.inputs: list[tuple[torch.Tensor, bool]] = []  # and whether each requires a gradient: the first calls
         self._keep: list[Any] = []
@@ -116,13 +118,13 @@ class Recorder(TorchFunctionMode):
         call = Call("input", name, (), {}, "", f"input/{name}")
         self.calls.append(call)
         self._note(call, tensor)
-        self._refs[id(tensor)] = len(self.calls) - 1
+        self.refs[id(tensor)] = len(self.calls) - 1
         self.inputs.append((tensor, tensor.requires_grad))
 
     def reference(self, tensor: torch.Tensor) -> Ref | Attribute:
         """Return the recorded call or the attribute that a tensor is."""
-        if id(tensor) in self._refs:
-            return Ref(self._refs[id(tensor)])
+        if id(tensor) in self.refs:
+            return Ref(self.refs[id(tensor)])
         if id(tensor) in self.attributes:
             return Attribute(self.attributes[id(tensor)])
         if tensor.requires_grad and not tensor.is_leaf:
@@ -150,7 +152,7 @@ class Recorder(TorchFunctionMode):
 
     def encode(self, value: Any) -> Any:
         """Replace tensors in nested arguments by what they are in the recording."""
-        return mapped(self._encoded, value)
+        return map_aggregate(value, self._encoded)
 
     def _encoded(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -201,7 +203,7 @@ class Recorder(TorchFunctionMode):
             ambient = GradAutocastState.current()
             if ambient != self._root_ambient:
                 self._wrap(call, ambient.differing(self._root_ambient))
-            tensors = [t for t in flatten_output(out)[0] if isinstance(t, torch.Tensor)]
+            tensors = tensors_in(out)
             if tensors or call.mutates or call.writes:
                 call.name = self.name_of(kind, label)
                 self.calls.append(call)
@@ -227,20 +229,19 @@ class Recorder(TorchFunctionMode):
     def _bind(self, out: Any, index: int) -> None:
         if isinstance(out, torch.Tensor):
             self._note(self.calls[index], out)
-            self._refs[id(out)] = index
+            self.refs[id(out)] = index
             return
         for leaf, steps in projections(out):
             self._note(self.calls[index], leaf)
             parent = Ref(index)
             base = self.calls[index].name
-            for step in steps:
+            for pick, step in steps:
                 base = f"{base}.{step}"
-                call = Call("project", "attribute" if isinstance(step, Field) else "item", (parent, step), {}, "", base)
-                call.module = self.calls[index].module
+                call = Call("project", pick, (parent, step), {}, self.calls[index].module, base)
                 self.calls.append(call)
                 parent = Ref(len(self.calls) - 1)
             self._note(self.calls[-1], leaf)
-            self._refs[id(leaf)] = parent.index
+            self.refs[id(leaf)] = parent.index
 
     # -- the two seams -------------------------------------------------------------------------------------------
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,7 +252,7 @@ class Recorder(TorchFunctionMode):
         label = getattr(func, "__name__", type(func).__name__)
         if label in VALUE_READS and any(self.knows(t) or type(t) is not FakeTensor for t in tensors_in((args, kwargs))):
             return self._read(func, label, args, kwargs)
-        if label in GRADIENT_CALLS and any(id(t) in self._refs for t in tensors_in((args, kwargs))):
+        if label in GRADIENT_CALLS and any(id(t) in self.refs for t in tensors_in((args, kwargs))):
             raise self.refusal(
                 f"calls {label} on a recorded tensor; a graph carries no hooks and computes no gradients in forward",
                 whole="it registers a hook" if "hook" in label else "",
@@ -274,7 +275,7 @@ class Recorder(TorchFunctionMode):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is a recorded value, a parameter or a buffer, and no constant."""
-        return id(tensor) in self._refs or self.attributes.get(id(tensor), "_") not in (*self.constants, "_")
+        return id(tensor) in self.refs or self.attributes.get(id(tensor), "_") not in (*self.constants, "_")
 
     def _read(self, func: Any, label: str, args: Any, kwargs: Any) -> Any:
         if (asserted := assertion_here(label)) is not None:
@@ -341,16 +342,12 @@ class Recorder(TorchFunctionMode):
         run = partial(original, *args, **kwargs)
         return self.perform("function", apply_function, function.__name__, run, (function, *args), kwargs)
 
-    def recorded(self) -> dict[int, int]:
-        """Map the ids of all tensors that calls returned to the calls' indices."""
-        return self._refs
-
     def finish(self, output: Any, buffers: dict[str, torch.Tensor], kept: Sequence[torch.Tensor]) -> Recording:
         """Record buffers that were assigned, and return the recording; what is kept besides are its last outputs."""
         assign_buffers(self, buffers)
         give_back(self)
         check_own(self.model, output)
-        flat, unflatten = flatten_output(output)
+        flat, unflatten = take_apart(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
         encoded += [self.reference(tensor) for tensor in kept]
         return Recording(self.calls, self.constants, encoded, unflatten, kept=len(kept))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.fx.node import map_aggregate
 
 from autosplit.errors import TraceError, is_internal
 from autosplit.trace.inputs.objects import Layout, Structure, layout_of
@@ -140,56 +141,22 @@ class Reader(Protocol):
         """Return the value that ``call`` reads; raise Refusal when no graph can follow the read."""
 
 
-class Observed(Protocol):
-    """Tells a recorder what an opaque module gives."""
-
-    def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
-        """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested arguments with ``function`` of each leaf in its place; slices are nested too."""
-    if isinstance(value, slice):
-        return slice(*(mapped(function, part) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(function, part) for part in value))
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(mapped(function, part) for part in value)
-    if isinstance(value, dict):
-        return {key: mapped(function, part) for key, part in value.items()}
-    return function(value)
-
-
 class Differs(Exception):
     """Two nested values do not have the same structure, or leaves that do not go together."""
 
 
 def mapped_together(function: Callable[..., Any], *values: Any) -> Any:
     """Return nested arguments with ``function`` of the leaves at each place; raises Differs where structures differ."""
-    first = values[0]
-    if not isinstance(first, (slice, list, tuple, dict)):
-        return function(*values)
-    if any(type(value) is not type(first) for value in values):
-        raise Differs(", ".join(map(repr, values)))
-    if isinstance(first, slice):
-        parts = [tuple(getattr(value, part) for value in values) for part in ("start", "stop", "step")]
-        return slice(*(mapped_together(function, *part) for part in parts))
-    if isinstance(first, dict):
-        if any(list(value) != list(first) for value in values):
-            raise Differs("different keywords")
-        return {key: mapped_together(function, *(value[key] for value in values)) for key in first}
-    if any(len(value) != len(first) for value in values):
-        raise Differs(f"lists of {', '.join(str(len(value)) for value in values)} entries")
-    made = [mapped_together(function, *part) for part in zip(*values, strict=True)]
-    if hasattr(first, "_fields"):
-        return type(first)(*made)
-    return made if isinstance(first, list) else tuple(made)
+    if len({repr(map_aggregate(value, lambda _: None)) for value in values}) > 1:
+        raise Differs("lists or dicts of other entries")
+    leaves = zip(*map(leaves_in, values), strict=True)
+    return map_aggregate(values[0], lambda _: function(*next(leaves)))
 
 
 def leaves_in(value: Any) -> list[Any]:
     """Return the leaves of nested arguments."""
     found: list[Any] = []
-    mapped(found.append, value)
+    map_aggregate(value, found.append)
     return found
 
 

@@ -35,13 +35,12 @@ from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.side_effects import check_given
 from autosplit.trace.borrowed.surroundings import GradModeWatch, as_in_a_plain_call
 from autosplit.trace.inputs.objects import empty_in_layout, layout_of, one_tensor
-from autosplit.trace.reads.reads import Recall, Unanswered
+from autosplit.trace.reads.reads import Recall
 from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.record import Recorder
 from autosplit.trace.recording.recording import (
     NESTED,
     FirstCall,
-    Observed,
     Reader,
     Recording,
     Refusal,
@@ -65,6 +64,10 @@ class FlatInputs:
     def tensors(self) -> list[int]:
         """Return the positions of the tensors among the leaves."""
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the tensors."""
+        return [tuple(self.leaves[index].shape) for index in self.tensors()]
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments made of other leaves; those that were one tensor are one again."""
@@ -119,7 +122,7 @@ def run_python(
     rows: int,
     scope: Scope,
     reader: Reader | None = None,
-    observed: Observed | None = None,
+    observed: Watcher | None = None,
     sizes: Sizes | None = None,
 ) -> PythonRun:
     """Record the model's forward at ``rows`` batch rows, and what it changed; the model is as before at the end.
@@ -128,26 +131,19 @@ def run_python(
     on fake tensors does. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
 
     Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
-    exception of the model's own, Unanswered for a value read that has no answer.
+    exception of the model's own.
     """
     sizes = sizes or _Numbers(rows)
-    mode: Any = _AsItIs() if isinstance(sizes, _Numbers) and _all_on_meta(model) else sizes.fake_mode()
     if lazy := [name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)]:
         raise FirstCall(lazy)
-    with (
-        state.random_state(),
-        state.contents(state.attribute_tensors(model)),
-        state.attributes(model) as holders,
-        state.fake_tensors(model, mode) as real,
-    ):
-        recorder = Recorder(
-            model,
-            scope,
-            reader=reader or Recall(scope.answers),
-            observed=observed,
-            holders=holders,
-        )
-        return _run(model, inputs, sizes, mode, rows=rows, recorder=recorder, holders=holders, real=real)
+    with state.random_state(), state.attributes(model) as holders:
+        tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in holders.tensors.values())]
+        without_values = bool(tensors) and all(tensor.is_meta for tensor in tensors)
+        mode: Any = _AsItIs() if isinstance(sizes, _Numbers) and without_values else sizes.fake_mode()
+        with state.fake_tensors(model, mode) as real:
+            reader = reader or Recall(scope.answers)
+            recorder = Recorder(model, scope, reader=reader, observed=observed, holders=holders)
+            return _run(model, inputs, sizes, mode, rows=rows, recorder=recorder, holders=holders, real=real)
 
 
 def _run(
@@ -195,7 +191,7 @@ def _comes_with_the_graph(recorder: Recorder, holder: Holder, key: Any, value: A
     """Tell whether a change is a buffer that the graph assigns, or an attribute that a layer sets by its hooks."""
     path, table = holder.place
     if table == "_buffers":
-        return id(value) in recorder.recorded()
+        return id(value) in recorder.refs
     return not table and (path, key) in recorder.by_layers
 
 
@@ -245,7 +241,7 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
             f"{_notes(error)}; a graph cannot follow that: compute it for all rows and choose by torch.where, or mask",
             recorder.failed_in or "",
         ) from error
-    except (Refusal, Unanswered):
+    except Refusal:
         raise
     except Exception as error:
         if is_fault(error):
@@ -281,11 +277,6 @@ class _AsItIs(contextlib.nullcontext[None]):
         return tensor
 
 
-def _all_on_meta(model: nn.Module) -> bool:
-    tensors = [*model.parameters(), *model.buffers(), *state.attribute_tensors(model)]
-    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
-
-
 def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: Any) -> torch.Tensor:
     device = "meta" if isinstance(mode, _AsItIs) else leaf.device
     with mode:
@@ -300,15 +291,9 @@ def _notes(error: BaseException) -> str:
     return "".join(f", {note}" for note in getattr(error, "__notes__", ()))
 
 
-@contextlib.contextmanager
-def quiet_log() -> Iterator[None]:
+def quiet_log() -> contextlib.AbstractContextManager[Any]:
     """Keep FakeTensorMode from printing a traceback for an exception that is about to be raised anyway."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
+    return patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextlib.contextmanager

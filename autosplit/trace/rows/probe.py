@@ -23,9 +23,8 @@ from autosplit.compare import same_bits, same_reordered, same_rounded
 from autosplit.errors import is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state
-from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode
-from autosplit.trace.inputs.objects import flatten_output
-from autosplit.trace.inputs.signature import sizes_at
+from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode, lengths_in
+from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.reads.assertions import check_value
 from autosplit.trace.reads.watch import READS
 from autosplit.trace.recording.build import RawGraph
@@ -130,7 +129,7 @@ class _Lockstep:
         self.rows = rows
         self.kept = len(rows["alone"])
         self.leaves = leaves
-        self.lengths = sizes_at(raw.lengths, [leaf.shape for leaf in leaves["alone"]])
+        self.lengths = lengths_in(raw.lengths, [tensor.shape for tensor in leaves["alone"]])
         self.runs = {name: fx.Interpreter(raw.root, graph=raw.graph) for name in rows}
         self.sorts = grouped(raw.graph, raw.root)
         self.orders: dict[tuple[str, fx.Node], torch.Tensor] = {}
@@ -289,7 +288,7 @@ class _Lockstep:
         self._take_from_among(node, tensors)
 
     def _take_from_among(self, node: fx.Node, tensors: Sequence[TensorInfo]) -> None:
-        flat, rebuild = flatten_output(self.runs["among"].env[node])
+        flat, rebuild = take_apart(self.runs["among"].env[node])
         infos = iter(tensors)
         kept = [self._rows(leaf, next(infos)).clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         self.runs["alone"].env[node] = rebuild(kept)

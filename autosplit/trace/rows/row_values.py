@@ -26,7 +26,7 @@ from torch import fx, nn
 from autosplit.errors import is_internal
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo
-from autosplit.trace.inputs.objects import flatten_output, tensors_in
+from autosplit.trace.inputs.objects import leaves_of, take_apart
 from autosplit.trace.rows.kinds import moved_and_index
 
 Values = dict[fx.Node, Any]
@@ -188,7 +188,7 @@ class Layouts:
 
     def _numbers(self, node: fx.Node) -> Any:
         """Return a node's value with row numbers in the place of its values; -1 where there are no rows."""
-        flat, rebuild = flatten_output(self.run.env[node])
+        flat, rebuild = take_apart(self.run.env[node])
         layouts = iter(self.of(node))
 
         def numbered(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ def has_rows(node: fx.Node) -> bool:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a node's value, in the order of its `TensorInfo`."""
-    return tensors_in(flatten_output(value)[0])
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def result_of(node: fx.Node, run: fx.Interpreter, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
@@ -278,7 +278,7 @@ def with_neighbours(
         at = layout.entries(kept)
         return made.index_copy_(layout.dim, at, tensor.index_select(layout.dim, at))
 
-    flat, rebuild = flatten_output(value)
+    flat, rebuild = take_apart(value)
     rest = iter(layouts)
 
     def one(leaf: Any) -> Any:
@@ -323,7 +323,7 @@ def _range(tensor: torch.Tensor) -> tuple[float, float]:
 
 def copied(value: Any, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
     """Return a value with copies of its tensors."""
-    flat, rebuild = flatten_output(value)
+    flat, rebuild = take_apart(value)
     return rebuild([copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
 
 

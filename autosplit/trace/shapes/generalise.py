@@ -18,17 +18,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.node import map_aggregate
 
 from autosplit.errors import is_internal
-from autosplit.trace.graph import LEAST, ROWS, Formula, Length, Number, Size, Symbol, TensorInfo, evaluate, symbols_in
-from autosplit.trace.inputs.signature import Shape, sizes_at
-from autosplit.trace.reads.reads import Unanswered
+from autosplit.trace.graph import (
+    LEAST,
+    ROWS,
+    Formula,
+    Length,
+    Number,
+    Size,
+    Symbol,
+    TensorInfo,
+    affine,
+    evaluate,
+    lengths_in,
+    symbols_in,
+)
+from autosplit.trace.inputs.signature import Shape
 from autosplit.trace.recording.merge import (
     BATCH_SIZES,
     MergedCall,
     MergedRecording,
     changed_constant,
-    number_at,
 )
 from autosplit.trace.recording.random_watch import Draw
 from autosplit.trace.recording.recording import (
@@ -37,7 +49,6 @@ from autosplit.trace.recording.recording import (
     Recording,
     Refusal,
     Unexpected,
-    mapped,
     mapped_together,
 )
 from autosplit.trace.recording.run import FlatInputs, run_python
@@ -89,9 +100,9 @@ def generalise(
     """
     if scope.opaque or not all(_is_open(value) for value in merged.recording.constants.values()):
         return None
-    now = sizes_at(lengths, [tuple(inputs.leaves[index].shape) for index in inputs.tensors()])
-    first = sizes_at(lengths, before)
-    own = sizes_at(merged.lengths, before)
+    now = lengths_in(lengths, inputs.shapes())
+    first = lengths_in(lengths, before)
+    own = lengths_in(merged.lengths, before)
     found = _symbolic(model, scope, inputs, max(rows, LEAST), lengths, now)
     if found is None:
         return None
@@ -108,7 +119,7 @@ def for_one_row(
     model: nn.Module, merged: MergedRecording, scope: Scope, inputs: FlatInputs, domain: Domain
 ) -> Domain | None:
     """Return a domain that covers batches of one row too, or None when the model does other things there."""
-    now = sizes_at(domain.lengths, [tuple(inputs.leaves[index].shape) for index in inputs.tensors()])
+    now = lengths_in(domain.lengths, inputs.shapes())
     found = _symbolic(model, scope, inputs, 1, domain.lengths, now)
     if found is None:
         return None
@@ -148,10 +159,10 @@ def _symbolic(
     try:
         sizes = SymbolicSizes(rows, lengths, now)
         recording = run_python(model, inputs, rows=rows, scope=scope, sizes=sizes).recording
-        converted = [mapped(sizes.number, (c.args, c.kwargs, list(c.shapes), c.draws)) for c in recording.calls]
-        converted.append(mapped(sizes.number, recording.output))
+        every = [(c.args, c.kwargs, list(c.shapes), c.draws) for c in recording.calls]
+        converted = map_aggregate([*every, recording.output], sizes.number)
         return recording, converted, sizes.conditions()
-    except (NoFormula, Refusal, Unanswered, Unexpected):
+    except (NoFormula, Refusal, Unexpected):
         return None
     except Exception as error:  # whatever a symbol does to the model, its lengths are then recorded one by one
         if is_internal(error):
@@ -226,9 +237,9 @@ class _Compare:
         return replace(info, shape=tuple(sizes))
 
     def _size(self, size: Size, number: Number) -> Size:
-        kept = size if size.number is None else size.number
+        kept = size.number if size.number is not None else affine(size.per_row, size.constant)
         found = self(kept, number)
-        if not isinstance(found, (Formula, Symbol)):
+        if symbols_in(found) <= {ROWS}:
             return replace(size, number=None)
         batched = ROWS in symbols_in(found)
         if batched != bool(size.per_row):
@@ -240,14 +251,14 @@ class _Compare:
 
     def _number(self, kept: Any, found: Any) -> Any:
         for own, at in self.points:
-            if number_at(kept, own) != evaluate(found, at):
+            if evaluate(kept, own) != evaluate(found, at):
                 raise Differs
         free = symbols_in(found)
         if free != {ROWS}:
             return found
         at_none, at_one = (evaluate(found, {ROWS: rows}) for rows in (0, 1))
-        return Size(at_one - at_none, at_none)
+        return affine(at_one - at_none, at_none)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, Size, Formula, Symbol)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, Formula, Symbol)) and not isinstance(value, bool)
