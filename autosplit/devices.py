@@ -80,8 +80,26 @@ class Clock:
         result = run()
         return Timed(result, self._now_s() - start_s)
 
+    def stamp(self, stream: Any = None) -> Any:
+        """Return the time when what a stream was given so far is done, or an event that takes it then."""
+        return time.perf_counter()
+
+    def seconds(self, first: Any, then: Any) -> float:
+        """Return how long after the first of two stamps the other was; the host waits for both."""
+        return then - first
+
+    def occupy(self, seconds: float) -> None:
+        """Keep the current stream at work for at least so long, where there is one."""
+
     def held_bytes(self) -> int | None:
         """Return the bytes that tensors hold on the device now; None where the device does not count."""
+        return None
+
+    def watch_peak(self) -> None:
+        """Forget the most bytes that tensors held on the device so far."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that they held since then; None where the device does not count."""
         return None
 
     def release(self) -> None:
@@ -89,7 +107,7 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """Events in the device's current stream; bytes as torch's caching allocator counts them.
+    """Events in the device's streams; bytes as torch's caching allocator counts them, for the whole process.
 
     ```
         host     issue the wait ─ event ─ a b c d ─ event                    synchronise
@@ -101,43 +119,59 @@ class CudaClock(Clock):
     issues a small kernel in more time than the kernel takes. So the device waits first. What makes the host wait for
     the device in its middle is timed with that.
 
-    The allocator's peaks (``torch.cuda.max_memory_allocated``) start anew with everything that is timed.
+    The allocator's peaks (``max_memory_allocated``) start anew with everything that is timed.
     """
 
     warms = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._torch = torch.get_device_module(device)
         self._issue_s = 0.0
 
     def timed(self, run: Callable[[], Any]) -> Timed:
         """Run something, time it, and wait for it."""
-        with torch.cuda.device(self._device):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.reset_peak_memory_stats(self._device)
-            occupy(min(max(_LEAST_LEAD_S, _LEAD * self._issue_s), _MOST_LEAD_S))
-            start.record()
+        with self._torch.device(self._device):
+            self.watch_peak()
+            self.occupy(min(max(_LEAST_LEAD_S, _LEAD * self._issue_s), _MOST_LEAD_S))
+            start = self.stamp()
             began_s = time.perf_counter()
             result = run()
             issue_s = time.perf_counter() - began_s
-            end.record()
-            end.synchronize()
-        peak = torch.cuda.max_memory_allocated(self._device)
+            seconds = self.seconds(start, self.stamp())
         self._issue_s = max(issue_s, _FADING * self._issue_s)
-        return Timed(result, start.elapsed_time(end) / 1e3, peak, issue_s)
+        return Timed(result, seconds, self.peak_bytes(), issue_s)
+
+    def stamp(self, stream: Any = None) -> Any:
+        """Return an event that takes the time in a stream; None: the current one."""
+        event = self._torch.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def seconds(self, first: Any, then: Any) -> float:
+        """Wait for two events, which may count in half microseconds, and return the time between them."""
+        then.synchronize()
+        return first.elapsed_time(then) / 1e3
+
+    def occupy(self, seconds: float) -> None:
+        """Keep one multiprocessor busy for at least so long: as many cycles as the fastest clock has in that time."""
+        torch.cuda._sleep(int(seconds * _FASTEST_HZ))
 
     def held_bytes(self) -> int:
-        """Return the bytes that tensors hold on the device now."""
-        return torch.cuda.memory_allocated(self._device)
+        """Return the bytes that the allocator has given out, by the host's clock."""
+        return self._torch.memory_allocated(self._device)
+
+    def watch_peak(self) -> None:
+        """Reset the allocator's peak."""
+        self._torch.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        """Return the most that the allocator has given out at once since then."""
+        return self._torch.max_memory_allocated(self._device)
 
     def release(self) -> None:
         """Give cached blocks back to the device."""
-        torch.cuda.empty_cache()
-
-
-def occupy(seconds: float) -> None:
-    """Keep the current CUDA stream busy for at least so long, with a kernel that does nothing."""
-    torch.cuda._sleep(int(seconds * _FASTEST_HZ))
+        self._torch.empty_cache()
 
 
 def clock_of(device: torch.device, *, threads: int) -> Clock:

@@ -239,7 +239,7 @@ def stages_alone(logs: Sequence[StepLog], schedule: Schedule, grown_bytes: Seque
         for action, end in ends.items():
             lane, begun = stages[action.stage], last[action]
             own_s = end.thread_s - begun.thread_s
-            seconds[action].append(lane.seconds(begun.stamp, end.stamp) if lane.asynchronous else own_s)
+            seconds[action].append(lane.clock.seconds(begun.stamp, end.stamp) if lane.asynchronous else own_s)
         once_s.append(max(0.0, log.whole_s - sum(end.done_s - first[action].host_s for action, end in ends.items())))
     held = _held_peaks(logs)
     return StagesAlone(
@@ -268,7 +268,7 @@ def _copies(log: StepLog) -> list[Copied]:
 def _host_s(log: StepLog, stage: int, stamp: Any) -> float:
     lane = log.lanes[stage]
     zero = log.zeros[lane]
-    return zero.host_s + lane.seconds(zero.stamp, stamp)
+    return zero.host_s + lane.clock.seconds(zero.stamp, stamp)
 
 
 def _sent(log: StepLog, ends: Mapping[Action, float], first_s: float, stage_lane: Sequence[int]) -> list[Sent]:
@@ -299,7 +299,7 @@ def _sent_alone(logs: Sequence[StepLog]) -> list[SentAlone]:
             if giver is not taker:
                 sizes[copy.source, copy.target, copy.microbatch, copy.backward] += copy.size_bytes
             if copy.begun is not None:
-                times[copy.source, copy.target, copy.backward].append(taker.seconds(copy.begun, copy.ended))
+                times[copy.source, copy.target, copy.backward].append(taker.clock.seconds(copy.begun, copy.ended))
 
     def most_bytes(*way: Any) -> int:
         return max((size for (s, t, _, back), size in sizes.items() if (s, t, back) == way), default=0) // len(logs)

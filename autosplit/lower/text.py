@@ -163,7 +163,7 @@ class Locate:
         elif action is not None:
             error.add_note(f"raised in {where}")
         if self.plan is not None and is_out_of_memory(error):
-            held = None if found is None else self.lanes[found.stage].held_bytes()
+            held = None if found is None else self.lanes[found.stage].clock.held_bytes()
             error.add_note(short_of_memory(self.plan, action=found, sizes=self.sizes, held_bytes=held))
 
 

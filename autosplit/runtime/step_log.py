@@ -86,7 +86,7 @@ class Zero:
     def of(cls, lane: Lane) -> Zero:
         """Wait until a lane is through with what it was given."""
         stamp = lane.stamp()
-        lane.seconds(stamp, stamp)
+        lane.clock.seconds(stamp, stamp)
         # A lane that works when it is called reads the host's clock itself: a later look would only shift it.
         return cls(stamp, time.perf_counter() if lane.asynchronous else stamp)
 
@@ -134,8 +134,8 @@ class StepLog:
         self._thread_s = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self.zeros = {lane: Zero.of(lane) for lane in self.lanes}
         for lane in self.zeros:
-            lane.watch_peak()
-        self.before_bytes = {lane: lane.held_bytes() for lane in self.zeros}
+            lane.clock.watch_peak()
+        self.before_bytes = {lane: lane.clock.held_bytes() for lane in self.zeros}
         self.started_s, self._runs = time.perf_counter(), True
         if self.allocations is not None and whole is None and any(lane.device.type == "cpu" for lane in lanes[:-1]):
             self._profiling.enter_context(self.allocations)
@@ -147,7 +147,7 @@ class StepLog:
         self._runs = False
         for lane in self.zeros:
             Zero.of(lane)
-        self.peak_bytes = {lane: lane.peak_bytes() for lane in self.zeros}
+        self.peak_bytes = {lane: lane.clock.peak_bytes() for lane in self.zeros}
         self.whole_s, self.loss = time.perf_counter() - self.started_s, loss
 
     def close(self) -> None:
@@ -161,10 +161,11 @@ class StepLog:
             return
         lane = self.lanes[action.stage]
         if self.alone:
-            lane.watch_peak()
+            lane.clock.watch_peak()
             if known := self._issue_s.get(action):
-                lane.occupy(min(_LONGER * known, _MOST_BUSY_S))
-        stamp, held = lane.stamp(), lane.held_bytes()
+                with lane.active():
+                    lane.clock.occupy(min(_LONGER * known, _MOST_BUSY_S))
+        stamp, held = lane.stamp(), lane.clock.held_bytes()
         self.events.append(Began(action, stamp, time.perf_counter(), self._thread_s(), held))
         if self.allocations is not None and self._mark is None:
             self._mark = ExitStack()
@@ -178,10 +179,10 @@ class StepLog:
         thread_s, lane = self._thread_s(), self.lanes[action.stage]
         stamp, host_s = lane.stamp(), time.perf_counter()
         if self.alone:
-            lane.seconds(stamp, stamp)
+            lane.clock.seconds(stamp, stamp)
         done_s = time.perf_counter() if self.alone else host_s
-        peak = lane.peak_bytes() if self.alone else None
-        self.events.append(Ended(action, stamp, host_s, thread_s, done_s, lane.held_bytes(), peak))
+        peak = lane.clock.peak_bytes() if self.alone else None
+        self.events.append(Ended(action, stamp, host_s, thread_s, done_s, lane.clock.held_bytes(), peak))
 
     def copied(
         self, move: Callable[[], Any], source: int, target: int, microbatch: int, *, backward: bool, ready: Any
@@ -199,7 +200,7 @@ class StepLog:
             moved = move()
             ended = taker.stamp(copies=True)
             if self.alone:
-                taker.seconds(begun, ended)
+                taker.clock.seconds(begun, ended)
         size = sum(tensor.numel() * tensor.element_size() for tensor in moved)
         self.events.append(Copied(source, target, microbatch, backward, size, begun, ended))
         if self.allocations is None or giver is taker or {giver.device.type, taker.device.type} != {"cpu"}:

@@ -26,10 +26,10 @@ class FakeCuda:
         class Event:
             def __init__(self, *, enable_timing: bool) -> None:
                 assert enable_timing
-                self.name = "end" if order[-1:] == ["made"] else "start"
+                self.name = "end" if order[-1:] == ["run"] else "start"
                 order.append("made")
 
-            def record(self) -> None:
+            def record(self, stream: None) -> None:
                 order.append(f"record {self.name}")
 
             def synchronize(self) -> None:
@@ -64,12 +64,12 @@ def test_on_cuda_events_take_the_time_and_the_allocator_counts(monkeypatch):
     assert (found.result, found.seconds, found.peak_bytes, found.issue_s) == ("done", 0.25, 70, 0.004)
     assert cuda.order == [
         "enter cuda:1",
-        "made",
-        "made",
         "reset cuda:1",
         "sleep 130000",
+        "made",
         "record start",
         "run",
+        "made",
         "record end",
         "wait end",
         "leave",

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autosplit.devices import Clock
 from autosplit.runtime.lanes.lanes import CallerLane, Lane, StreamLane
 from tests.runtime.happens_before import HOST, Entry, Free, Keep, Op, Record, Wait
 
@@ -58,6 +59,35 @@ class _Held:
     number: int
     device: torch.device
     storage: StorageWeakRef
+
+
+class RecordingClock(Clock):
+    """The time of recorded streams, in which one entry of a log takes a microsecond; a block is a byte."""
+
+    def __init__(self, streams: RecordingStreams, device: torch.device) -> None:
+        self.streams, self.device = streams, device
+
+    def stamp(self, stream: Stream | None = None) -> Event:
+        return self.streams.event(stream or self.streams.current(self.device))
+
+    def seconds(self, first: Event, then: Event) -> float:
+        then.synchronize()
+        return (then.number - first.number) * 1e-6
+
+    def occupy(self, seconds: float) -> None:
+        self.streams.occupied.append((self.streams.current(self.device).name, seconds))
+
+    def held_bytes(self) -> int:
+        self.streams.collect()
+        return sum(held.device == self.device for held in self.streams._memories.values())
+
+    def watch_peak(self) -> None:
+        self.streams.watched.append(self.device)
+
+    def peak_bytes(self) -> int:
+        """Return one more than is held."""
+        assert self.device in self.streams.watched
+        return self.held_bytes() + 1
 
 
 class RecordingStreams:
@@ -110,28 +140,8 @@ class RecordingStreams:
     def wait(self, stream: Stream, event: Event) -> None:
         self._ask(Wait(stream.name, event.number))
 
-    def timed(self, stream: Stream) -> Event:
-        return self.event(stream)
-
-    def seconds(self, first: Event, then: Event) -> float:
-        """Return a time in which one entry of a log takes a microsecond."""
-        then.synchronize()
-        return (then.number - first.number) * 1e-6
-
-    def occupy(self, stream: Stream, seconds: float) -> None:
-        self.occupied.append((stream.name, seconds))
-
-    def held_bytes(self, device: torch.device) -> int:
-        self.collect()
-        return sum(held.device == device for held in self._memories.values())
-
-    def watch_peak(self, device: torch.device) -> None:
-        self.watched.append(device)
-
-    def peak_bytes(self, device: torch.device) -> int:
-        """Return one more than is held: a block is a byte here."""
-        assert device in self.watched
-        return self.held_bytes(device) + 1
+    def clock(self, device: torch.device) -> RecordingClock:
+        return RecordingClock(self, device)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         held = self._memories.get(tensor.untyped_storage()._cdata)

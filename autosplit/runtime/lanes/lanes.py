@@ -17,14 +17,13 @@ handshake runs on an accelerator and, in the tests, on streams that only write d
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
 
-from autosplit.devices import occupy
+from autosplit.devices import Clock, CudaClock
 
 Bundle = tuple[torch.Tensor, ...]
 _NOTHING = nullcontext()
@@ -42,6 +41,11 @@ class Lane:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+
+    @property
+    def clock(self) -> Clock:
+        """The time on the lane's device, and the bytes that tensors have there."""
+        return Clock(threads=1)
 
     def record(self) -> Any:
         """Return an event that is reached when the compute issued so far is done; None where it is done by now."""
@@ -78,25 +82,7 @@ class Lane:
 
         With ``copies`` it is that of the copies that end here, and of what they wait for.
         """
-        return time.perf_counter()
-
-    def seconds(self, first: Any, then: Any) -> float:
-        """Return how long after the first of two stamps of this lane the other was; the host waits for both."""
-        return then - first
-
-    def occupy(self, seconds: float) -> None:
-        """Keep the lane's device at work for at least so long, where work may be under way when a call has returned."""
-
-    def held_bytes(self) -> int | None:
-        """Return the bytes of the lane's device that tensors have now; None where nobody counts them."""
-        return None
-
-    def watch_peak(self) -> None:
-        """Forget the most bytes that tensors had on the lane's device so far."""
-
-    def peak_bytes(self) -> int | None:
-        """Return the most bytes that they had since then; None where nobody counts them."""
-        return None
+        return self.clock.stamp()
 
     def now(self) -> Lane:
         """Return this lane as it is now, for another thread: a caller's lane with its stream of this moment."""
@@ -142,6 +128,11 @@ class StreamLane(Lane):
         if self._made is None:
             self._made = _Own(*(self.streams.new(self.device) for _ in _Own._fields))
         return self._made
+
+    @property
+    def clock(self) -> Clock:
+        """The device's clock."""
+        return self.streams.clock(self.device)
 
     def record(self) -> Any:
         """Record an event on the compute stream."""
@@ -197,27 +188,7 @@ class StreamLane(Lane):
 
     def stamp(self, *, copies: bool = False) -> Any:
         """Record an event that takes the time, on the compute stream or on that of incoming copies."""
-        return self.streams.timed(self.own.inbound if copies else self.own.compute)
-
-    def seconds(self, first: Any, then: Any) -> float:
-        """Wait for two stamps and return the time between them."""
-        return self.streams.seconds(first, then)
-
-    def occupy(self, seconds: float) -> None:
-        """Keep the compute stream at work."""
-        self.streams.occupy(self.own.compute, seconds)
-
-    def held_bytes(self) -> int | None:
-        """Return what the device's allocator has given out."""
-        return self.streams.held_bytes(self.device)
-
-    def watch_peak(self) -> None:
-        """Reset the peak of the device's allocator."""
-        self.streams.watch_peak(self.device)
-
-    def peak_bytes(self) -> int | None:
-        """Return the most that the device's allocator has given out at once."""
-        return self.streams.peak_bytes(self.device)
+        return self.clock.stamp(self.own.inbound if copies else self.own.compute)
 
     def here(self) -> Lane:
         """Return the caller's lane on this lane's device."""
@@ -292,33 +263,9 @@ class Streams:
         """Make later work of a stream wait for an event, which may be another device's; the host goes on."""
         stream.wait_event(event)
 
-    def timed(self, stream: Any) -> Any:
-        """Return an event as `event` does, that takes the time when it is reached."""
-        event = _module(stream.device).Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-    def seconds(self, first: Any, then: Any) -> float:
-        """Wait for two timed events of one device, which may count in half microseconds; return the time between."""
-        then.synchronize()
-        return first.elapsed_time(then) / 1e3
-
-    def occupy(self, stream: Any, seconds: float) -> None:
-        """Keep one multiprocessor busy for at least so long: as many cycles as the fastest clock has in that time."""
-        with _module(stream.device).stream(stream):
-            occupy(seconds)
-
-    def held_bytes(self, device: torch.device) -> int:
-        """Return the bytes that the caching allocator has given out, by the host's clock."""
-        return _module(device).memory_allocated(device)
-
-    def watch_peak(self, device: torch.device) -> None:
-        """Reset the caching allocator's peak, which is the whole process's."""
-        _module(device).reset_peak_memory_stats(device)
-
-    def peak_bytes(self, device: torch.device) -> int:
-        """Return the most that the caching allocator has given out at once since `watch_peak`."""
-        return _module(device).max_memory_allocated(device)
+    def clock(self, device: torch.device) -> Clock:
+        """Return a device's clock."""
+        return CudaClock(device)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         """Return the device that a tensor lies on."""
