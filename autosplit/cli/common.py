@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -163,14 +164,12 @@ def parse_moves(texts: list[str]) -> dict[str, int]:
     """Read ``decoder.3=1``: a module or node, and the stage that it goes to; raises InputError for anything else."""
     moves: dict[str, int] = {}
     for text in texts:
-        name, equals, stage = text.rpartition("=")
-        if not equals or not name.strip() or not (stage.strip().isascii() and stage.strip().isdecimal()):
-            raise InputError(f"--move {text!r} cannot be read; write MODULE=STAGE, for example decoder.3=1")
-        if len(stage.strip()) > 6:
-            raise InputError(f"--move {text[:60]!r}: stage numbers are small")
-        if name.strip() in moves:
-            raise InputError(f"--move {name.strip()} is given twice; move a module once")
-        moves[name.strip()] = int(stage)
+        match = re.fullmatch(r"\s*(\S.*?)\s*=\s*([0-9]{1,6})\s*", text)
+        if match is None:
+            raise InputError(f"--move {text[:60]!r} cannot be read; write MODULE=STAGE, for example decoder.3=1")
+        if match[1] in moves:
+            raise InputError(f"--move {match[1]} is given twice; move a module once")
+        moves[match[1]] = int(match[2])
     return moves
 
 

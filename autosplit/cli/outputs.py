@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from autosplit.planning.timeline import StepTimeline
 
 EXPORT_FORM = "FORM:FILE"
-_EXAMPLES = {"torch-csv": "schedule.csv", "torchtitan": "modules.json", "megatron": "layout.txt"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _export(text: str) -> tuple[str, Path]:
     if form not in EXPORTS:
         raise InputError(not_available(f"--export {text!r}: the form {form!r}", form, EXPORTS))
     if not colon or not path:
-        raise InputError(f"--export {text!r} names no file; write {EXPORT_FORM}, for example {form}:{_EXAMPLES[form]}")
+        raise InputError(f"--export {text!r} names no file; write {EXPORT_FORM}, for example {form}:{form}.txt")
     return form, Path(path)
 
 
@@ -98,17 +97,15 @@ def _text(plan: Plan, option: str, measured: StepTimeline | None) -> str:
 
 def check_path(option: str, path: Path) -> None:
     """Raise InputError for the path of an option that cannot be written."""
-    reason = _why_not(path)
-    if reason is not None:
-        raise InputError(f"--{option} {str(path)!r}: {reason}")
-
-
-def _why_not(path: Path) -> str | None:
     if path.is_dir():
-        return "is a folder; name a file in it"
-    if not path.parent.is_dir():
-        return f"there is no folder {str(path.parent)!r}; make it first"
-    return None if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written; choose another"
+        reason = "is a folder; name a file in it"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {str(path.parent)!r}; make it first"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "may not be written; choose another"
+    else:
+        return
+    raise InputError(f"--{option} {str(path)!r}: {reason}")
 
 
 def _write(option: str, path: Path, text: str) -> None:

@@ -79,12 +79,7 @@ def solve_command(
     # More stages than nodes would all stay empty.
     used = min(stages, len(found.works))
     cap_bytes = None if memory_cap is None else parse_bytes(memory_cap)
-    problem = found.problem(
-        stages=used,
-        capacity_bytes=cap_bytes,
-        microbatches=microbatches,
-        schedule=schedule,
-    )
+    problem = found.problem(stages=used, capacity_bytes=cap_bytes, microbatches=microbatches, schedule=schedule)
     prints_json = as_json if as_json is not None else not on_terminal()
     started = time.perf_counter()
     try:
@@ -95,7 +90,9 @@ def solve_command(
             )
     except InfeasibleError as error:
         if prints_json:
-            typer.echo(json.dumps(_refusal_json(error, objective=objective, seconds=time.perf_counter() - started)))
+            nothing = dict.fromkeys(("assignment", "bottleneck", "lower_bound"))
+            said = {"status": "infeasible", "objective": objective, "smallest_memory_cap": error.smallest_bytes}
+            typer.echo(json.dumps(nothing | said))
         raise
     seconds = time.perf_counter() - started
     if prints_json:
@@ -127,20 +124,6 @@ def _answer_json(partition: Partition, *, stages: int, seconds: float) -> dict[s
         "bytes": [*partition.stage_bytes, *[0] * empty],
     }
     return found | ({"step_time": value} if partition.objective == "step_time" else {})
-
-
-def _refusal_json(error: InfeasibleError, *, objective: str, seconds: float) -> dict[str, Any]:
-    """Return what a script reads where no partition fits."""
-    return {
-        "assignment": None,
-        "bottleneck": None,
-        "lower_bound": None,
-        "status": "infeasible",
-        "seconds": round(seconds, 6),
-        "unit": "ms",
-        "objective": objective,
-        "smallest_memory_cap": error.smallest_bytes,
-    }
 
 
 def _answer_table(workload: Workload, partition: Partition, *, stages: int, seconds: float) -> str:

@@ -300,10 +300,6 @@ def _legend(rows: Sequence[Row]) -> Iterator[str]:
     yield "share: of a step, forward and backward; saved: storages, once per row; transient: the largest of a row"
     if any(row.largest("peak_bytes") is not None for row in rows):
         yield "peak: the most that the device held for one operation, its results and gradients included"
-    if any(node.why for row in rows for node in row.nodes):
-        yield "~ times of some of it were not measured: a cost model's, in the measured scale"
-    if any(node.estimated for row in rows for node in row.nodes):
-        yield "* FLOPs and bytes of some of it are estimates"
 
 
 def _totals(report: CostReport) -> Section:
@@ -325,10 +321,10 @@ def _totals(report: CostReport) -> Section:
 def _notes(report: CostReport) -> Iterator[str]:
     reasons = dict.fromkeys(node.why for node in report.nodes if node.why)
     for why in reasons:
-        yield f"modelled, not measured: {_first([node.name for node in report.nodes if node.why == why])}: {why}"
+        yield f"~ modelled, not measured: {_first([node.name for node in report.nodes if node.why == why])}: {why}"
     for why in dict.fromkeys(node.estimated for node in report.nodes if node.estimated):
         names = [node.name for node in report.nodes if node.estimated == why]
-        yield f"FLOPs and bytes are estimates: {_first(names)}: {why}"
+        yield f"* FLOPs and bytes are estimates: {_first(names)}: {why}"
 
 
 def _first(names: Sequence[str]) -> str:

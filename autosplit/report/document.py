@@ -26,9 +26,6 @@ class Column:
     cells: tuple[str, ...]
     align: str = "right"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cells", tuple(printable(cell) for cell in self.cells))
-
     @property
     def width(self) -> int:
         """Columns of text that it takes."""
@@ -67,7 +64,7 @@ def table_width(columns: Sequence[Column]) -> int:
 
 def column(title: str, rows: Sequence[object], cell: Callable[..., str], *, align: str = "right") -> Column:
     """Return the column with a cell per row."""
-    return Column(title=title, cells=tuple(cell(row) for row in rows), align=align)
+    return Column(title=title, cells=tuple(printable(cell(row)) for row in rows), align=align)
 
 
 def printable(text: str) -> str:

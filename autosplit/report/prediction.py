@@ -142,7 +142,8 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
     if all(row.verdict is None for row in rows):
         return
     ranged = any(row.low_bytes != row.high_bytes for row in rows)
-    stages = [column("stages", rows, lambda row: numbers(row.stages), align="left")] if _several(rows) else []
+    several = any(row.stages != (row.lane,) for row in rows)
+    stages = [column("stages", rows, lambda row: numbers(row.stages), align="left")] if several else []
     columns = (
         column("needs", rows, lambda row: format_bytes(row.peak_bytes)),
         *([column("range", rows, _range, align="left")] if ranged else []),
@@ -152,9 +153,8 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
     )
     device = column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")
     if width is not None and table_width([device, *stages, *columns]) > width:
-        device = column("device", rows, lambda row: str(row.lane))
-    if width is not None and table_width([device, *stages, *columns]) > width:
-        stages = []  # the table of stages has their devices
+        # The table of stages has the names of the devices, and which stages they run.
+        device, stages = column("device", rows, lambda row: str(row.lane)), []
     yield Section("Verdict per device", columns=(device, *stages, *columns))
 
 
@@ -199,10 +199,6 @@ def is_this_plan(plan: Plan, one: Alternative) -> bool:
     listed = one.recompute * len(chosen) if len(one.recompute) == 1 else one.recompute
     same = (one.chunks, one.schedule, one.virtual_stages) == (plan.chunks, plan.schedule, plan.virtual_stages)
     return same and listed == chosen
-
-
-def _several(rows: tuple[DeviceVerdict, ...]) -> bool:
-    return any(row.stages != (row.lane,) for row in rows)
 
 
 def _range(row: DeviceVerdict) -> str:

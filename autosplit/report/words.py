@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
+from autosplit.planning.plan.diff import prefixes
 from autosplit.planning.plan.plan import Plan
 
 RANGES = 4
@@ -34,19 +35,13 @@ def covers(plan: Plan) -> list[list[str]]:
     owners: dict[str, set[int]] = {}
     for stage in plan.stages:
         for path in stage.modules:
-            for prefix in _prefixes(path):
+            for prefix in prefixes(path):
                 owners.setdefault(prefix, set()).add(stage.index)
     return [list(dict.fromkeys(_largest_own(path, owners=owners) for path in stage.modules)) for stage in plan.stages]
 
 
-def _prefixes(path: str) -> list[str]:
-    """Return a module and those that hold it, the outermost first: ``a.b`` gives ``a``, ``a.b``."""
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-
 def _largest_own(path: str, *, owners: Mapping[str, set[int]]) -> str:
-    whole = (prefix for prefix in _prefixes(path) if len(owners[prefix]) == 1)
+    whole = (prefix for prefix in prefixes(path) if len(owners[prefix]) == 1)
     return next(whole, f"{path} (part)")
 
 

@@ -187,10 +187,8 @@ def test_a_plan_for_other_devices_or_another_model(plan: Plan) -> None:
 
 def test_moves_from_text() -> None:
     assert parse_moves(["decoder.3=1", " a.b#0/add_1 = 0 "]) == {"decoder.3": 1, "a.b#0/add_1": 0}
-    for text in ("decoder.3", "=1", "a=-1", "a=x", "a=", "a=²", ""):
+    for text in ("decoder.3", "=1", "a=-1", "a=x", "a=", "a=²", "", "a=" + "9" * 5000):
         with pytest.raises(InputError, match=r"write MODULE=STAGE, for example decoder\.3=1"):
             parse_moves([text])
     with pytest.raises(InputError, match="given twice"):
         parse_moves(["a=1", "a=0"])
-    with pytest.raises(InputError, match="stage numbers are small"):
-        parse_moves(["a=" + "9" * 5000])
