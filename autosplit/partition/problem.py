@@ -31,6 +31,7 @@ class Work:
     transient_bytes: int = 0
     colocation_group: Hashable | None = None
     weight_s: float = 0.0
+    split_s: float = 0.0
     block: Hashable | None = None
     step_bytes: int = 0
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autosplit.backward import DeferredWeightGrads, deferrable, defer_weight_gradients, gradients
 from autosplit.devices import Allocations, Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.node_costs.shadow import Shadow, shadow
-from autosplit.profile.types import MeasuredNode, MeasuredTimes
+from autosplit.profile.types import MeasuredNode, MeasuredTimes, SplitBackward
 from autosplit.profile.workspace_watch import WorkspaceWatch
 from autosplit.progress import phase, update
 from autosplit.trace.borrowed.state import random_state
@@ -80,12 +81,15 @@ class _Run:
     backward_s: float
     forward_peak_bytes: int | None
     backward_peak_bytes: int | None
+    defers: bool
+    """Whether some weight gradient can wait."""
 
 
 @dataclass
 class _Samples:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
+    splits: list[SplitBackward] = field(default_factory=list)
     forward_peak_bytes: int | None = None
     backward_peak_bytes: int | None = None
 
@@ -101,9 +105,15 @@ class _Samples:
             self.backward_peak_bytes = max(backward, self.backward_peak_bytes or 0)
 
     def summary(self) -> MeasuredNode:
+        backward_s = statistics.median(self.backward_s)
+        split = SplitBackward(backward_s, 0.0)
+        if self.splits:
+            parts = [(own.input_s, own.weight_s) for own in self.splits]
+            split = SplitBackward(*map(statistics.median, zip(*parts, strict=True)))
         return MeasuredNode(
             forward_s=statistics.median(self.forward_s),
-            backward_s=statistics.median(self.backward_s),
+            backward_s=backward_s,
+            split=split,
             forward_range_s=_quartiles(self.forward_s),
             backward_range_s=_quartiles(self.backward_s),
             samples=len(self.forward_s),
@@ -187,20 +197,24 @@ class _Timing(BorderInterpreter):
             with self._watched:
                 self._once(node, private=True)
         warm = self._once(node, private=True)
-        affordable = int(_LONG_S / max(warm.forward_s + warm.backward_s, 1e-9))
+        affordable = min(self._repeats, int(_LONG_S / max(warm.forward_s + warm.backward_s, 1e-9)))
+        defers = warm.defers
         del warm
         if self._counted:
             self._count(node, samples)
-        for _ in range(min(self._repeats, affordable) - 1):
+        for _ in range(affordable - 1):
             samples.add(self._once(node, private=True))
+        if defers:
+            samples.splits = [self._split(node) for _ in range(max(1, affordable))]
         return samples
 
     def _once(self, node: fx.Node, *, private: bool) -> _Run:
         call, clock = self.prepare(node, private=private), self._clock
         before = clock.held_bytes() or 0
         forward = clock.timed(call.run)
-        backward_s, backward_peak = 0.0, None
+        backward_s, backward_peak, defers = 0.0, None, False
         if targets := _targets(call, forward.result):
+            defers = bool(deferrable(targets, _weights(call)))
             ones = [torch.ones_like(target) for target in targets]
             backward = clock.timed(lambda: _backward(call, targets, ones))
             backward_s, backward_peak = backward.seconds, backward.peak_bytes
@@ -210,7 +224,26 @@ class _Timing(BorderInterpreter):
             backward_s,
             None if forward.peak_bytes is None else forward.peak_bytes - before,
             None if backward_peak is None else backward_peak - before,
+            defers,
         )
+
+    def _split(self, node: fx.Node) -> SplitBackward:
+        """Time the node's backward in two parts, as the runtime makes it."""
+        call, clock = self.prepare(node, private=True), self._clock
+        targets = _targets(call, call.run())
+        ones = [torch.ones_like(target) for target in targets]
+
+        def input_gradient() -> DeferredWeightGrads:
+            deferred = defer_weight_gradients(targets, _weights(call))
+            wanted = [leaf for leaf in call.leaves if id(leaf) not in deferred.leaves]
+            if wanted or deferred.edges:
+                found = gradients(targets, ones, [*wanted, *deferred.edges], keep=False)
+                deferred.catch(found[len(wanted) :])
+            return deferred
+
+        first = clock.timed(input_gradient)
+        rest = clock.timed(lambda: [list(product.gradients()) for product in first.result.products])
+        return SplitBackward(first.seconds, rest.seconds)
 
     def _count(self, node: fx.Node, samples: _Samples) -> None:
         """Run the node once more under the CPU allocator's events: they slow it down, so nothing is timed."""
@@ -229,8 +262,12 @@ def _targets(call: Invocation, result: Any) -> list[torch.Tensor]:
     return call.targets(result) if call.leaves else []
 
 
+def _weights(call: Invocation) -> set[int]:
+    return {id(leaf) for leaf in call.leaves if isinstance(leaf, nn.Parameter)}
+
+
 def _backward(call: Invocation, targets: Sequence[torch.Tensor], ones: Sequence[torch.Tensor]) -> None:
-    torch.autograd.grad(targets, call.leaves, ones, allow_unused=True)
+    gradients(targets, ones, call.leaves, keep=False)
 
 
 def _quartiles(samples: Sequence[float]) -> tuple[float, float]:

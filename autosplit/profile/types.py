@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class SplitBackward:
+    """Seconds of a backward in two parts: the input gradient, and the weight gradients that are put off."""
+
+    input_s: float
+    weight_s: float
+
+
+@dataclass(frozen=True)
 class NodeProfile:
     """Cost of one node for one microbatch of ``Profile.rows`` rows (``full`` and ``shared`` nodes: for one step).
 
@@ -14,7 +22,7 @@ class NodeProfile:
     to their bytes; equal ids in two nodes are one storage. ``outputs`` maps the storages of the node's results
     likewise; ``output_bytes`` counts the elements of the results, views too: what a transfer carries.
     ``requires_grad``: gradients flow through the results. ``forward_kernels`` and ``backward_kernels`` count the
-    operations that a host issues.
+    operations that a host issues. ``split`` is what the backward takes in two parts, where that was measured.
     """
 
     name: str
@@ -30,6 +38,7 @@ class NodeProfile:
     requires_grad: bool = True
     forward_kernels: int = 0
     backward_kernels: int = 0
+    split: SplitBackward | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ class MeasuredNode(NodeTimes):
     Attributes:
         forward_range_s: lower and upper quartile of the forward's samples; ``backward_range_s`` likewise.
         samples: how many there were, those of nodes that do the same work included.
+        split: medians of the backward in two parts; the whole of it and nothing where no weight gradient can wait.
         forward_peak_bytes: the most that the device held during the forward, above what it held before the node ran;
             None where nobody counted. ``backward_peak_bytes``: during the backward, above the same.
     """
@@ -106,6 +116,7 @@ class MeasuredNode(NodeTimes):
     forward_range_s: tuple[float, float]
     backward_range_s: tuple[float, float]
     samples: int
+    split: SplitBackward
     forward_peak_bytes: int | None = None
     backward_peak_bytes: int | None = None
 

@@ -113,6 +113,7 @@ def _units(problem: Problem, unit_of: Sequence[int], count: int) -> tuple[Work, 
                 sum(work.static_bytes for work in own),
                 max(work.transient_bytes for work in own),
                 weight_s=min(sum(work.weight_s for work in own), backward_s),
+                split_s=sum(work.split_s for work in own),
                 block=next(iter(blocks)) if len(blocks) == 1 else None,
                 step_bytes=sum(work.step_bytes for work in own),
             )

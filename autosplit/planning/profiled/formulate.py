@@ -129,10 +129,14 @@ def formulate(
 
 
 def scheduled(problem: Problem, settled: ResolvedSchedule) -> Problem:
-    """Return the problem under another schedule."""
-    return replace(
+    """Return the problem of 1F1B under another schedule; a backward in two parts takes what these do."""
+    made = replace(
         problem, schedule=settled.schedule, virtual_stages=settled.virtual_stages, custom_schedule=settled.own
     )
+    if "W" not in made.schedule_of(settled.stages).kinds:
+        return made
+    works = (replace(work, backward_s=work.backward_s + work.split_s, split_s=0.0) for work in problem.works)
+    return replace(made, works=tuple(works))
 
 
 def held_copies(
@@ -204,6 +208,12 @@ class _Formulator:
     def _work(self, info: TracedNode, static_bytes: int, step_bytes: int) -> Work:
         node = self.profile.nodes[info.name]
         backward_s, transient = self._back(node)
+        weight_s, split_s = 0.0, 0.0
+        if backward_s and node.split is not None:
+            weight_s = min(node.split.weight_s, backward_s)
+            split_s = node.split.input_s + node.split.weight_s - backward_s
+        elif backward_s:
+            weight_s = self._weight_share(info.name) * backward_s
         return Work(
             info.name,
             node.forward_s,
@@ -211,7 +221,8 @@ class _Formulator:
             static_bytes,
             transient,
             info.colocation_group,
-            weight_s=self._weight_share(info.name) * backward_s,
+            weight_s=weight_s,
+            split_s=split_s,
             block=self.outline.blocks.get(info.name),
             step_bytes=step_bytes,
         )
@@ -223,17 +234,15 @@ class _Formulator:
         return node.backward_s, max(node.forward_transient_bytes, node.backward_transient_bytes)
 
     def _weight_share(self, name: str) -> float:
-        """Return which part of a node's backward only its parameters' gradients need: an estimate by FLOPs.
+        """Return which part of a node's backward is weight gradients that can wait: an estimate by FLOPs.
 
-        A matrix product takes as many FLOPs for the gradient of each operand as it took forward. Where nothing but
-        parameters wants a gradient it is all of the backward; where FLOPs say nothing, half.
+        Only those of products wait. A product takes as many FLOPs for the gradient of each operand as it took forward.
+        Where nothing but parameters wants a gradient it is all of the backward.
         """
-        if name not in self.trained:
-            return 0.0
-        if name not in self.behind_grads:
-            return 1.0
         node = self.profile.nodes[name]
-        return min(1.0, node.forward_flops / node.backward_flops) if node.backward_flops else 0.5
+        if name not in self.trained or not node.backward_flops:
+            return 0.0
+        return min(1.0, node.forward_flops / node.backward_flops) if name in self.behind_grads else 1.0
 
     def _epilogue(self, static_bytes: int) -> Work:
         """The full nodes as one work: their time once per step, their saved values once as a transient."""

@@ -26,20 +26,25 @@ from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.ladder import Trace
 
+_SCHEDULES = (("1f1b", 1), ("zb_h1", 1))
+"""What `autosplit` weighs under schedule="auto", with how many stages per device."""
+
 
 def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
     """Return the plan with the shortest simulated step for microbatches of the given sizes.
 
-    Raises InfeasibleError when the memory limit cannot hold; warns when there are fewer separable nodes than devices.
+    Under schedule="auto" a cut of the caller's runs under 1F1B. Raises InfeasibleError when the memory limit cannot hold; warns when there are fewer separable nodes than devices.
     """
     if options.cut is not None:
         case = prepare_scheduled(model, found, options, sizes=sizes)
         recompute = options.recompute or ("never",)
         stages = len(options.devices)
         return Writer(case, given(case, options.cut, recompute, stages=stages)).plan()
-    schedule = "1f1b" if options.schedule == "auto" else options.schedule
-    space = Space((options.chunks,), ((schedule, options.virtual_stages),), options.recompute)
-    choice = Choice(Sweep(model, found, replace(options, schedule=schedule), space, rows=sum(sizes)))
+    schedules: tuple[tuple[str, int], ...] = ((options.schedule, options.virtual_stages),)
+    if options.schedule == "auto":
+        schedules = _SCHEDULES if len(options.devices) > 1 else _SCHEDULES[:1]
+    space = Space((options.chunks,), schedules, options.recompute)
+    choice = Choice(Sweep(model, found, options, space, rows=sum(sizes)))
     writer = choice.finished.writer
     limits = [options.capacity_bytes(lane) for lane in range(len(options.devices))]
     if any(limit is not None and peak > limit for peak, limit in zip(writer.peaks, limits, strict=False)):

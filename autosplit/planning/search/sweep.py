@@ -69,7 +69,9 @@ class Entry:
     @cached_property
     def search(self) -> LineSearch:
         """The search; made when it is asked for. Raises ScheduleError."""
-        return LineSearch(self.sized.line, self.problem, stages=self.settled.stages)
+        alike = self.problem.works is self.sized.coarse.problem.works
+        line = self.sized.line if alike else Line(self.problem)
+        return LineSearch(line, self.problem, stages=self.settled.stages)
 
     @property
     def has_schedule(self) -> bool:
@@ -175,9 +177,12 @@ class Sweep:
         )
         try:
             settled = settle(options, parts=self._parts, microbatches=len(sized.case.sizes))
+            problem = scheduled(sized.coarse.problem, settled)
+            if "W" in problem.schedule_of(settled.stages).kinds and not (own or sized.case.costs.measured):
+                return None  # what a backward in two parts costs is not known
             if settled.warning is not None and self._wide():
                 return None
-            return Entry(sized, options, settled, scheduled(sized.coarse.problem, settled))
+            return Entry(sized, options, settled, problem)
         except ScheduleError:
             if len(self.space.schedules) == 1:
                 raise

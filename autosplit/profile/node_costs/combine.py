@@ -56,7 +56,7 @@ def profile(
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
     return Profile(
         rows=rows,
-        nodes={name: _joined(cost, times[name]) for name, cost in costs.nodes.items()},
+        nodes={name: _joined(cost, times[name], found.nodes.get(name)) for name, cost in costs.nodes.items()},
         state=_state(traced),
         input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
         input_grads={info.name: grad for info, grad in zip(placeholders, grads or (), strict=False)},
@@ -133,7 +133,7 @@ def _ratio(measured_s: Sequence[float], modelled_s: Sequence[float]) -> float:
     return sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else 1.0
 
 
-def _joined(cost: NodeCosts, times: NodeTimes) -> NodeProfile:
+def _joined(cost: NodeCosts, times: NodeTimes, measured: MeasuredNode | None) -> NodeProfile:
     return NodeProfile(
         name=cost.name,
         forward_s=times.forward_s,
@@ -148,6 +148,7 @@ def _joined(cost: NodeCosts, times: NodeTimes) -> NodeProfile:
         requires_grad=cost.requires_grad,
         forward_kernels=len(cost.forward_operations),
         backward_kernels=len(cost.backward_operations),
+        split=None if measured is None else measured.split,
     )
 
 
