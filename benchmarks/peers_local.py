@@ -77,8 +77,18 @@ def pipe_of(made: Made, schedule: str) -> Any:
 
 def ours(made: Made, schedule: str) -> Local:
     """Return our step on two lanes."""
-    pipe, loss = pipe_of(made, schedule), made.subject.loss
-    step = lambda: pipe.train_step(made.batch, target=made.target, loss_fn=loss, loss_reduction="mean")  # noqa: E731
+    return _steps_of(made, pipe_of(made, schedule))
+
+
+def default(made: Made) -> Local:
+    """Return our step on two lanes with the cut and the schedule that are the default."""
+    return _steps_of(made, autosplit(made.whole(), devices=DEVICES, chunks=CHUNKS, sample=made.batch, lanes="threads"))
+
+
+def _steps_of(made: Made, pipe: Any) -> Local:
+    step = lambda: pipe.train_step(  # noqa: E731
+        made.batch, target=made.target, loss_fn=made.subject.loss, loss_reduction="mean"
+    )
     return Local(step, made.parameters())
 
 

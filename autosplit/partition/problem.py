@@ -19,9 +19,9 @@ class Work:
 
     ``static_bytes`` adds up over a stage, of ``transient_bytes`` the largest counts. Works of equal
     ``colocation_group`` share a stage. ``weight_s`` is the part of ``backward_s`` that only weight gradients need (W of
-    a split backward). Works of equal ``block`` are recomputed together under ``recompute="block"``; None is a block of
-    its own. ``step_bytes`` add up beside ``static_bytes`` in the optimizer's step, when nothing else is held; only the
-    search in units counts them.
+    a split backward), and ``split_s`` how much longer than ``backward_s`` the two parts take together. Works of equal
+    ``block`` are recomputed together under ``recompute="block"``; None is a block of its own. ``step_bytes`` add up
+    beside ``static_bytes`` in the optimizer's step, when nothing else is held; only the search in units counts them.
     """
 
     name: str

@@ -105,7 +105,7 @@ def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
 
     As many microbatches as devices, twice, four times, ... as many, as far as there are rows; behind 16 times as many a
     step gets little shorter, and one more is for what only fits in smaller ones. A backward in two parts is left to
-    those who ask for it: what splitting costs is not in the profile.
+    those who ask for it: what splitting costs is known of measured times only.
     """
     lanes = len(options.devices)
     chunks: tuple[int, ...] = (options.chunks,)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.backward import DeferredWeightGrads, deferrable, defer_weight_gradients, gradients
+from autosplit.backward import DeferredWeightGrads, defer_weight_gradients, deferrable, gradients
 from autosplit.devices import Allocations, Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes

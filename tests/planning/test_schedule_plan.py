@@ -17,8 +17,11 @@ from autosplit.options import Options
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request import ask, settle
 from autosplit.planning.timeline import predicted
+from autosplit.profile.node_costs import combine
+from autosplit.profile.types import MeasuredNode, MeasuredTimes, SplitBackward
 from autosplit.schedule import catalog
 from autosplit.schedule.files import dump_actions
+from autosplit.trace.graph import TracedGraph
 from tests.models.blocks import wide_blocks
 
 WIDTH, ROWS, CHUNKS = 16, 8, 4
@@ -35,6 +38,37 @@ def planned(depth: int = 6, *, devices: int = 2, chunks: int = CHUNKS, **options
 def saved(path: Path, text: str) -> Path:
     path.write_text(text, newline="")
     return path
+
+
+def taking(monkeypatch: pytest.MonkeyPatch, *, split_s: float) -> None:
+    """Have every layer measured as 1 s forward and 2 s backward, and the backward in two equal parts as ``split_s``."""
+    split = SplitBackward(split_s / 2, split_s / 2)
+
+    def measure(traced: TracedGraph, **_: Any) -> MeasuredTimes:
+        known = MeasuredNode(1.0, 2.0, (1.0, 1.0), (2.0, 2.0), 1, split)
+        return MeasuredTimes({info.name: known for _, info in traced.compute_nodes()}, "cpu")
+
+    monkeypatch.setattr(combine, "measure_nodes", measure)
+
+
+@pytest.mark.parametrize(("split_s", "chosen"), [(2.0, "zb_h1"), (2.1, "zb_h1"), (3.0, "1f1b")])
+def test_auto_is_what_is_predicted_faster_with_what_a_split_backward_takes(
+    monkeypatch: pytest.MonkeyPatch, split_s: float, chosen: str
+) -> None:
+    taking(monkeypatch, split_s=split_s)
+    found, one, two = (planned(schedule=schedule) for schedule in ("auto", "1f1b", "zb_h1"))
+    assert found.schedule == chosen
+    assert found.step_s == min(one.step_s, two.step_s)
+    for plan, backward_s, weight_s in ((one, 2.0, split_s / 2), (two, split_s, split_s / 2)):
+        nodes = sum(stage.forward_s for stage in plan.stages)
+        assert sum(stage.backward_s for stage in plan.stages) == pytest.approx(nodes * backward_s)
+        assert sum(stage.weight_s for stage in plan.stages) == pytest.approx(nodes * weight_s)
+
+
+def test_auto_is_1f1b_on_one_device_and_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(devices=1).schedule == "1f1b"
+    monkeypatch.setattr(combine, "measure_nodes", lambda *_, **__: MeasuredTimes({}, "cpu"))
+    assert planned().schedule == "1f1b"
 
 
 def test_the_names_are_the_catalogs() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autosplit.options import Sample
 from autosplit.profile.node_costs.combine import profile
-from autosplit.profile.types import MeasuredNode, Profile
+from autosplit.profile.types import MeasuredNode, Profile, SplitBackward
 from autosplit.report.costs import CostReport, cost_report, module_rows, readable_depth, render_costs
 from autosplit.report.words import format_count
 from autosplit.trace.graph import TracedGraph
@@ -55,7 +55,14 @@ def report_of(recorded: TracedGraph, found: Profile | None = None) -> CostReport
 def measured(found: Profile, *, without: str) -> Profile:
     """Return a profile as if all but one node had been measured, twice as slow at worst as at best."""
     samples = {
-        name: MeasuredNode(n.forward_s, n.backward_s, (n.forward_s / 2, n.forward_s), (n.backward_s, n.backward_s), 7)
+        name: MeasuredNode(
+            n.forward_s,
+            n.backward_s,
+            (n.forward_s / 2, n.forward_s),
+            (n.backward_s, n.backward_s),
+            7,
+            SplitBackward(n.backward_s, 0.0),
+        )
         for name, n in found.nodes.items()
         if name != without
     }

@@ -33,7 +33,8 @@ _SCHEDULES = (("1f1b", 1), ("zb_h1", 1))
 def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
     """Return the plan with the shortest simulated step for microbatches of the given sizes.
 
-    Under schedule="auto" a cut of the caller's runs under 1F1B. Raises InfeasibleError when the memory limit cannot hold; warns when there are fewer separable nodes than devices.
+    A cut of the caller's runs under 1F1B where schedule="auto". Raises InfeasibleError when the memory limit cannot
+    hold; warns when there are fewer separable nodes than devices.
     """
     if options.cut is not None:
         case = prepare_scheduled(model, found, options, sizes=sizes)
