@@ -68,8 +68,8 @@ def autosplit(
             dict by name; None in it means no batch dimension. An input that is left out has its batch in its first
             dimension where that has the batch's size: the one named here, or that of the first input.
         schedule: the order of work in `train_step`, and what the plan predicts: "auto" (1f1b or zb_h1), "gpipe",
-            "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward" (no backward), or the path of an action file:
-            a CSV as `torch.distributed.pipelining` has it, a row per device, with cells such as 0F0.
+            "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v", "forward" (no backward), or the path of an action
+            file: a CSV as `torch.distributed.pipelining` has it, a row per device, with cells such as 0F0.
         virtual_stages: stages per device: 2 or more under interleaved and looped_bfs, 2 under zb_v, else 1; left out,
             what the schedule takes.
         memory_limit: bytes per device that the plan must respect, or text such as "70GiB"; taken literally.
