@@ -178,8 +178,9 @@ class Sweep:
         try:
             settled = settle(options, parts=self._parts, microbatches=len(sized.case.sizes))
             problem = scheduled(sized.coarse.problem, settled)
-            if "W" in problem.schedule_of(settled.stages).kinds and not (own or sized.case.costs.measured):
-                return None  # what a backward in two parts costs is not known
+            splits = "W" in problem.schedule_of(settled.stages).kinds
+            if splits and len(self.space.schedules) > 1 and not sized.case.costs.measured:
+                return None  # what a backward in two parts takes is not known
             if settled.warning is not None and self._wide():
                 return None
             return Entry(sized, options, settled, problem)
