@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import torch
 from torch import fx, nn
 
 from autosplit.trace.graph import INFO, LENGTH, NodeClass, TracedNode
@@ -67,22 +68,23 @@ def batched_nodes(graph: fx.Graph, effects: Effects, batched_inputs: Collection[
 
 def mixing_nodes(graph: fx.Graph, root: nn.Module, batched: Collection[fx.Node], findings: Findings) -> set[fx.Node]:
     """Return the batch-dependent nodes that mix rows by their structure, whatever the values are."""
-    made_up = None if findings.probed else without_values(graph, root)
-    return {
-        node
-        for node in graph.nodes
-        if node in batched
-        and node.op != "placeholder"
-        and INFO in node.meta
-        and not takes_shape_only(node, root)
-        and (
-            any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
-            or (node.meta[INFO].whole and not _is_alone(node.meta[INFO], root, findings.alone))
-            or permutes_at_random(node, root)
-            or (made_up is not None and made_up.mixes_made_up(node))
-            or mixes_gradients(node, root)
-        )
-    }
+    with torch.device("cpu"):  # made-up values lie there, also in a context that makes meta tensors
+        made_up = None if findings.probed else without_values(graph, root)
+        return {
+            node
+            for node in graph.nodes
+            if node in batched
+            and node.op != "placeholder"
+            and INFO in node.meta
+            and not takes_shape_only(node, root)
+            and (
+                any(tensor.batch_dim is None for tensor in node.meta[INFO].tensors)
+                or (node.meta[INFO].whole and not _is_alone(node.meta[INFO], root, findings.alone))
+                or permutes_at_random(node, root)
+                or (made_up is not None and made_up.mixes_made_up(node))
+                or mixes_gradients(node, root)
+            )
+        }
 
 
 def _is_alone(info: TracedNode, root: nn.Module, alone: Collection[str]) -> bool:

@@ -67,6 +67,8 @@ class ReadLog(TorchFunctionMode):
         self.outcomes[site].append(_outcome(out))
         if self.forced is not None and self.forced[0] == site:
             if self.emptied:
+                if id(args[0]) not in self.masks:
+                    raise RuntimeError(f"{file}:{line} does not ask whether a mask has any entry")
                 self.masks[id(args[0])][1].zero_()
             return self.forced[1](out)
         return out
