@@ -27,28 +27,21 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from autosplit.runtime.lanes.ambient import is_transformed
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import CallState, CellContext
 
 _SIGNATURES = {function: inspect.signature(function) for function in (F.batch_norm, F.instance_norm)}
 _COUNTING = (torch.Tensor.add_, torch.Tensor.add, torch.Tensor.__float__)
 """What a module does with its counter."""
-_FAR = 64
-"""A mean this many standard deviations from zero is rounded by more than the variance of several parts can bear."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a norm saw in one microbatch: values per channel, and their mean and unbiased variance, [channels] each.
-
-    ``off`` is by how much the mean was rounded, [channels] in float64; None where that is too little to matter.
-    """
+    """What a norm saw in one microbatch: values per channel, and their mean and unbiased variance, [channels] each."""
 
     count: int
     mean: torch.Tensor
     variance: torch.Tensor
-    off: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -85,7 +78,7 @@ class Use:
     def _seen(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and unbiased variance over all values of several parts."""
         total = sum(part.count for part in parts)
-        means = [part.mean.double() if part.off is None else part.mean.double() + part.off for part in parts]
+        means = [part.mean.double() for part in parts]
         mean, variance = torch.zeros_like(means[0]), torch.zeros_like(means[0])
         for part, own in zip(parts, means, strict=True):
             mean += own * (part.count / total)
@@ -93,10 +86,7 @@ class Use:
             if self.averaged:
                 variance += part.variance * (part.count / total)
                 continue
-            squares = part.variance.double() * (part.count - 1) + (own - mean).square() * part.count
-            if part.off is not None:
-                squares -= part.off.square() * part.count
-            variance += squares / (total - 1)
+            variance += (part.variance.double() * (part.count - 1) + (own - mean).square() * part.count) / (total - 1)
         return mean, variance
 
 
@@ -207,24 +197,7 @@ def norm_and_collect_stats(
         )
     own, spread = torch.zeros_like(mean), torch.zeros_like(var)
     output = function(value, own, spread, weight, bias, True, 1.0, eps)
-    if function is F.instance_norm:
-        part = Part(value.shape[0], own, spread)
-    else:
-        part = Part(value.numel() // value.shape[1], own, spread, _rounded(value, own, spread))
+    count = value.shape[0] if function is F.instance_norm else value.numel() // value.shape[1]
+    part = Part(count, own, spread)
     note.statistics.setdefault(note.name, note.use).parts.setdefault(note.microbatch, part)
     return output
-
-
-def _rounded(value: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor | None:
-    """Return by how much a kernel rounded the means of a value, in float64; None where it does not matter.
-
-    Looked at on the CPU only, where a look at a number costs no wait.
-    """
-    if mean.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
-        return None
-    if not (mean * mean > _FAR**2 * var).any():
-        return None
-    with torch.no_grad():
-        shape = [-1 if dim == 1 else 1 for dim in range(value.dim())]
-        over = [dim for dim in range(value.dim()) if dim != 1]
-        return (value.detach() - mean.view(shape)).mean(over, dtype=torch.float64)
