@@ -9,6 +9,7 @@ from functools import partial
 from itertools import combinations
 
 from autosplit.report.document import DEFAULT_WIDTH, Section, as_text, column
+from autosplit.report.words import size_words
 from autosplit.units import format_bytes, format_seconds
 from cost_models import DeviceSpec, LinkSpec, MachineSpec, Source, device, find, machine, machine_names, names
 from cost_models.specs import Spec
@@ -48,7 +49,9 @@ def _devices(title: str, specs: Iterable[DeviceSpec]) -> Section:
     trust = " ".join(status[0] for status in STATUSES)
     columns = (
         column("device", rows, lambda spec: spec.name, align="left"),
-        column("usable", rows, lambda spec: "its host's" if spec.usable_bytes is None else _size(spec.usable_bytes)),
+        column(
+            "usable", rows, lambda spec: "its host's" if spec.usable_bytes is None else size_words(spec.usable_bytes)
+        ),
         column("TB/s", rows, lambda spec: _tera(spec.memory_bandwidth_bytes_per_s)),
         *(column(dtype, rows, partial(_rate, dtype=dtype)) for dtype in RATES),
         column("peer", rows, lambda spec: _giga(spec.peer_link)),
@@ -67,7 +70,7 @@ def _machines() -> Section:
     columns = (
         column("machine", rows, lambda spec: spec.name, align="left"),
         column("neighbours' link", rows, lambda spec: spec.link(0, 1).name, align="left"),
-        column("host memory", rows, lambda spec: _size(spec.host.memory_bytes), align="left"),
+        column("host memory", rows, lambda spec: size_words(spec.host.memory_bytes), align="left"),
         column("what it is", rows, lambda spec: spec.notes, align="left"),
     )
     return Section("Machines", columns=columns)
@@ -116,10 +119,6 @@ def _value(name: str, value: float | int | str) -> str:
     if name.endswith("_bytes"):
         return format_bytes(value)
     return format_seconds(value) if name.endswith("_s") else str(value)
-
-
-def _size(count: int | None) -> str:
-    return "-" if count is None else format_bytes(count)
 
 
 def _rate(spec: DeviceSpec, dtype: str) -> str:

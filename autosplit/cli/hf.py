@@ -122,8 +122,7 @@ def default_inputs(
 def _labels(model: nn.Module, *, batch: int, tokens: int, vocabulary: int | None, needed: bool) -> Iterator[InputSpec]:
     """Yield what the model of a language or of images makes its loss from, where it has such a head."""
     config: Any = model.config
-    modeling = _transformers().models.auto.modeling_auto
-    kind = next((head for head in _HEADS if _is_head(model, getattr(modeling, head, {}))), None)
+    kind = next((head for head, classes in _heads(config) if type(model) in classes), None)
     classes = getattr(config, "num_labels", None)
     if "labels" in inspect.signature(model.forward).parameters:
         if kind == _IMAGE_HEAD and classes:
@@ -136,12 +135,14 @@ def _labels(model: nn.Module, *, batch: int, tokens: int, vocabulary: int | None
         raise InputError(f"it is not known which labels {type(model).__name__} makes a loss from; give --input")
 
 
-def _is_head(model: nn.Module, mapping: Any) -> bool:
-    config: Any = model.config
-    if type(config) not in mapping:
-        return False
-    found = mapping[type(config)]
-    return type(model) in (found if isinstance(found, tuple) else (found,))
+def _heads(config: Any) -> Iterator[tuple[str, tuple[type, ...]]]:
+    """Yield the heads that transformers has for a config, and their classes."""
+    modeling = _transformers().models.auto.modeling_auto
+    for head in _HEADS:
+        mapping = getattr(modeling, head, {})
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            yield head, found if isinstance(found, tuple) else (found,)
 
 
 def _tokens(config: Any) -> int:
@@ -218,14 +219,10 @@ def _model_class(transformers: Any, config: Any) -> Any:
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if is_model and getattr(found, "config_class", None) in (None, type(config)):
         return found
-    modeling = transformers.models.auto.modeling_auto
-    for mapping in (getattr(modeling, head, {}) for head in _HEADS):
-        if type(config) in mapping:
-            chosen = mapping[type(config)]
-            chosen = chosen[0] if isinstance(chosen, tuple) else chosen
-            if named is not None:
-                warnings.warn(f"transformers has no {named} for this config; {chosen.__name__} is taken", stacklevel=2)
-            return chosen
+    for _, (chosen, *_) in _heads(config):
+        if named is not None:
+            warnings.warn(f"transformers has no {named} for this config; {chosen.__name__} is taken", stacklevel=2)
+        return chosen
     raise InputError(f"transformers has no model for a config of {config.model_type}; name one in its architectures")
 
 

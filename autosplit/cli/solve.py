@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from autosplit.checks import choose
 from autosplit.cli.common import DONE, Debug, beside_stdout, command, on_terminal
 from autosplit.errors import InfeasibleError, InputError
 from autosplit.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from autosplit.partition.solve import Objective, Partition
+    from autosplit.partition.solve import Partition
     from autosplit.partition.workload import Workload
 
-OBJECTIVES = ("bottleneck", "step_time")
-SCHEDULES = ("gpipe", "1f1b")
 _MS_PER_S = 1e3
 _NAME_WIDTH = 32
 
@@ -51,10 +48,10 @@ def solve_command(
     ],
     stages: Annotated[int, typer.Option(min=1, help="Number of stages, one per device.")],
     objective: Annotated[
-        str, typer.Option(help="What is made least: bottleneck, or step_time (simulated).")
+        Literal["bottleneck", "step_time"], typer.Option(help="What is made least; step_time is simulated.")
     ] = "bottleneck",
     microbatches: Annotated[int, typer.Option(min=1, help="Of a step; counts for step_time.")] = 8,
-    schedule: Annotated[str, typer.Option(help=f"{' or '.join(SCHEDULES)}; counts for step_time.")] = "1f1b",
+    schedule: Annotated[Literal["gpipe", "1f1b"], typer.Option(help="Counts for step_time.")] = "1f1b",
     memory_cap: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Of a stage, such as 16GiB (default: the file's mem_cap).")
     ] = None,
@@ -71,8 +68,6 @@ def solve_command(
     from autosplit.partition.solve import solve
     from autosplit.partition.workload import load_workload
 
-    choose("--objective", objective, OBJECTIVES)
-    choose("--schedule", schedule, SCHEDULES)
     if time_limit is not None and not time_limit > 0:
         raise InputError(f"--time-limit {time_limit} is no number of seconds above 0")
     found = load_workload(workload)
@@ -85,9 +80,7 @@ def solve_command(
     try:
         require_separable(problem, stages=stages)
         with beside_stdout():
-            partition = solve(
-                problem, stages=used, objective=cast("Objective", objective), empty=True, time_limit_s=time_limit
-            )
+            partition = solve(problem, stages=used, objective=objective, empty=True, time_limit_s=time_limit)
     except InfeasibleError as error:
         if prints_json:
             nothing = dict.fromkeys(("assignment", "bottleneck", "lower_bound"))

@@ -188,7 +188,9 @@ def _facts(plan: Plan, found: Beside) -> Iterator[tuple[str, str]]:
         yield "step", f"{format_seconds(found.predicted_step_s)} predicted; only bytes were counted, not the time"
     else:
         words = f"{format_seconds(found.predicted_step_s)} predicted, {format_seconds(found.step_s)} measured"
-        yield "step", words + _ratio(found.step_s, found.predicted_step_s)
+        if found.predicted_step_s:
+            words += f", {found.step_s / found.predicted_step_s:.2f} times the prediction"
+        yield "step", words
     yield from _host(plan, measured)
     if measured.whole is not None:
         yield "as one", f"the step ran as one piece: {measured.whole}"
@@ -244,7 +246,3 @@ def _busy_s(timeline: StepTimeline, lanes: int) -> list[float]:
 
 def _idle(busy_s: float, step_s: float) -> float:
     return max(0.0, 1 - busy_s / step_s) if step_s else 0.0
-
-
-def _ratio(measured_s: float, predicted_s: float) -> str:
-    return f", {measured_s / predicted_s:.2f} times the prediction" if predicted_s else ""

@@ -17,7 +17,7 @@ from torch import fx, nn
 from autosplit.planning.plan.record import Record
 from autosplit.profile.types import Profile
 from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
-from autosplit.report.words import format_count, plural, shorten
+from autosplit.report.words import format_count, plural, shorten, size_words
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.units import format_bytes, format_seconds
 
@@ -280,16 +280,12 @@ def _figures(rows: Sequence[Row]) -> list[Column]:
         column("fwd FLOPs", rows, lambda row: format_count(row.total("forward_flops"))),
         column("bwd FLOPs", rows, lambda row: format_count(row.total("backward_flops"))),
         column("saved", rows, lambda row: format_bytes(row.saved_bytes)),
-        column("transient", rows, lambda row: _size(row.largest("transient_bytes"))),
+        column("transient", rows, lambda row: size_words(row.largest("transient_bytes"))),
         column("output", rows, lambda row: format_bytes(row.output_bytes)),
     ]
     if any(row.largest("peak_bytes") is not None for row in rows):
-        columns.append(column("peak", rows, lambda row: _size(row.largest("peak_bytes"))))
+        columns.append(column("peak", rows, lambda row: size_words(row.largest("peak_bytes"))))
     return columns
-
-
-def _size(count: int | None) -> str:
-    return "-" if count is None else format_bytes(count)
 
 
 def _marked(row: Row) -> str:

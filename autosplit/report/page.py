@@ -16,7 +16,7 @@ from typing import Any
 from autosplit.planning.explain.verdicts import binding
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, LaneCurve
-from autosplit.planning.timeline import Bar, StepTimeline
+from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import printable
 from autosplit.report.prediction import changes, is_this_plan, memory_words, needs_words, prediction, proof, verdicts
@@ -183,17 +183,14 @@ def _recorded(schedule: Schedule, seen: Beside) -> dict[str, Any]:
     bars = {Action(bar.stage, bar.kind, bar.microbatch): bar for bar in measured.bars}
     same = measured.timed and measured.whole is None and set(bars) == set(schedule)
     lanes = [[bars[action] for action in lane] for lane in schedule.lanes] if same else []
+    counted = any(bar.held_bytes is not None for bar in measured.bars)
     return {
         "step": round(measured.step_s, 9),
         "lanes": [[round(time, 9) for bar in lane for time in (bar.start_s, bar.end_s)] for lane in lanes],
-        "held": [[bar.held_bytes for bar in lane] for lane in lanes] if _counted(lanes) else None,
+        "held": [[bar.held_bytes for bar in lane] for lane in lanes] if same and counted else None,
         "peaks": [one.peak_bytes for one in seen.devices],
         "why": None if same else _why_not_drawn(measured),
     }
-
-
-def _counted(lanes: list[list[Bar]]) -> bool:
-    return any(bar.held_bytes is not None for lane in lanes for bar in lane)
 
 
 def _why_not_drawn(measured: StepTimeline) -> str:

@@ -8,7 +8,7 @@ from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_v
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative
 from autosplit.report.document import Section, column, room_beside, table_width
-from autosplit.report.words import clip, format_rate, numbers, plural, recompute_words, schedule_words
+from autosplit.report.words import clip, format_rate, numbers, plural, recompute_words, schedule_words, size_words
 from autosplit.units import format_bytes, format_seconds
 
 COLLAPSED_SHARE = 0.5
@@ -147,7 +147,7 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
     columns = (
         column("needs", rows, lambda row: format_bytes(row.peak_bytes)),
         *([column("range", rows, _range, align="left")] if ranged else []),
-        column("has", rows, lambda row: _size(row.capacity_bytes)),
+        column("has", rows, lambda row: size_words(row.capacity_bytes)),
         column("verdict", rows, lambda row: row.verdict or "-", align="left"),
         column("most of it", rows, _most, align="left"),
     )
@@ -205,10 +205,6 @@ def _range(row: DeviceVerdict) -> str:
     low, high = format_bytes(row.low_bytes), format_bytes(row.high_bytes)
     (number, unit), other = low.split(), high.split()[1]
     return f"{number if unit == other else low} to {high}"
-
-
-def _size(count: int | None) -> str:
-    return "-" if count is None else format_bytes(count)
 
 
 def _most(row: DeviceVerdict) -> str:

@@ -33,7 +33,7 @@ from autosplit.report.document import (
     table_width,
 )
 from autosplit.report.prediction import changes, frontier, prediction, shares, verdicts
-from autosplit.report.words import covers, fit_modules, format_count, plural, repeats, shorten, some_numbers
+from autosplit.report.words import covers, fit_modules, format_count, plural, repeats, shorten, size_words, some_numbers
 from autosplit.units import format_bytes, format_seconds
 
 NARROWEST_MODULES = 24
@@ -205,12 +205,8 @@ def _memory_columns(plan: Plan) -> list[Column]:
         column("peak", plan.stages, lambda stage: format_bytes(stage.memory.peak_bytes)),
     ]
     if any(stage.memory.capacity_bytes is not None for stage in plan.stages):
-        columns.append(column("capacity", plan.stages, _capacity))
+        columns.append(column("capacity", plan.stages, lambda stage: size_words(stage.memory.capacity_bytes)))
     return columns
-
-
-def _capacity(stage: StagePlan) -> str:
-    return "-" if stage.memory.capacity_bytes is None else format_bytes(stage.memory.capacity_bytes)
 
 
 def _sends(plan: Plan, stage: StagePlan) -> str:

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from autosplit.planning.plan.diff import prefixes
 from autosplit.planning.plan.plan import Plan
+from autosplit.units import format_bytes
 
 RANGES = 4
 """How many ranges of numbers are listed at most."""
@@ -86,6 +87,11 @@ def some_numbers(found: Iterable[int]) -> str:
     ordered = sorted(found)
     text = numbers(ordered)
     return text if text.count(",") < RANGES else f"{len(ordered)} of {ordered[0]}-{ordered[-1]}"
+
+
+def size_words(count: int | None) -> str:
+    """Return a number of bytes, or a dash for one that is not known."""
+    return "-" if count is None else format_bytes(count)
 
 
 def plural(count: int, word: str) -> str:

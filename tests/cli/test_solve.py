@@ -155,9 +155,12 @@ def test_colours_that_leave_nothing_to_cut_exit_with_1(run: Run, written: Callab
         ((), "--stages"),
         (
             ("--stages", 2, "--objective", "speed"),
-            "--objective='speed' is not available; valid: 'bottleneck', ",
+            "'speed' is not one of 'bottleneck', 'step_time'",
         ),
-        (("--stages", 2, "--schedule", "zb_h1"), "--schedule='zb_h1' is not available; valid: 'gpipe', '1f1b'"),
+        (
+            ("--stages", 2, "--schedule", "zb_h1"),
+            "'zb_h1' is not one of 'gpipe', '1f1b'",
+        ),
         (("--stages", 2, "--microbatches", 0), "--microbatches"),
         (("--stages", 2, "--memory-cap", "much"), "'much' is no size in bytes"),
         (("--stages", 2, "--memory-cap", "9" * 400), "is no number of bytes"),
