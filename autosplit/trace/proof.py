@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from autosplit.trace.graph import INFO
+from autosplit.trace.inputs.signature import GradAutocastState
 from autosplit.trace.recording.build import RawGraph
 from autosplit.trace.recording.gather import Gathered
-from autosplit.trace.recording.recording import GradAutocastState
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.scope import has_hooks, has_module_hooks
 

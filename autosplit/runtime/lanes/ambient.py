@@ -20,7 +20,7 @@ from torch import overrides
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch as dispatch
 
-from autosplit.trace.recording.recording import GradAutocastState
+from autosplit.trace.inputs.signature import GradAutocastState
 
 _SMALLEST_NORMAL = sys.float_info.min
 

@@ -25,7 +25,6 @@ from autosplit.trace.borrowed.holders import (
 )
 from autosplit.trace.graph import LEAST, Length, lengths_in
 from autosplit.trace.inputs.objects import layout_of, one_tensor
-from autosplit.trace.recording.recording import GradAutocastState
 
 _DEPTH = 3
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -71,6 +70,34 @@ class Kind:
         if self.rest != key.rest:
             return None
         return varying(_tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims)), self.lengths)
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Autocast of one device type: whether it is on, and its dtype."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class GradAutocastState:
+    """The thread-local state under which an operation ran: grad mode and autocast."""
+
+    grad: bool
+    autocast: tuple[AutocastState, ...]
+
+    @classmethod
+    def current(cls) -> GradAutocastState:
+        """Return the state of this thread."""
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        states = (AutocastState(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        return cls(torch.is_grad_enabled(), tuple(states))
+
+    def differing(self, root: GradAutocastState) -> GradAutocastState:
+        """Keep only the autocast states that are not the root's; the grad mode stays."""
+        return GradAutocastState(self.grad, tuple(s for s in self.autocast if s not in root.autocast))
 
 
 def key_of(

@@ -22,12 +22,12 @@ from torch.fx.node import map_aggregate
 
 from autosplit.errors import TraceError
 from autosplit.trace.graph import ROWS, Length, Size, TensorInfo, affine, evaluate
+from autosplit.trace.inputs.signature import GradAutocastState
 from autosplit.trace.recording.random_watch import Draw
 from autosplit.trace.recording.recording import (
     Attribute,
     Call,
     Differs,
-    GradAutocastState,
     Recording,
     Ref,
     mapped_together,

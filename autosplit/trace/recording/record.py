@@ -30,6 +30,7 @@ from autosplit.trace.borrowed.logged import LoggedNumber, log_item
 from autosplit.trace.borrowed.side_effects import by_hooks, check_own
 from autosplit.trace.borrowed.state_calls import assign_buffers, give_back, track_mutation, track_state
 from autosplit.trace.inputs.objects import is_object, projections, storage_key, take_apart, tensors_in
+from autosplit.trace.inputs.signature import GradAutocastState
 from autosplit.trace.reads.assertions import assertion_here, record_check
 from autosplit.trace.recording.random_watch import RandomWatch
 from autosplit.trace.recording.recording import (
@@ -38,7 +39,6 @@ from autosplit.trace.recording.recording import (
     VALUE_READS,
     Attribute,
     Call,
-    GradAutocastState,
     Reader,
     Recording,
     Ref,

@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from torch.fx.node import map_aggregate
 
 from autosplit.errors import TraceError, is_internal
 from autosplit.trace.inputs.objects import Layout, Structure, layout_of
+from autosplit.trace.inputs.signature import GradAutocastState
 from autosplit.trace.recording.random_watch import Draw
 
 VALUE_READS = frozenset(
@@ -202,34 +202,6 @@ def raised_line(error: BaseException) -> str:
 def where(path: str) -> str:
     """Return a module's path in words."""
     return f"module {path!r}" if path else "the model's own forward"
-
-
-@dataclass(frozen=True)
-class AutocastState:
-    """Autocast of one device type: whether it is on, and its dtype."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class GradAutocastState:
-    """The thread-local state under which an operation ran: grad mode and autocast."""
-
-    grad: bool
-    autocast: tuple[AutocastState, ...]
-
-    @classmethod
-    def current(cls) -> GradAutocastState:
-        """Return the state of this thread."""
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        states = (AutocastState(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-        return cls(torch.is_grad_enabled(), tuple(states))
-
-    def differing(self, root: GradAutocastState) -> GradAutocastState:
-        """Keep only the autocast states that are not the root's; the grad mode stays."""
-        return GradAutocastState(self.grad, tuple(s for s in self.autocast if s not in root.autocast))
 
 
 def under(ambient: GradAutocastState, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ from autosplit.trace.graph import (
     lengths_in,
     symbols_in,
 )
-from autosplit.trace.inputs.signature import Shape
+from autosplit.trace.inputs.signature import GradAutocastState, Shape
 from autosplit.trace.recording.merge import (
     BATCH_SIZES,
     MergedCall,
@@ -45,7 +45,6 @@ from autosplit.trace.recording.merge import (
 from autosplit.trace.recording.random_watch import Draw
 from autosplit.trace.recording.recording import (
     Differs,
-    GradAutocastState,
     Recording,
     Refusal,
     Unexpected,
