@@ -22,7 +22,8 @@ class StaticBytes:
     Attributes:
         parameters: parameters, buffers and copies of tied parameters: held all along.
         optimizer: master weights and state.
-        whole_batch: values of the whole batch, such as random masks: held from the stage's first action to its last.
+        whole_batch: values of the whole batch, such as random masks, and what runs on it: held from the stage's first
+            action to its last.
     """
 
     parameters: tuple[int, ...] = ()
@@ -51,11 +52,13 @@ class DeviceReplay:
         moments: the highest moment of each action; the last entry is the optimizer's where there is one.
         left: what it holds when the step ends.
         held: what each of its stages held at the peak, but for what was transient or on its way.
+        guessed_bytes: the most scratch of one kernel that nobody measured.
     """
 
     moments: tuple[Moment, ...]
     left: Mapping[MemoryKind, int]
     held: Mapping[int, Mapping[MemoryKind, int]]
+    guessed_bytes: int
 
     @property
     def peak(self) -> Moment:
@@ -66,6 +69,15 @@ class DeviceReplay:
     def peak_bytes(self) -> int:
         """The most that was held."""
         return self.peak.total_bytes
+
+    @property
+    def running(self) -> int:
+        """The stage whose action ran at the peak; in the optimizer's step the device's first."""
+        return min(self.held) if self.peak.action is None else self.peak.action.stage
+
+    def of(self, stage: int, *kinds: MemoryKind) -> int:
+        """Return the bytes of some kinds that a stage held at the peak."""
+        return sum(self.held[stage].get(kind, 0) for kind in kinds)
 
 
 def replay(
@@ -139,7 +151,8 @@ def _device(lane: Lane, finish: Sequence[Change]) -> DeviceReplay:
         moments.append(Moment(None, _sum(*live.values(), {"transient": transient})))
         if moments[-1].total_bytes > most:
             held = {stage: _sum(each) for stage, each in live.items()}
-    return DeviceReplay(tuple(moments), _sum(*live.values()), held)
+    guessed_bytes = max((lane.traces[stage].guessed_bytes for stage in live), default=0)
+    return DeviceReplay(tuple(moments), _sum(*live.values()), held, guessed_bytes)
 
 
 def _sum(*each: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:

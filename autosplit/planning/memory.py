@@ -1,15 +1,44 @@
-"""How much every stage of a plan holds: its nodes traced on fake tensors, the schedule's actions replayed over that."""
+"""How much every stage of a plan holds, and between which bytes a device's peak may come out.
+
+A stage's nodes are traced on fake tensors, and the schedule's actions replayed over that. The range is what no trace of
+tensors tells, and by how much that can be wrong:
+
+```
+    low     peak − lists − guessed                               tensors alone: the allocator wastes nothing
+    high    peak + guessed + estimated    + two cuBLAS workspaces + fragments
+```
+
+The rule, for devices with CUDA's allocator whose own memory is the limit:
+
+- *lists*: what the optimizer's step holds beside its state. Torch's default on CUDA (``foreach``) has lists as large as
+  the parameters; which kind runs is the caller's, and ``fused=True`` has none.
+- *guessed*: scratch of kernels that nobody measured (``Workspace.source == "unknown"``): it may be nothing, or twice.
+- *estimated*: where an operation did not run on fake tensors, what it saves was taken from what it is given; a tenth of
+  all that is no state is added.
+- *cuBLAS* keeps a workspace per handle in the allocator's memory: one for the forward's thread, another for autograd's.
+  Where nothing calls it there is none, and the peak is that of tensors: so the least has none, and a peak lies in its
+  own range.
+- *fragments*: what the allocator reserves beyond what is asked for, as `memory.allocator` simulates it without
+  expandable segments; states are made once and leave no gaps, so it is a share of all else.
+
+The CUDA context and what the driver keeps are no part of it: they are taken from the capacity. There is no NCCL in one
+process. A limit that was given is a limit of what tensors take, and is held against the peak alone. CPU lanes have no
+range: their peaks were within 0.4% of the allocator's for transformers, 4% for others (``benchmarks/memory_pipe.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import fx
 
-from autosplit.memory.pieces import Change, MemoryKind, Recompute, StageTraces
+from autosplit.memory.allocator import device_changes, simulate_allocator
+from autosplit.memory.pieces import Change, Recompute, StageTraces
 from autosplit.memory.replay import DeviceReplay, StaticBytes, optimizer_changes, replay
 from autosplit.options import Options
 from autosplit.planning.profiled.formulate import held_copies, state_bytes
@@ -17,10 +46,16 @@ from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.profile.stage_trace.trace_memo import TraceMemo, Wanted
 from autosplit.profile.types import Profile, StateProfile
+from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
+
+ESTIMATED_SHARE = 0.1
+"""Of what is no state, where operations are estimates."""
+_MOST_CHANGES = 200_000
+"""How many changes of a step are played through the simulated allocator."""
 
 
 @dataclass(frozen=True)
@@ -85,35 +120,6 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class DevicePeak:
-    """A device's step, and the moment of it at which it holds the most.
-
-    Attributes:
-        epilogue_bytes: what the nodes that run once per step, on the whole batch, add on the last stage's device.
-        guessed_bytes: the most scratch of one kernel that nobody measured.
-    """
-
-    step: DeviceReplay
-    epilogue_bytes: int
-    guessed_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """All that it holds then."""
-        return self.step.peak_bytes + self.epilogue_bytes
-
-    @property
-    def running(self) -> int:
-        """The stage whose action runs then; in the optimizer's step the device's first."""
-        action = self.step.peak.action
-        return min(self.step.held) if action is None else action.stage
-
-    def of(self, stage: int, *kinds: MemoryKind) -> int:
-        """Return the bytes of some kinds that a stage holds then."""
-        return sum(self.step.held[stage].get(kind, 0) for kind in kinds)
-
-
-@dataclass(frozen=True)
 class ReplayedStage:
     """What a stage's microbatches do, and what it holds beside them."""
 
@@ -122,8 +128,8 @@ class ReplayedStage:
 
 
 @phase("replaying memory")
-def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DevicePeak, ...]:
-    """Return each device's fullest moment in one training step, the optimizer's among them.
+def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DeviceReplay, ...]:
+    """Return what each device holds over one training step, the optimizer's among it.
 
     ``memo`` holds what was traced for other cuts of the same recording, and takes what is traced now. Raises whatever a
     node raises on fake tensors.
@@ -132,16 +138,7 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DeviceP
     stages = replayed_stages(cut, memo=memo or TraceMemo(), stages=range(schedule.stages))
     traces = {stage: own.traces for stage, own in stages.items()}
     finish = {lane: finish_of(cut, lane) for lane in range(len(schedule.lanes))}
-    devices = replay(schedule, traces, [own.static for own in stages.values()], finish=finish)
-    last, epilogue = schedule.stage_lane[-1], _epilogue_bytes(cut)
-    return tuple(
-        DevicePeak(
-            device,
-            epilogue if lane == last else 0,
-            max((traces[stage].guessed_bytes for stage in device.held), default=0),
-        )
-        for lane, device in enumerate(devices)
-    )
+    return replay(schedule, traces, [own.static for own in stages.values()], finish=finish)
 
 
 def replayed_stages(cut: Cut, *, memo: TraceMemo, stages: Iterable[int]) -> dict[int, ReplayedStage]:
@@ -194,10 +191,12 @@ def _static(cut: Cut, stage: int, nodes: StageNodes) -> StaticBytes:
     states = cut.states.get(stage, ())
     taken = [node.meta[INFO] for node in nodes.inputs]
     shared = [info for info in taken if info.node_class is NodeClass.SHARED and info.name in cut.profile.nodes]
+    outputs = tuple(cut.profile.nodes[info.name].output_bytes for info in shared)
+    epilogue = _epilogue(cut) if stage == cut.schedule.stages - 1 else ()
     return StaticBytes(
         parameters=(sum(state.bytes for state in states) + cut.copies.get(stage, 0),),
         optimizer=(sum(state_bytes(state, cut.options).optimizer for state in states),),
-        whole_batch=(*(cut.profile.nodes[info.name].output_bytes for info in shared), *_drawn(cut, stage)),
+        whole_batch=(*outputs, *_drawn(cut, stage), *epilogue),
     )
 
 
@@ -219,13 +218,117 @@ def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
     return optimizer_changes(updated, name=options.optimizer, foreach=options.devices[lane].type != "cpu")
 
 
-def _epilogue_bytes(cut: Cut) -> int:
-    """Return what the nodes that mix rows save and make, and the worst of their transients."""
+def _epilogue(cut: Cut) -> tuple[int, ...]:
+    """Return the bytes of what the nodes that mix rows save and make, and of the worst of their transients."""
     infos = (info for _, info in cut.traced.compute_nodes() if info.node_class is NodeClass.FULL)
     nodes = [cut.profile.nodes[info.name] for info in infos]
     held: dict[int, int] = {}
     for node in nodes:
         held |= {**node.saved, **node.outputs}
-    return sum(held.values()) + max(
-        (max(n.forward_transient_bytes, n.backward_transient_bytes) for n in nodes), default=0
+    transients = (max(node.forward_transient_bytes, node.backward_transient_bytes) for node in nodes)
+    return tuple(filter(None, (*held.values(), max(transients, default=0))))
+
+
+@dataclass(frozen=True)
+class PeakRange:
+    """The least and the most that a device's peak may come out as."""
+
+    low_bytes: int
+    high_bytes: int
+
+
+def peak_range(
+    peak_bytes: int,
+    *,
+    states_bytes: int,
+    workspace_bytes: int,
+    lists_bytes: int = 0,
+    guessed_bytes: int = 0,
+    estimated: bool = False,
+    fragments: float = 0.0,
+) -> PeakRange:
+    """Return between which bytes a CUDA device's peak comes out.
+
+    Args:
+        peak_bytes: of all tensors, predicted.
+        states_bytes: what of it is there before the step: parameters, buffers, optimizer state.
+        workspace_bytes: what cuBLAS keeps per handle.
+        lists_bytes: by how much the peak would be lower if the optimizer's step held nothing beside its state.
+        guessed_bytes: the most scratch of one kernel that is a guess.
+        estimated: operations of the device did not run on fake tensors.
+        fragments: what the allocator reserves beyond what is asked for, as a share of what is no state.
+    """
+    moving = max(0, peak_bytes - states_bytes)
+    more = fragments + (ESTIMATED_SHARE if estimated else 0.0)
+    return PeakRange(
+        low_bytes=min(peak_bytes, max(states_bytes, peak_bytes - lists_bytes - guessed_bytes)),
+        high_bytes=peak_bytes + guessed_bytes + round(more * moving) + 2 * workspace_bytes,
     )
+
+
+def peak_ranges(cut: Cut, fullest: Sequence[DeviceReplay], *, memo: TraceMemo) -> Mapping[int, PeakRange]:
+    """Return the range of each device's peak, by lane, for CUDA devices whose own memory is the limit.
+
+    The share of fragments is that of the device with the largest peak, taken for all.
+    """
+    options = cut.options
+    lanes = [lane for lane in range(len(fullest)) if options.devices[lane].type == "cuda"]
+    if not lanes or options.memory_limit is not None:
+        return {}
+    share = _fragments(cut, memo, max(lanes, key=lambda lane: fullest[lane].peak_bytes))
+    estimated = {cut.schedule.stage_lane[cut.stage_of[name]] for name in cut.profile.estimated if name in cut.stage_of}
+    return {
+        lane: peak_range(
+            fullest[lane].peak_bytes,
+            states_bytes=sum(fullest[lane].of(stage, "parameters", "optimizer") for stage in fullest[lane].held),
+            workspace_bytes=_workspace_bytes(options, lane),
+            lists_bytes=_lists_bytes(fullest[lane]),
+            guessed_bytes=fullest[lane].guessed_bytes,
+            estimated=lane in estimated,
+            fragments=share,
+        )
+        for lane in lanes
+    }
+
+
+def _lists_bytes(device: DeviceReplay) -> int:
+    """Return by how much a device's peak is above what it would be with a fused optimizer."""
+    *before, last = device.moments
+    if device.peak.action is not None:
+        return 0
+    most = max((moment.total_bytes for moment in before), default=0)
+    return last.total_bytes - max(most, last.total_bytes - last.bytes.get("transient", 0))
+
+
+def _capability(options: Options, lane: int) -> tuple[int, int]:
+    """Return a device's compute capability; of one that has none, as AMD's, that of a small workspace."""
+    if options.machine is None:
+        return torch.cuda.get_device_capability(options.devices[lane])
+    major, _, minor = (options.machine.devices[lane].compute_capability or "").partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
+
+
+def _workspace_bytes(options: Options, lane: int) -> int:
+    """Return what cuBLAS keeps per handle; a device that is here is set by the environment, as cuBLAS itself is."""
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG") if options.machine is None else None
+    return cublas_workspace_bytes(_capability(options, lane), config=config)
+
+
+def _fragments(cut: Cut, memo: TraceMemo, lane: int) -> float:
+    """Return what the allocator reserves beyond what a device asks for, as a share of what is no state.
+
+    Two steps of a few microbatches more than there are stages: later ones do the same again.
+    """
+    few = 2 * len(cut.schedule.lanes) + 2
+    lanes = tuple(tuple(a for a in actions if a.microbatch < few) for actions in cut.schedule.lanes)
+    short = replace(cut, schedule=replace(cut.schedule, lanes=lanes), sizes=cut.sizes[:few])
+    own = cut.schedule.stages_on(lane)
+    stages = replayed_stages(short, memo=memo, stages=own)
+    finish = finish_of(short, lane)
+    traces = {stage: found.traces for stage, found in stages.items()}
+    static = [stages[n].static if n in stages else StaticBytes() for n in range(cut.schedule.stages)]
+    changes = device_changes(short.schedule, traces, static, device=lane, finishes=(finish, finish))
+    found = simulate_allocator(islice(changes, _MOST_CHANGES))
+    states = sum(sum(stages[stage].static.parameters) + sum(stages[stage].static.optimizer) for stage in own)
+    moving = found.requested_peak_bytes - states
+    return max(0, found.reserved_peak_bytes - found.requested_peak_bytes) / moving if moving > 0 else 0.0

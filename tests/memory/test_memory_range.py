@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import cost_models
 from autosplit import autosplit, plan
-from autosplit.planning.ranges import ESTIMATED_SHARE, peak_range
+from autosplit.planning.memory import ESTIMATED_SHARE, peak_range
 
 GIB, MIB = 2**30, 2**20
 WIDTH, ROWS = 512, 8

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from autosplit.api import plan
 from autosplit.options import Options, Sample
+from autosplit.planning.memory import PeakRange
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.ranges import PeakRange
 from autosplit.planning.search import choose
 from autosplit.planning.search.choose import Space, alternative, choose_plan
 from autosplit.planning.search.finish import Finished

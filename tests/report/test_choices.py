@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from autosplit.planning.explain.verdicts import binding, device_verdicts, judged
+from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, Change, StageMemory
+from autosplit.planning.plan.record import Alternative, Change, StageMemory, judged
 from autosplit.planning.timeline import Bar, StepTimeline, predicted
 from autosplit.report.sections import render
 from autosplit.report.words import recompute_words

@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import StageMemory
+from autosplit.planning.plan.record import StageMemory, Verdict
 
-Verdict = Literal["fits", "borderline", "no"]
 Term = Literal["states", "activations", "transient"]
-
-NEAR = 1.05
-"""A peak without a range that is above its capacity by less than this is borderline."""
 
 
 @dataclass(frozen=True)
@@ -68,31 +64,6 @@ class DeviceVerdict:
         return self.peak_bytes / max(self.capacity_bytes, 1) if self.capacity_bytes is not None else 0.0
 
 
-def judged(
-    peak: int, capacity: int | None, *, low: int | None = None, high: int | None = None, reserve: int = 0
-) -> Verdict | None:
-    """Return the verdict on a peak; None without a capacity.
-
-    It is borderline where its range reaches into the reserve, or the capacity lies in the range.
-    """
-    if capacity is None:
-        return None
-    if low is None or high is None:
-        return "fits" if peak <= capacity - reserve else "borderline" if peak <= NEAR * capacity else "no"
-    return "fits" if high <= capacity - reserve else "borderline" if low <= capacity else "no"
-
-
-def verdict_of(memory: StageMemory) -> Verdict | None:
-    """Return the verdict on the device of a stage."""
-    return judged(
-        memory.peak_bytes,
-        memory.capacity_bytes,
-        low=memory.low_bytes,
-        high=memory.high_bytes,
-        reserve=memory.reserve_bytes,
-    )
-
-
 def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
     """Return one verdict per device that runs a stage, in the order of the plan's devices."""
     found = []
@@ -110,7 +81,7 @@ def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
                 high_bytes=first.peak_bytes if first.high_bytes is None else first.high_bytes,
                 capacity_bytes=first.capacity_bytes,
                 reserve_bytes=first.reserve_bytes,
-                verdict=verdict_of(first),
+                verdict=first.verdict,
                 states_bytes=sum(map(_states_bytes, memory)),
                 activation_bytes=sum(one.activation_bytes for one in memory),
                 transient_bytes=sum(one.transient_bytes for one in memory),

@@ -21,12 +21,8 @@ PLAIN_ON_TWO = (1.74, 1.83)
 """How many times as fast as on one thread plain training steps were on two idle cores: conv net, transformer, MLP."""
 
 
-def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | None) -> tuple[str, ...]:
-    """Return what has to be said of a plan; ``unreplayed`` is why its peaks are the formula's, where they are."""
-    return tuple(_notes(case, partition, unreplayed))
-
-
-def _notes(case: ProfiledProblem, partition: Partition, unreplayed: str | None) -> Iterator[str]:
+def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | None) -> Iterator[str]:
+    """Yield what has to be said of a plan; ``unreplayed`` is why its peaks are the formula's, where they are."""
     traced, costs, options = case.found.graph, case.costs, case.options
     infos = [info for _, info in traced.compute_nodes()]
     if (nothing := note_on_training(costs, case.problem.schedule)) is not None:
@@ -71,9 +67,24 @@ def _notes(case: ProfiledProblem, partition: Partition, unreplayed: str | None) 
 
 
 def advice(problem: Problem, partition: Partition, options: Options, *, measured: bool) -> Iterator[str]:
-    """Yield when plain execution is the better choice; times are those that were measured on one thread."""
-    if measured and all(device.type == "cpu" for device in options.devices) and problem.schedule != "forward":
-        yield from _on_cores(problem, partition)
+    """Say when lanes have to share cores, and when the plan is predicted below what plain execution reached on two.
+
+    Nothing is said of times that were not measured, which is on one thread.
+    """
+    if not measured or any(device.type != "cpu" for device in options.devices) or problem.schedule == "forward":
+        return
+    cores, lanes = _cores(), len(set(partition.costs.lane))
+    if lanes > cores:
+        yield f"{lanes} lanes share {cores} cores of this machine: the predicted step is for a core per lane"
+    alone_s = problem.microbatches * sum(work.forward_s + work.backward_s for work in problem.works)
+    step_s = partition.costs.step_s
+    faster = min(alone_s / step_s if step_s else 1.0, cores)
+    if cores > 1 and lanes > 1 and faster < PLAIN_ON_TWO[0]:
+        yield (
+            "plain execution is likely the better choice on this CPU where the model fits: the plan is predicted to be "
+            f"{faster:.2f} times as fast as one thread; plain PyTorch on two threads was {PLAIN_ON_TWO[0]} to "
+            f"{PLAIN_ON_TWO[1]} times as fast in reference measurements of other models; this one's was not measured"
+        )
 
 
 def note_on_training(costs: Profile, schedule: str) -> str | None:
@@ -88,22 +99,6 @@ def note_on_training(costs: Profile, schedule: str) -> str | None:
         f"nothing trains: {why}, and the plan has {has} and no gradients of parameters; "
         "requires_grad_() on what is to be trained changes that, schedule='forward' plans an evaluation"
     )
-
-
-def _on_cores(problem: Problem, partition: Partition) -> Iterator[str]:
-    """Say when lanes have to share cores, and when the plan is predicted below what plain execution reached on two."""
-    cores, lanes = _cores(), len(set(partition.costs.lane))
-    if lanes > cores:
-        yield f"{lanes} lanes share {cores} cores of this machine: the predicted step is for a core per lane"
-    alone_s = problem.microbatches * sum(work.forward_s + work.backward_s for work in problem.works)
-    step_s = partition.costs.step_s
-    faster = min(alone_s / step_s if step_s else 1.0, cores)
-    if cores > 1 and lanes > 1 and faster < PLAIN_ON_TWO[0]:
-        yield (
-            "plain execution is likely the better choice on this CPU where the model fits: the plan is predicted to be "
-            f"{faster:.2f} times as fast as one thread; plain PyTorch on two threads was {PLAIN_ON_TWO[0]} to "
-            f"{PLAIN_ON_TWO[1]} times as fast in reference measurements of other models; this one's was not measured"
-        )
 
 
 def _cores() -> int:

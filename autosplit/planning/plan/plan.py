@@ -11,15 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.files import write_text
 from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
 from autosplit.planning.plan.record import VERSION, PlanRecord
 
-_DERIVED = ("parameters", "rows_per_s", "tokens_per_s", "mfu")
-"""What the JSON of a plan says beside its fields."""
 _NEAR = 3
 """How many names an error proposes."""
 _WAY_OUT = "write one with plan.save(path)"
@@ -140,9 +137,9 @@ def _fields_of(text: str) -> str:
         data = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    if not isinstance(data, dict) or data.keys().isdisjoint(_DERIVED):
+    if not isinstance(data, dict) or data.keys().isdisjoint(Plan.model_computed_fields):
         return text
-    return json.dumps({name: value for name, value in data.items() if name not in _DERIVED})
+    return json.dumps({name: value for name, value in data.items() if name not in Plan.model_computed_fields})
 
 
 def _contradiction(plan: Plan) -> str | None:
@@ -175,12 +172,9 @@ def _contradiction(plan: Plan) -> str | None:
         return f"it has {len(plan.microbatch_rows)} microbatches for chunks={plan.chunks}"
     if plan.fits is not _FITS[plan.verdict]:
         return f"verdict is {plan.verdict!r} and fits is {plan.fits}"
-    figure = _wrong_figure(plan)
-    if figure is not None:
-        return figure
     if plan.curves and not plan.edited and not plan.curves_match(plan.schedule_for(len(plan.microbatch_rows))):
         return "its curves are not of its devices and their actions"
-    return None
+    return _wrong_figure(plan)
 
 
 def _foreign_stage(plan: Plan) -> str | None:
@@ -198,13 +192,9 @@ def _foreign_stage(plan: Plan) -> str | None:
 
 
 def _wrong_figure(plan: Plan) -> str | None:
-    """Return which figure cannot be one: a range from more to less, words that nobody knows."""
+    """Return which figure cannot be one: a range from more to less."""
     for index, stage in enumerate(plan.stages):
         memory, where = stage.memory, f"stages.{index}.memory"
         if memory.low_bytes is not None and memory.high_bytes is not None and memory.low_bytes > memory.high_bytes:
             return f"{where}.low_bytes is {memory.low_bytes}, more than its high_bytes, {memory.high_bytes}"
-    if plan.optimizer not in OPTIMIZER_COPIES and not (plan.optimizer.isascii() and plan.optimizer.isdecimal()):
-        return f"optimizer is {plan.optimizer!r}, and is one of {', '.join(OPTIMIZER_COPIES)}, or a number of bytes"
-    if plan.precision not in (None, *PRECISIONS):
-        return f"precision is {plan.precision!r}, and is null or one of {', '.join(PRECISIONS)}"
     return None

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
+from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.planning.request import schedule_of
 from autosplit.schedule.action import Schedule
 from autosplit.trace.rows.findings import Proof
@@ -20,6 +21,11 @@ Count = Annotated[int, Field(ge=-(2**60), le=2**60)]
 """A number of bytes or things, that a float holds nearly and a table shows."""
 Size = Annotated[int, Field(ge=0, le=2**60)]
 """A number that is never below 0; other counts may be differences."""
+
+
+Verdict = Literal["fits", "borderline", "no"]
+NEAR = 1.05
+"""A peak without a range that is above its capacity by less than this is borderline."""
 
 
 class Record(BaseModel):
@@ -49,6 +55,26 @@ class StageMemory(Record):
     low_bytes: Size | None = None
     """The least that the peak may come out as, where the prediction has a range; likewise ``high_bytes``, the most."""
     high_bytes: Size | None = None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether the device has the room; None where no capacity is known."""
+        low, high = self.low_bytes, self.high_bytes
+        return judged(self.peak_bytes, self.capacity_bytes, low=low, high=high, reserve=self.reserve_bytes)
+
+
+def judged(
+    peak: int, capacity: int | None, *, low: int | None = None, high: int | None = None, reserve: int = 0
+) -> Verdict | None:
+    """Return the verdict on a peak; None without a capacity.
+
+    It is borderline where its range reaches into the reserve, or the capacity lies in the range.
+    """
+    if capacity is None:
+        return None
+    if low is None or high is None:
+        return "fits" if peak <= capacity - reserve else "borderline" if peak <= NEAR * capacity else "no"
+    return "fits" if high <= capacity - reserve else "borderline" if low <= capacity else "no"
 
 
 class StagePlan(Record):
@@ -163,7 +189,7 @@ class Alternative(Record):
     step_s: Seconds
     peak_bytes: Size
     """The largest of any device."""
-    verdict: Literal["fits", "borderline", "no"]
+    verdict: Verdict
     replayed: bool
     """Whether the peak was replayed, or is the additive formula's."""
 
@@ -178,7 +204,7 @@ class Change(Record):
     """The arguments of `plan` that say it."""
     step_s: Seconds
     peak_bytes: Size
-    verdict: Literal["fits", "borderline", "no"]
+    verdict: Verdict
     planned: bool = False
     """Whether it was planned anew, as some are in older files; else its figures are estimates."""
 
@@ -205,7 +231,8 @@ class PlanRecord(Record):
     """The most stages on one device."""
     actions: tuple[tuple[str, ...], ...] = ()
     """A schedule of the caller's own, lane by lane, in text form; empty where ``schedule`` is one of autosplit's."""
-    optimizer: str
+    optimizer: Annotated[str, Field(pattern=rf"^({'|'.join(OPTIMIZER_COPIES)}|[0-9]+)$")]
+    """Its name, or its bytes of state per parameter element."""
     step_s: Seconds
     overhead_s: Seconds = 0.0
     """The part of ``step_s`` that is no work of the model: the runtime's, and lanes that share the host's memory."""
@@ -220,7 +247,7 @@ class PlanRecord(Record):
     as the stage that recomputes least; another schedule, other chunks or less recompute may be faster.
     """
     fits: bool | None
-    verdict: Literal["fits", "borderline", "no"]
+    verdict: Verdict
     class_flops: dict[str, float]
     """Share of the forward FLOPs in each node class."""
     measured: bool
@@ -237,7 +264,7 @@ class PlanRecord(Record):
     """How the model was followed: its calls recorded, or its own Python run module by module."""
     whole: tuple[str, ...] = ()
     """Modules that are one node because their Python cannot be recorded: ``path: reason``."""
-    precision: str | None = None
+    precision: Annotated[str, Field(pattern=rf"^({'|'.join(PRECISIONS)})$")] | None = None
     """The precision that costs were predicted for; None: the model's own."""
     issue_threads: Count = Field(default=1, ge=1)
     """How many host threads issue the devices' kernels, each an equal part of them."""

@@ -13,11 +13,11 @@ from torch import nn
 
 from autosplit.errors import PlanError, ProfileError
 from autosplit.memory.pieces import MemoryKind, Recompute
+from autosplit.memory.replay import DeviceReplay
 from autosplit.options import Options
 from autosplit.partition.problem import recompute_fraction
 from autosplit.partition.solve import Partition
-from autosplit.planning.explain.verdicts import verdict_of
-from autosplit.planning.memory import Cut, DevicePeak, fullest_moments
+from autosplit.planning.memory import Cut, PeakRange, fullest_moments, peak_ranges
 from autosplit.planning.plan.diff import entries_that_differ
 from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.plan.notes import notes_of
@@ -27,11 +27,10 @@ from autosplit.planning.profiled.apply import assign, boundaries_of, sent_s
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.problem import ProfiledProblem
 from autosplit.planning.profiled.specs import issue_threads, kernel_issue_s
-from autosplit.planning.ranges import PeakRange, peak_ranges
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.types import NodeTimes, Profile, StateProfile
 from autosplit.schedule.action import Schedule
-from autosplit.trace.graph import NodeClass, TracedGraph
+from autosplit.trace.graph import NodeClass, TracedGraph, TracedNode
 
 MOST_ACTIONS = 40_000
 """Of a longer step no curves are kept: they would be the larger part of the plan."""
@@ -53,12 +52,12 @@ class Writer:
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
 
     @property
-    def fullest(self) -> tuple[DevicePeak, ...]:
+    def fullest(self) -> tuple[DeviceReplay, ...]:
         """Each device at its fullest moment; nothing where it cannot be replayed."""
         return self._replayed[0]
 
     @cached_property
-    def _replayed(self) -> tuple[tuple[DevicePeak, ...], str | None]:
+    def _replayed(self) -> tuple[tuple[DeviceReplay, ...], str | None]:
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
                 return fullest_moments(self._cut, memo=self.case.shared.memo), None
@@ -90,7 +89,7 @@ class Writer:
         extra_s = overhead_s(self.options, stages, self.schedule, costs.timeline)
         beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s
         made = Plan(
-            fingerprint=fingerprint(self.model, self.traced),
+            fingerprint=fingerprint_of(self.model, [info.name for _, info in self.traced.compute_nodes()]),
             devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
             stages=stages,
             boundaries=boundaries,
@@ -120,18 +119,18 @@ class Writer:
             model_flops=model_flops(self.traced, self.costs, self.sizes, backward=self.schedule.has_backward),
             peak_flops_per_s=peak_flops_per_s(self.options, dtype),
             curves=lane_curves(self.fullest, self.schedule),
-            notes=notes_of(self.case, self.partition, unreplayed=self._replayed[1]),
+            notes=tuple(notes_of(self.case, self.partition, unreplayed=self._replayed[1])),
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
         )
         return made.sealed()
 
     def _stage(self, index: int) -> StagePlan:
-        names = self._names[index]
+        names = [info.name for info in self._nodes[index]]
         seconds = self.partition.costs.timeline.seconds
         parameters = [s for s in self._states(index) if s.is_parameter]
         again = recompute_fraction(self.recompute[index], microbatches=len(self.sizes))
-        issue = self._issue(index, names)
+        issue = self._issue(index)
         return StagePlan(
             index=index,
             device=self.options.device_name(self.lane[index]),
@@ -148,11 +147,12 @@ class Writer:
             memory=self._memory(index),
         )
 
-    def _issue(self, index: int, names: Sequence[str]) -> NodeTimes:
+    def _issue(self, index: int) -> NodeTimes:
         """Return how long a host thread issues a stage's kernels, per microbatch."""
         each_s = kernel_issue_s(self.options, self.lane[index])
         share = {NodeClass.MICRO: 1.0, NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
-        own = [(self.costs.nodes[name], each_s * share[self._classes[name]]) for name in names] if each_s else []
+        nodes = self._nodes[index] if each_s else ()
+        own = [(self.costs.nodes[info.name], each_s * share[info.node_class]) for info in nodes]
         return NodeTimes(
             sum(node.forward_kernels * part for node, part in own),
             self.schedule.has_backward * sum(node.backward_kernels * part for node, part in own),
@@ -189,16 +189,12 @@ class Writer:
         return self._cut.states.get(index, ())
 
     @cached_property
-    def _names(self) -> Sequence[list[str]]:
-        """The names of each stage's nodes, in model order."""
-        found: list[list[str]] = [[] for _ in range(self.partition.stages)]
+    def _nodes(self) -> Sequence[list[TracedNode]]:
+        """Each stage's nodes, in model order."""
+        found: list[list[TracedNode]] = [[] for _ in range(self.partition.stages)]
         for _, info in self.traced.compute_nodes():
-            found[self.stage_of[info.name]].append(info.name)
+            found[self.stage_of[info.name]].append(info)
         return found
-
-    @cached_property
-    def _classes(self) -> Mapping[str, NodeClass]:
-        return {info.name: info.node_class for _, info in self.traced.compute_nodes()}
 
     def _class_flops(self) -> dict[str, float]:
         """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""
@@ -232,7 +228,7 @@ def fit_of(stages: Sequence[StagePlan]) -> bool | None:
 
     A peak without a range is borderline up to 5% above its capacity; a limit that was given is met.
     """
-    found = {verdict_of(stage.memory) for stage in stages}
+    found = {stage.memory.verdict for stage in stages}
     if None in found:
         return None
     return False if "no" in found else None if "borderline" in found else True
@@ -244,7 +240,7 @@ def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
     return [path or type(model).__name__ for path in paths]
 
 
-def lane_curves(fullest: Sequence[DevicePeak], schedule: Schedule) -> tuple[LaneCurve, ...]:
+def lane_curves(fullest: Sequence[DeviceReplay], schedule: Schedule) -> tuple[LaneCurve, ...]:
     """Return what each device holds at the fullest moment of each of its actions, and in the optimizer's step.
 
     Empty where nothing was replayed, or the step has more than :data:`MOST_ACTIONS` actions.
@@ -254,13 +250,10 @@ def lane_curves(fullest: Sequence[DevicePeak], schedule: Schedule) -> tuple[Lane
     return tuple(_curve(device, actions=len(lane)) for device, lane in zip(fullest, schedule.lanes, strict=False))
 
 
-def _curve(device: DevicePeak, *, actions: int) -> LaneCurve:
-    moments = [moment.bytes for moment in device.step.moments]
+def _curve(device: DeviceReplay, *, actions: int) -> LaneCurve:
+    moments = [moment.bytes for moment in device.moments]
     if len(moments) == actions:  # the optimizer's step allocates nothing: what is left stays
-        moments.append(device.step.left)
-    transient = [moment.get("transient", 0) for moment in moments]
-    most = max(range(len(moments)), key=lambda index: sum(moments[index].values()))
-    transient[most] += device.epilogue_bytes
+        moments.append(device.left)
 
     def of(*kinds: MemoryKind) -> tuple[int, ...]:
         return tuple(sum(moment.get(kind, 0) for kind in kinds) for moment in moments)
@@ -270,7 +263,7 @@ def _curve(device: DevicePeak, *, actions: int) -> LaneCurve:
         gradient_bytes=of("gradients"),
         optimizer_bytes=of("optimizer"),
         activation_bytes=of("activations", "whole_batch", "casts"),
-        transient_bytes=tuple(transient),
+        transient_bytes=of("transient"),
     )
 
 
@@ -282,11 +275,6 @@ def state_entries(model: nn.Module) -> list[str]:
     """List names and shapes of all parameters and buffers; dtypes may change under a plan (``.double()``)."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return sorted(f"{name}{list(tensor.shape)}" for name, tensor in tensors)
-
-
-def fingerprint(model: nn.Module, traced: TracedGraph) -> Fingerprint:
-    """Return the fingerprint of a model and of the recording that was planned."""
-    return fingerprint_of(model, [info.name for _, info in traced.compute_nodes()])
 
 
 def fingerprint_of(model: nn.Module, nodes: list[str]) -> Fingerprint:

@@ -14,11 +14,11 @@ from autosplit.partition.line.search import LineCut, LineSearch
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.solve import Partition, Status
 from autosplit.partition.step_bound import simple_bound, spread_bound
-from autosplit.planning.explain.verdicts import Verdict, judged
+from autosplit.planning.memory import PeakRange
+from autosplit.planning.plan.record import Verdict, judged
 from autosplit.planning.plan.write import Writer
 from autosplit.planning.profiled.between import INSIDE, WIDE
 from autosplit.planning.profiled.problem import ProfiledProblem
-from autosplit.planning.ranges import PeakRange
 from autosplit.planning.search.sweep import Entry, Sweep
 
 _MOST = 1_000
