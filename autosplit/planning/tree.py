@@ -36,7 +36,7 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
     The model runs on the sample; its state, gradients and all random states are as before at the end. Raises what its
     forward raises, and InfeasibleError when the memory limit cannot hold.
     """
-    costs = module_costs(model, sample, measure=options.measure)
+    costs = module_costs(model, sample)
     units = tuple(options.cut or choose_units(model, costs.for_units(), least=len(options.devices)))
     return _Writer(model, options, costs, units, _rows(model, sample, options), reason).plan()
 
@@ -129,7 +129,7 @@ class _Writer:
             fits=fits,
             verdict="borderline" if fits is None else "fits" if fits else "no",
             class_flops={"shared": 0.0, "micro": 0.0, "full": 1.0},
-            measured=self.costs.measured,
+            measured=False,
             notes=tuple(self._notes()),
             rung=RUNG,
         )
@@ -186,8 +186,7 @@ class _Writer:
                 f"recompute={list(self.options.recompute or ())} is ignored: the model runs by its own Python, where "
                 "torch.utils.checkpoint in the model does the same"
             )
-        if not self.costs.measured:
-            yield "costs of modules are estimates"
+        yield "costs of modules are estimates"
 
 
 def _states(model: nn.Module, home: dict[str, int]) -> list[tuple[StateProfile, int]]:

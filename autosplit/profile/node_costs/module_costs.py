@@ -1,16 +1,13 @@
-"""What every module of a model costs, from runs of the model's own Python on real tensors.
+"""What every module of a model costs, from a run of the model's own Python: the order of calls, saved and sent bytes.
 
-    first run     the order of calls, saved and sent bytes, operations; it is the warm-up
-    more runs     times of the modules' forwards, and of the backward between the gradients of their outputs
-
-The model is left as it was.
+Times are those of a CPU lane by its cost model, from the operations that run: stages of the module tree run one after
+the other, so that times decide nothing but which modules are cut between. The model is left as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +19,15 @@ from autosplit.errors import is_internal
 from autosplit.options import Sample
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.work import cost_model_of, work_of
-from autosplit.profile.types import NodeTimes
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.state import gradients_aside, written_back
 from autosplit.trace.inputs.objects import take_apart, tensors_in
 from autosplit.trace.module_tree import ModuleCost, intercept
 
 _BACKWARD = 2.0
-"""Backward over forward time where the backward cannot be measured: a matrix product has two in its backward."""
-
+"""Backward over forward time: a matrix product has two in its backward."""
 _CPU = "cpu-lane"
-"""Whose cost model gives the times that are not measured."""
-_REPEATS = 3
-_LONG_S = 1.0
-"""Runs are repeated for as long as this at most."""
+"""Whose cost model gives the times."""
 
 
 @dataclass
@@ -51,10 +43,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class ModuleCosts:
-    """Costs by module path; ``measured`` is False where times come from a cost model."""
+    """Costs by module path."""
 
     modules: Mapping[str, Seen]
-    measured: bool
 
     def of(self, path: str) -> Seen:
         """Return what was seen of a module; nothing for one that was never called."""
@@ -70,51 +61,27 @@ class ModuleCosts:
         return sum(seen.saved_bytes for seen in inside)
 
 
-def module_costs(model: nn.Module, sample: Sample, *, measure: bool) -> ModuleCosts:
-    """Return what every module costs in a call of ``sample``; raises what the model's forward raises.
-
-    The model runs in the caller's modes; where there are no gradients the backward's times are estimates.
-    ``measure=False`` takes the times of a CPU lane by its cost model.
-    """
+def module_costs(model: nn.Module, sample: Sample) -> ModuleCosts:
+    """Return what every module costs in a call of ``sample``, in the caller's modes; raises what its forward raises."""
     meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:
-            first, wrote = _first_run(model, sample)
+            return ModuleCosts(_run(model, sample))
         except Exception as error:  # whatever its author wrote, or torch lacks on meta tensors
             if not meta or is_internal(error):
                 raise
-            return ModuleCosts(_by_size(model), measured=False)
-        if meta or not measure:
-            return ModuleCosts(first.seen, measured=False)
-        _time(model, first.seen, sample, guarded=wrote)
-    return ModuleCosts(first.seen, measured=True)
+            return ModuleCosts(_by_size(model))
 
 
-def _first_run(model: nn.Module, sample: Sample) -> tuple[_FirstRun, bool]:
-    """Run a model once; return what was seen, and whether it writes to parameters."""
-    first = _FirstRun(model)
+def _run(model: nn.Module, sample: Sample) -> dict[str, Seen]:
+    """Run a model once; return what was seen."""
     try:
-        return first, first.run(sample)
+        return _Run(model).seen_with(sample)
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
-    first = _FirstRun(model)  # torch.func.grad in its forward takes no such hooks: nothing kept is counted
-    return first, first.run(sample, saved=False)
-
-
-def _time(model: nn.Module, seen: dict[str, Seen], sample: Sample, *, guarded: bool) -> None:
-    """Replace modelled times by measured ones: the least of a few runs, as the first are often slower."""
-    runs: list[dict[str, NodeTimes]] = []
-    begin_s = time.perf_counter()
-    while len(runs) < _REPEATS and (not runs or time.perf_counter() - begin_s < _LONG_S):
-        run = _TimedRun(model, list(seen))
-        run.run(sample, guarded=guarded)
-        runs.append(run.times())
-    for path, known in seen.items():
-        found = [times[path] for times in runs if path in times]
-        known.forward_s = min((t.forward_s for t in found), default=0.0)
-        known.backward_s = min((t.backward_s for t in found), default=0.0)
+    return _Run(model).seen_with(sample, saved=False)  # torch.func.grad in its forward takes no such hooks
 
 
 def _by_size(model: nn.Module) -> dict[str, Seen]:
@@ -126,13 +93,7 @@ def _by_size(model: nn.Module) -> dict[str, Seen]:
     return found
 
 
-@contextlib.contextmanager
-def _borrowed(model: nn.Module) -> Iterator[None]:
-    with state.borrowed(model), gradients_aside(model.parameters()):
-        yield
-
-
-class _FirstRun:
+class _Run:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.seen: dict[str, Seen] = {}
@@ -143,17 +104,18 @@ class _FirstRun:
         for tensor in (*model.parameters(), *model.buffers()):
             self._is_new(tensor)
 
-    def run(self, sample: Sample, *, saved: bool = True) -> bool:
-        """Run the model; tell whether it writes to parameters. With ``saved`` count what is kept for the backward."""
+    def seen_with(self, sample: Sample, *, saved: bool = True) -> dict[str, Seen]:
+        """Run the model on inputs of its own; with ``saved`` count what is kept for the backward."""
         for tensor in tensors_in((sample.args, sample.kwargs)):
             self._is_new(tensor)
-        with _borrowed(self.model), written_back(self.model) as wrote:
-            args, kwargs = own_inputs(sample)
+        with state.borrowed(self.model), gradients_aside(self.model.parameters()), written_back(self.model):
+            leaves, rebuild = take_apart((sample.args, sample.kwargs))
+            args, kwargs = rebuild([_copy(leaf) for leaf in leaves])
             hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor) if saved else contextlib.nullcontext()
             intercept(self.model, [path for path, _ in self.model.named_modules()], self.visit)
             with self.ledger, hooks:
                 self.model.forward(*args, **kwargs)
-            return bool(wrote)
+        return self.seen
 
     def visit(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and note what it does."""
@@ -185,82 +147,6 @@ class _FirstRun:
         new = key not in self.storages
         self.storages.add(key)
         return new
-
-
-class _TimedRun:
-    """Times modules' forwards, and the backward by when the gradients of outputs arrive."""
-
-    def __init__(self, model: nn.Module, paths: list[str]) -> None:
-        self.model = model
-        self.forward_s = dict.fromkeys(paths, 0.0)
-        self.backward_s = dict.fromkeys(paths, 0.0)
-        self.marked: set[int] = set()
-        self.kept: list[torch.Tensor] = []
-        self.arrivals: list[tuple[float, str]] = []
-
-    def times(self) -> dict[str, NodeTimes]:
-        """Return what was measured, by module path."""
-        return {path: NodeTimes(forward_s, self.backward_s[path]) for path, forward_s in self.forward_s.items()}
-
-    def run(self, sample: Sample, *, guarded: bool) -> None:
-        """Run forward and backward; ``guarded`` gives back what is written to parameters, at some cost in time."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_borrowed(self.model))
-            if guarded:
-                stack.enter_context(written_back(self.model))
-            args, kwargs = own_inputs(sample)
-            intercept(self.model, list(self.forward_s), self.visit)
-            output = self.model.forward(*args, **kwargs)
-            self._backward([t for t in tensors_in(output) if t.requires_grad], tensors_in((args, kwargs)))
-
-    def visit(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module and time it."""
-        start_s = time.perf_counter()
-        result = plain(*args, **kwargs)
-        self.forward_s[path] += time.perf_counter() - start_s
-        for tensor in tensors_in(result):
-            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in self.marked:
-                self.marked.add(id(tensor))
-                self.kept.append(tensor)
-                tensor.register_hook(lambda _: self.arrivals.append((time.perf_counter(), path)))
-        return result
-
-    def _backward(self, roots: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        wanted = [t for t in (*self.model.parameters(), *inputs) if t.requires_grad]
-        if roots and wanted and not _has_backward_hooks(self.model):
-            try:
-                torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
-            except RuntimeError:  # a backward that cannot be, as of a custom function without one
-                self.arrivals.clear()
-        if not self.arrivals:
-            self.backward_s = {path: _BACKWARD * forward_s for path, forward_s in self.forward_s.items()}
-            return
-        ends = [*(when for when, _ in self.arrivals[1:]), time.perf_counter()]
-        for (begin_s, path), end_s in zip(self.arrivals, ends, strict=True):
-            for around in _around(path):
-                if around in self.backward_s:
-                    self.backward_s[around] += end_s - begin_s
-
-
-def _around(path: str) -> Iterator[str]:
-    """Yield a module's path and those of the modules around it: its time is theirs too."""
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
-def _has_backward_hooks(model: nn.Module) -> bool:
-    """Tell whether a backward would call anything of the user's."""
-    modules = any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
-    return modules or any(p._backward_hooks for p in model.parameters())
-
-
-def own_inputs(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return copies of a call's inputs, so that nothing that the model does to them is seen outside."""
-    leaves, rebuild = take_apart((sample.args, sample.kwargs))
-    args, kwargs = rebuild([_copy(leaf) for leaf in leaves])
-    return args, kwargs
 
 
 def _copy(leaf: Any) -> Any:

@@ -243,15 +243,15 @@ def free_leaves(model: nn.Module) -> dict[str, torch.Tensor]:
 
 # -- writes to parameters ----------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def written_back(model: nn.Module) -> Iterator[Collection[Any]]:
-    """Undo what is written to a model's parameters in here; yield what was, as it grows.
+def written_back(model: nn.Module) -> Iterator[None]:
+    """Undo what is written to a model's parameters in here.
 
     Copies of all of them would not fit; buffers are small, see :func:`borrowed`.
     """
     writes = _Writes(model.parameters())
     try:
         with writes:
-            yield writes.saved
+            yield
     finally:
         writes.give_back()
 
