@@ -8,7 +8,7 @@ shortest simulated step is taken, and its boundaries move while that gets shorte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
@@ -68,8 +68,6 @@ class LineSearch:
             [stage for stage in range(stages) if self.lane[stage] == lane] for lane in range(max(self.lane) + 1)
         ]
         self.each = max(map(len, self.stages_on))
-        self._leaner_known: dict[tuple[object, ...], list[int] | None] = {}
-        self._free: dict[float, LineCut | None] = {}
 
     def fastest(
         self,
@@ -83,18 +81,7 @@ class LineSearch:
         Every stage takes of ``options`` the fastest with which its device has room. The neighbours of ``near`` are
         looked at too.
         """
-        ranked = sorted(options, key=self.share)
-        if room is not None or near is not None:
-            return self._fastest(ranked, room, near)
-        # Without limits it is the same cut whatever stages keep, as long as they do as much again.
-        again = self.share(ranked[0])
-        if again not in self._free:
-            self._free[again] = self._fastest(ranked[:1], None, move=False)
-        free = self._free[again]
-        if free is None:
-            return None
-        own = self._as(free, [ranked[0]] * self.stages)
-        return self._moved(own, ranked[:1], None)
+        return self._fastest(sorted(options, key=self.share), room, near)
 
     def listed(
         self,
@@ -106,14 +93,7 @@ class LineSearch:
         """Return the like cut whose stages recompute as listed, one entry per stage."""
         return self._fastest(tuple(recompute), room, near)
 
-    def _fastest(
-        self,
-        ranked: Sequence[str],
-        room: Sequence[float] | None,
-        near: LineCut | None = None,
-        *,
-        move: bool = True,
-    ) -> LineCut | None:
+    def _fastest(self, ranked: Sequence[str], room: Sequence[float] | None, near: LineCut | None) -> LineCut | None:
         """``ranked`` is a list of what every stage may take, or a tuple of what each takes."""
         best = None if near is None else self._best(self._fitting(self._beside(near), ranked, room), ranked)
         for slack in _SLACK if self.each > 1 and room is not None else (1.0,):
@@ -124,7 +104,7 @@ class LineSearch:
                 best = found
             if found is not None:
                 break
-        return self._moved(best, ranked, room) if best is not None and move else best
+        return None if best is None else self._moved(best, ranked, room)
 
     def _beside(self, cut: LineCut) -> Ints:
         """Return the cut, for other options may fit it, and those with one boundary elsewhere, or two."""
@@ -165,10 +145,6 @@ class LineSearch:
 
     def _again(self, recompute: Sequence[str]) -> Floats:
         return np.array([self.share(option) for option in recompute])
-
-    def _as(self, cut: LineCut, recompute: Sequence[str]) -> LineCut:
-        """Return the same cut under options that take the same time."""
-        return replace(cut, recompute=tuple(recompute), device_bytes=self.device_bytes(cut.bounds, recompute))
 
     def device_bytes(self, chain: Sequence[int], recompute: Sequence[str]) -> tuple[int, ...]:
         """Return what each device holds: of its stages' transients the largest."""
@@ -213,23 +189,14 @@ class LineSearch:
         self, chains: Ints, stages: Sequence[int], ranked: Sequence[str], limit: float
     ) -> tuple[Ints, NDArray[np.bool_]]:
         """Return what the stages of one device take of the options in each cut, and whether they have room so."""
-        options, lane = _names(ranked), self.lane[stages[0]]
+        options = _names(ranked)
         listed = isinstance(ranked, tuple)
         own = np.array([options.index(ranked[stage]) if listed else 0 for stage in stages])
         each = self._bytes(chains, options, stages=stages)
         chosen, fits = np.tile(own, (len(chains), 1)), each.needed(own) <= limit
         for row in () if listed else np.flatnonzero(~fits).tolist():
-            runs = (
-                tuple(options),
-                limit,
-                lane,
-                chains[row][stages].tobytes(),
-                chains[row][np.array(stages) + 1].tobytes(),
-            )
-            if runs not in self._leaner_known:
-                one = LineBytes(each.held[row], each.transient[row], each.step[row])
-                self._leaner_known[runs] = self._leaner(one, options, limit)
-            found = self._leaner_known[runs]
+            one = LineBytes(each.held[row], each.transient[row], each.step[row])
+            found = self._leaner(one, options, limit)
             if found is not None:
                 fits[row], chosen[row] = True, found
         return chosen, fits
