@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from autosplit.schedule.action import Schedule
-from autosplit.schedule.catalog import SCHEDULES, build
+from autosplit.schedule.catalog import build
 
 RECOMPUTE = ("never", "except_last", "always", "block")
 """What a stage may do again in its backward so as not to keep it: nothing, all but the last microbatch, all, blocks."""
@@ -89,7 +88,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Problem:
-    """A graph to be cut into stages.
+    """A graph to be cut into stages; who makes one has checked its numbers.
 
     Attributes:
         works: in model order.
@@ -117,69 +116,6 @@ class Problem:
     custom_schedule: Schedule | None = field(default=None, kw_only=True)
     devices: tuple[Device, ...] | None = field(default=None, kw_only=True)
     links: tuple[float, ...] | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if not self.works:
-            raise ValueError("a problem needs at least one work")
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches is {self.microbatches}; it is at least 1")
-        if self.custom_schedule is None and self.schedule not in SCHEDULES:
-            raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
-        if self.custom_schedule is None:
-            self._check_virtual_stages()
-        self._check_devices()
-        self._check_links()
-        self._check_costs()
-
-    def _check_virtual_stages(self) -> None:
-        allowed, asked = SCHEDULES[self.schedule].virtual_stages, self.virtual_stages
-        if asked < 2 if allowed is None else asked != allowed:
-            takes = "2 or more stages" if allowed is None else f"{allowed} stage{'s' if allowed > 1 else ''}"
-            raise ValueError(f"virtual_stages is {asked}; {self.schedule} puts {takes} on a device")
-
-    def _check_devices(self) -> None:
-        if self.devices is None:
-            return
-        if not self.devices:
-            raise ValueError("devices is empty; give at least one, or None for equal ones without a limit")
-        for device in self.devices:
-            if not (device.slowdown > 0 and math.isfinite(device.slowdown)):
-                raise ValueError(f"{device}: slowdown must be positive and finite")
-            if device.capacity_bytes is not None and not 0 <= device.capacity_bytes < math.inf:
-                raise ValueError(f"{device}: capacity_bytes is not negative, and None where there is no limit")
-
-    def _check_links(self) -> None:
-        if self.links is None:
-            return
-        if self.devices is None or len(self.links) != len(self.devices) - 1:
-            raise ValueError(f"{len(self.links)} links are given for {len(self.devices or ())} devices")
-        if not all(link >= 0 and math.isfinite(link) for link in self.links):
-            raise ValueError(f"links are {self.links}; none may be negative, infinite or NaN")
-
-    def _check_costs(self) -> None:
-        for work in self.works:
-            numbers = (work.forward_s, work.backward_s, work.weight_s)
-            _check_numbers(work, (*numbers, work.static_bytes, work.transient_bytes))
-            if work.weight_s > work.backward_s:
-                raise ValueError(f"{work}: weight_s is a part of backward_s")
-        for net in self.nets:
-            _check_numbers(net, (net.forward_s, net.backward_s))
-            self._check_indices(net, (net.producer, *net.consumers))
-        for hold in self.holds:
-            _check_numbers(hold, (hold.bytes,))
-            own = () if hold.producer is None else (hold.producer,)
-            self._check_indices(hold, (*own, *hold.consumers, *hold.savers))
-        for tie in self.ties:
-            _check_numbers(tie, (tie.home_bytes, tie.copy_bytes, tie.transfer_s))
-            self._check_indices(tie, tie.users)
-            if not tie.users:
-                raise ValueError(f"{tie} has no user")
-        for pair in self.order:
-            self._check_indices(pair, pair)
-
-    def _check_indices(self, owner: object, indices: tuple[int, ...]) -> None:
-        if indices and not (min(indices) >= 0 and max(indices) < len(self.works)):
-            raise ValueError(f"{owner} refers to a work outside 0..{len(self.works) - 1}")
 
     def schedule_of(self, stages: int) -> Schedule:
         """Return the schedule of so many stages."""
@@ -218,9 +154,3 @@ def recompute_fraction(option: str, *, microbatches: int) -> float:
 def devices_of(capacities: Iterable[int | None]) -> tuple[Device, ...]:
     """Return devices of equal speed, with these many bytes each."""
     return tuple(Device(capacity_bytes=capacity) for capacity in capacities)
-
-
-def _check_numbers(owner: object, numbers: Iterable[float]) -> None:
-    for number in numbers:
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{owner} has a negative cost, or one that is infinite or NaN")

@@ -84,7 +84,7 @@ def _find(problem: Problem, **how: Any) -> Answer:
 def solve(
     problem: Problem,
     *,
-    stages: int | None = None,
+    stages: int,
     objective: Objective = "bottleneck",
     empty: bool = False,
     time_limit_s: float | None = None,
@@ -92,15 +92,14 @@ def solve(
 ) -> Partition:
     """Return the partition into ``stages`` non-empty stages with the least objective that fits the capacities.
 
-    ``stages`` is by default what fills the problem's devices. Fewer come back only when colocation and cycles leave
-    fewer groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs
-    the fewest bytes is preferred. Raises InfeasibleError when no partition fits. The least bottleneck is exact where
-    the ideals of the condensed graph number at most ``ideal_limit``; from its cut the search for the shortest step
-    starts, whose answer is the best of many that are simulated. After ``time_limit_s`` the best so far comes back.
+    Where the problem has devices these are as many. Fewer stages come back only when colocation and cycles leave fewer
+    groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs the
+    fewest bytes is preferred. Raises InfeasibleError when no partition fits. The least bottleneck is exact where the
+    ideals of the condensed graph number at most ``ideal_limit``; from its cut the search for the shortest step starts,
+    whose answer is the best of many that are simulated. After ``time_limit_s`` the best so far comes back.
     """
     if problem.ties or problem.virtual_stages > 1 or problem.custom_schedule is not None:
         raise ValueError("ties, and schedules with several stages on a device, are for cuts along a line of works")
-    stages = _stages(problem, stages)
     clock = Clock.start(time_limit_s)
     answer = _find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit, clock=clock)
     if answer.assignment is None:
@@ -153,20 +152,6 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -
     answer = _find(alone, stages=stages, least="load", empty=True, ideal_limit=IDEAL_LIMIT, clock=clock)
     lower_s = simple_bound(problem, stages=stages, longest_s=answer.lower_bound)
     return max(lower_s, spread_bound(problem, stages=stages))
-
-
-def _stages(problem: Problem, stages: int | None) -> int:
-    """Return how many stages are asked for, when that fits the problem's devices."""
-    filled = None if problem.devices is None else len(problem.devices)
-    if stages is None:
-        if filled is None:
-            raise ValueError("the problem has no devices: say how many stages there are to be")
-        return filled
-    if stages < 1:
-        raise ValueError(f"stages is {stages}; it is at least 1")
-    if filled is not None and filled != stages:
-        raise ValueError(f"{len(problem.devices or ())} devices are given for {stages} stages")
-    return stages
 
 
 def _infeasible(problem: Problem, *, stages: int, empty: bool, answer: Answer, ideal_limit: int) -> InfeasibleError:

@@ -77,7 +77,7 @@ class _Writer:
         assignment = tuple(self.options.cut[unit] for unit in self.units)
         costs = check(self.problem, assignment)
         free = replace(self.problem, devices=devices_of([None] * len(self.options.devices)))
-        lower_s = min(solve(free).lower_bound_s, costs.bottleneck_s)
+        lower_s = min(solve(free, stages=len(self.options.devices)).lower_bound_s, costs.bottleneck_s)
         return Partition(assignment, "bottleneck", costs.bottleneck_s, lower_s, "bounded", costs)
 
     def _problem(self) -> Problem:

@@ -26,7 +26,7 @@ def test_a_slow_device_and_its_link_by_hand() -> None:
     costs = check(problem, (0, 1, 1, 1))
     assert costs.loads_s == (2 * 3 + 4 * 0.75, 9 + 4 * 0.75)
     assert costs.device_loads_s == costs.loads_s
-    partition = solve(problem)
+    partition = solve(problem, stages=2)
     assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 1, 1, 1), 12.0, "optimal")
 
 
@@ -55,10 +55,10 @@ def test_the_simulated_step_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(random_problem(seed, Mix(24)), devices=(Device(), Device(2.0), Device()))
-    exact = solve(problem)
+    exact = solve(problem, stages=3)
     monkeypatch.setattr(ideals, "_MOST_GROUPS", 8)
     monkeypatch.setattr(search, "_ENTRIES", 200)
-    rough = solve(problem)
+    rough = solve(problem, stages=3)
     assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)
     assert exact.bottleneck_s * (1 - 1e-9) <= rough.bottleneck_s < 1.5 * exact.bottleneck_s
     assert (exact.status, len(set(rough.assignment))) == ("optimal", 3)

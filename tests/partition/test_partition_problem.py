@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
-from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Tie, Work, devices_of
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
 from autosplit.partition.solve import solve
 from tests.partition.oracle_verdict import smallest_capacity
 
@@ -132,52 +131,3 @@ def test_the_checker_refuses_a_torn_colour() -> None:
     )
     with pytest.raises(ValueError, match="colocation group 'red' is in stages 0 and 1"):
         check(problem, (0, 1))
-
-
-ONE = (Work("a", 1.0, 0.0),)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"works": ()}, "at least one work"),
-        ({"microbatches": 0}, "microbatches is 0"),
-        ({"schedule": "zigzag"}, "there is no schedule .zigzag."),
-        ({"works": (Work("a", -1.0, 0.0),)}, "negative cost"),
-        ({"nets": (TensorEdge(0, (0,), -1.0, 0.0),)}, "negative cost"),
-        ({"nets": (TensorEdge(0, (1,), 1.0, 0.0),)}, r"outside 0\.\.0"),
-        ({"holds": (Hold(-1, 0, (), ()),)}, "negative cost"),
-        ({"holds": (Hold(1, None, (), (3,)),)}, r"outside 0\.\.0"),
-        ({"order": ((0, 1),)}, r"outside 0\.\.0"),
-        ({"works": (Work("a", math.nan, 0.0),)}, "infinite or NaN"),
-        ({"works": (Work("a", 1.0, math.inf),)}, "infinite or NaN"),
-        ({"works": (Work("a", 1.0, 1.0, weight_s=2.0),)}, "weight_s is a part of backward_s"),
-        ({"ties": (Tie((), 1, 1),)}, "has no user"),
-        ({"ties": (Tie((0, 1), 1, 1),)}, r"outside 0\.\.0"),
-        ({"ties": (Tie((0,), 1, -1),)}, "negative cost"),
-        ({"ties": (Tie((0,), 1, 1, math.nan),)}, "infinite or NaN"),
-        ({"virtual_stages": 0}, "virtual_stages is 0; 1f1b puts 1 stage on a device"),
-        ({"virtual_stages": 2}, "virtual_stages is 2; 1f1b puts 1 stage on a device"),
-        ({"schedule": "interleaved"}, "virtual_stages is 1; interleaved puts 2 or more stages on a device"),
-        ({"schedule": "zb_v", "virtual_stages": 3}, "virtual_stages is 3; zb_v puts 2 stages on a device"),
-        ({"devices": ()}, "devices is empty"),
-        ({"devices": (Device(slowdown=0.0),)}, "slowdown must be positive"),
-        ({"devices": (Device(slowdown=math.nan),)}, "slowdown must be positive"),
-        ({"devices": (Device(slowdown=math.inf),)}, "slowdown must be positive"),
-        ({"devices": (Device(capacity_bytes=-1),)}, "capacity_bytes is not negative"),
-        ({"devices": (Device(),) * 3, "links": (1.0,)}, "1 links are given for 3 devices"),
-        ({"links": ()}, "0 links are given for 0 devices"),
-        ({"devices": (Device(),) * 2, "links": (-1.0,)}, "none may be negative"),
-        ({"devices": (Device(),) * 2, "links": (math.nan,)}, "none may be negative, infinite or NaN"),
-    ],
-)
-def test_a_problem_is_checked_when_it_is_made(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Problem(**{"works": ONE, "nets": (), "microbatches": 1} | arguments)
-
-
-def test_arguments_of_solve_are_checked() -> None:
-    with pytest.raises(ValueError, match="stages is 0"):
-        solve(CHAIN, stages=0)
-    with pytest.raises(ValueError, match="3 devices are given for 2 stages"):
-        solve(replace(CHAIN, devices=devices_of((1, 1, 1))), stages=2)
