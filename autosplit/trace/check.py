@@ -167,14 +167,14 @@ class _Checker:
     def _watch(self, run: Run, seed: int) -> Parts:
         """Run all steps from the model's present state and the seed; digest what each leaves."""
         seed_all(seed)
-        before = _random_states()
+        before = state.random_states()
         seen: dict[tuple[str, str], Any] = {}
         kernels = ShapeRules() if self.meta else contextlib.nullcontext()
         with kernels, stand_ins(self.model, self.recording.root, written=self.written) as leaves:
             for step in _STEPS[:1] if self.meta else _STEPS:
                 found = self._step(run, leaves, step)
                 seen |= {(f"step {step}", name): value for name, value in found.items()}
-        self.drew = before != _random_states()
+        self.drew = before != state.random_states()
         return seen
 
     def _step(self, run: Run, parameters: dict[str, torch.Tensor], step: int) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class _Checker:
                 seen[f"input {self.inputs.names[index]}, which was changed,"] = digest(given[index])
         for name, buffer in self.model.named_buffers():
             seen[f"buffer {name}"] = digest(buffer)
-        seen["torch's random state"], seen["Python's random state"] = _random_states()
+        seen["torch's random state"], seen["Python's random state"] = state.random_states()
         if self.gradients != _NONE and (step == _STEPS[-1] or not self.large):
             named = {f"input {self.inputs.names[i]}": leaves[i] for i in positions}
             seen |= _gradients(outputs, parameters | named)
@@ -296,10 +296,3 @@ def seed_all(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed)
-
-
-def _random_states() -> tuple[bytes, bytes]:
-    """Return the states of torch's generator, and of Python's and numpy's."""
-    numbers: Any = np.random.get_state(legacy=False)
-    python = repr((random.getstate(), numbers["state"]["key"].tobytes(), numbers["state"]["pos"], numbers["has_gauss"]))
-    return torch.get_rng_state().numpy().tobytes(), python.encode()

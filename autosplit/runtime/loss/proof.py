@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -202,9 +201,9 @@ def _pure(loss_fn: Any) -> Iterator[None]:
     module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     versions = {name: buffer._version for name, buffer in module.named_buffers()}
     with state.borrowed(module):
-        drawn = torch.get_rng_state(), random.getstate()
+        before = state.random_states()
         yield
-        draws = not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
+        draws = state.random_states() != before
         changed = [name for name, buffer in module.named_buffers() if versions.get(name) != buffer._version]
     if changed:
         raise InputError(

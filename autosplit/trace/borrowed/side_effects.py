@@ -34,6 +34,7 @@ from autosplit.trace.recording.recording import Refusal
 from autosplit.trace.scope import has_hooks, is_layer
 
 _DEPTH = 8
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,17 @@ def changes(holders: Holders, before: Sequence[Any]) -> Changes:
     stands = [(key, own, stand) for key, (own, stand) in holders.stands.items() if type(own) in ITERATORS]
     moved = {key: stand for key, own, stand in stands if position(own) != position(stand)}
     return Changes(holders, tuple((holder, found) for holder, found in entries if found), moved)
+
+
+def made_or_gone(holders: Holders, before: Sequence[Any]) -> list[str]:
+    """Return the parameters, buffers and modules that were not there in the contents ``before``, or are gone."""
+    tables = [(h, was) for h, was in zip(holders.found, before, strict=True) if h.place[1] in _REGISTERED]
+    return [
+        f"{holder.place[0]}.{name}".strip(".")
+        for holder, was in tables
+        for name, now in {**dict.fromkeys(was), **holder.read()}.items()
+        if (was.get(name) is None) != (now is None)
+    ]
 
 
 def kept(found: Changes, known: Collection[int]) -> list[torch.Tensor]:

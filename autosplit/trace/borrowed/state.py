@@ -10,6 +10,7 @@ buffers, other tensors   copies, which share memory where theirs do: what a forw
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -41,6 +42,12 @@ def random_state() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def random_states() -> tuple[bytes, bytes]:
+    """Return the states of torch's generator, and of Python's and numpy's."""
+    python = pickle.dumps((random.getstate(), np.random.get_state()))
+    return torch.get_rng_state().numpy().tobytes(), python
 
 
 @contextlib.contextmanager
@@ -114,18 +121,6 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                     changed = tensor._version != version  # sparse tensors cannot be compared
                 if changed:
                     tensor.copy_(content)
-
-
-def places(model: nn.Module) -> dict[str, bool]:
-    """Return the names of all modules, parameters and buffers, and for each whether there is one with a shape."""
-    found = dict.fromkeys((f"module {path}" for path, _ in model.named_modules()), True)
-    for path, module in model.named_modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            for table in ("_parameters", "_buffers"):
-                for name, tensor in module.__dict__[table].items():
-                    exists = tensor is not None and not nn.parameter.is_lazy(tensor)
-                    found[f"{path}.{name}" if path else name] = exists
-    return found
 
 
 @contextlib.contextmanager

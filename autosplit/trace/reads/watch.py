@@ -6,7 +6,6 @@ rows and played back to a recorder, whose fake tensors have no values to compute
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -230,8 +229,7 @@ class _Surroundings:
     holders: Holders | None
     contents: list[Any]
     tensors: dict[str, tuple[torch.Tensor, int, torch.Tensor]]
-    python: Any
-    numpy: str
+    drawn: bytes
 
     @classmethod
     def of(cls, model: nn.Module, holders: Holders | None) -> _Surroundings:
@@ -240,8 +238,7 @@ class _Surroundings:
             holders,
             [] if holders is None else holders.read(),
             {name: (tensor, tensor._version, tensor.data) for name, tensor in _registered(model)},
-            random.getstate(),
-            repr(np.random.get_state(legacy=False)),
+            state.random_states()[1],
         )
 
     def changed(self) -> str:
@@ -250,7 +247,7 @@ class _Surroundings:
             found = side_effects.changes(self.holders, self.contents)
             if found := found.without(lambda holder, key, value: holder.place[1] == "_buffers"):
                 return f"it changes the Python attribute {min(found.places)[1]!r}"
-        if self.python != random.getstate() or self.numpy != repr(np.random.get_state(legacy=False)):
+        if self.drawn != state.random_states()[1]:
             return "it draws random numbers in Python"
         return ""
 

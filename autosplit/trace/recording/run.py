@@ -134,7 +134,8 @@ def run_python(
     exception of the model's own.
     """
     sizes = sizes or _Numbers(rows)
-    if lazy := [name for name, tensor in model.named_parameters() if nn.parameter.is_lazy(tensor)]:
+    registered = (*model.named_parameters(), *model.named_buffers())
+    if lazy := [name for name, tensor in registered if nn.parameter.is_lazy(tensor)]:
         raise FirstCall(lazy)
     with state.random_state(), state.attributes(model) as holders:
         tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in holders.tensors.values())]
@@ -158,7 +159,7 @@ def _run(
     real: dict[int, torch.Tensor],
 ) -> PythonRun:
     """Record one run of a model whose tensors are fake; it is left as the run leaves it."""
-    seed, named, before = torch.initial_seed(), state.places(model), holders.read()
+    seed, before = torch.initial_seed(), holders.read()
     random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
     np.random.seed(rows)
     leaves = list(inputs.leaves)
@@ -171,8 +172,8 @@ def _run(
     args, kwargs = inputs.rebuild(leaves)
     asked = GradModeWatch()
     output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, asked))
-    if (made := state.places(model)) != named:
-        raise FirstCall([name for name in {**named, **made} if named.get(name) != made.get(name)])
+    if names := side_effects.made_or_gone(holders, before):
+        raise FirstCall(names)
     check_given((args, kwargs), inputs.spec, [leaves[i] for i in one_tensor(inputs.leaves)], output)
     if torch.initial_seed() != seed:
         raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
