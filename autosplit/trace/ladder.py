@@ -202,7 +202,8 @@ def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph
     """Ask the value probe, the layers quiet; a model on meta has no values, there the structure alone decides."""
     if any(p.is_meta for p in model.parameters()):
         return Findings()
-    with state.borrowed(model), state.norm_dropout_eval(model):
+    with state.borrowed(model):
+        state.norm_dropout_eval(model)
         try:
             return run_probe(raw, flat, kept=gathered.min_rows)
         except AutosplitError:

@@ -123,27 +123,19 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                     tensor.copy_(content)
 
 
-@contextlib.contextmanager
-def norm_dropout_eval(model: nn.Module) -> Iterator[None]:
-    """Put torch.nn's layers in eval mode, and every module back in its own at the end.
+def norm_dropout_eval(model: nn.Module) -> None:
+    """Put torch.nn's layers in eval mode, inside of :func:`attributes`.
 
     Norm layers then use their running statistics and dropout draws nothing, while the model's own modules keep the mode
     that decides what their Python does.
     """
-    flags = [(m, m.training) for m in model.modules()]
-    for module, _ in flags:
+    for module in model.modules():
         if type(module).__module__.startswith("torch.nn") or isinstance(module, _QUIETED):
             module.training = False
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
-@contextlib.contextmanager
-def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, torch.Tensor]]:
-    """Replace parameters and buffers by fake ones, inside of :func:`attributes`; yield the real ones by their ids."""
+def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> dict[int, torch.Tensor]:
+    """Replace parameters and buffers by fake ones, inside of :func:`attributes`; return the real ones by their ids."""
     real: dict[int, torch.Tensor] = {}
     twins: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
@@ -167,7 +159,7 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, t
                     own = twins.setdefault(id(tensor), _with_own_gradient(tensor))
                     entries[name] = mode.from_tensor(own, static_shapes=True)
                     real[id(entries[name])] = tensor
-    yield real
+    return real
 
 
 def _with_own_gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Recorder(TorchFunctionMode):
         *,
         reader: Reader,
         observed: Watcher | None,
-        holders: Holders | None = None,
+        holders: Holders,
     ) -> None:
         super().__init__()
         self.holders = holders

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autosplit.trace.borrowed import side_effects, state
-from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder, Holders
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.side_effects import check_given
 from autosplit.trace.borrowed.surroundings import GradModeWatch, as_in_a_plain_call
@@ -141,10 +141,9 @@ def run_python(
         tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in holders.tensors.values())]
         without_values = bool(tensors) and all(tensor.is_meta for tensor in tensors)
         mode: Any = _AsItIs() if isinstance(sizes, _Numbers) and without_values else sizes.fake_mode()
-        with state.fake_tensors(model, mode) as real:
-            reader = reader or Recall(scope.answers)
-            recorder = Recorder(model, scope, reader=reader, observed=observed, holders=holders)
-            return _run(model, inputs, sizes, mode, rows=rows, recorder=recorder, holders=holders, real=real)
+        real = state.fake_tensors(model, mode)
+        recorder = Recorder(model, scope, reader=reader or Recall(scope.answers), observed=observed, holders=holders)
+        return _run(model, inputs, sizes, mode, rows=rows, recorder=recorder, real=real)
 
 
 def _run(
@@ -155,11 +154,11 @@ def _run(
     *,
     rows: int,
     recorder: Recorder,
-    holders: Holders,
     real: dict[int, torch.Tensor],
 ) -> PythonRun:
     """Record one run of a model whose tensors are fake; it is left as the run leaves it."""
-    seed, before = torch.initial_seed(), holders.read()
+    seed, holders = torch.initial_seed(), recorder.holders
+    before = holders.read()
     random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
     np.random.seed(rows)
     leaves = list(inputs.leaves)
