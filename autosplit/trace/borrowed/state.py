@@ -134,8 +134,11 @@ def norm_dropout_eval(model: nn.Module) -> None:
             module.training = False
 
 
-def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> dict[int, torch.Tensor]:
-    """Replace parameters and buffers by fake ones, inside of :func:`attributes`; return the real ones by their ids."""
+def fake_tensors(model: nn.Module, mode: FakeTensorMode | None) -> dict[int, torch.Tensor]:
+    """Replace parameters and buffers by fake ones, inside of :func:`attributes`; return the real ones by their ids.
+
+    Without a mode they stay as they are.
+    """
     real: dict[int, torch.Tensor] = {}
     twins: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
@@ -157,7 +160,7 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> dict[int, torch.Tens
                     )
                 if tensor is not None:
                     own = twins.setdefault(id(tensor), _with_own_gradient(tensor))
-                    entries[name] = mode.from_tensor(own, static_shapes=True)
+                    entries[name] = own if mode is None else mode.from_tensor(own, static_shapes=True)
                     real[id(entries[name])] = tensor
     return real
 

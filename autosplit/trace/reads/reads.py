@@ -164,6 +164,10 @@ class MetaValueReader(ValueReader):
         return value
 
 
+Reader = Recall | ValueReader
+"""Tells a recorder what a value read gives; its ``read`` raises Refusal when no graph can follow the read."""
+
+
 @dataclass(frozen=True)
 class Guard:
     """Tells whether a recording holds for a batch: its value reads give there what they gave when it was made."""

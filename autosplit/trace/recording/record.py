@@ -39,7 +39,6 @@ from autosplit.trace.recording.recording import (
     VALUE_READS,
     Attribute,
     Call,
-    Reader,
     Recording,
     Ref,
     Refusal,
@@ -52,6 +51,7 @@ from autosplit.trace.recording.recording import (
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, is_stack, pads_in_its_own_way, run_stack
 
 if TYPE_CHECKING:
+    from autosplit.trace.reads.reads import Reader
     from autosplit.trace.reads.watch import Watcher
 
 

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
@@ -132,13 +132,6 @@ class Recording:
     """How many of those, the last ones, stand for numbers in logs."""
     asks_grad_mode: str = ""
     """Where the forward asked whether gradients are on: ``file:line``; "" where it did not."""
-
-
-class Reader(Protocol):
-    """Tells a recorder what a value read gives."""
-
-    def read(self, call: Call, recorder: Any) -> Any:
-        """Return the value that ``call`` reads; raise Refusal when no graph can follow the read."""
 
 
 class Differs(Exception):

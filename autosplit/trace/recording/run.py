@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -35,13 +35,12 @@ from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.side_effects import check_given
 from autosplit.trace.borrowed.surroundings import GradModeWatch, as_in_a_plain_call
 from autosplit.trace.inputs.objects import empty_in_layout, layout_of, one_tensor
-from autosplit.trace.reads.reads import Recall
+from autosplit.trace.reads.reads import Reader, Recall
 from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.record import Recorder
 from autosplit.trace.recording.recording import (
     NESTED,
     FirstCall,
-    Reader,
     Recording,
     Refusal,
     Unexpected,
@@ -50,6 +49,9 @@ from autosplit.trace.recording.recording import (
     where,
 )
 from autosplit.trace.scope import COLLECTS, Scope
+
+if TYPE_CHECKING:
+    from autosplit.trace.shapes.symbols import SymbolicSizes
 
 
 @dataclass(frozen=True)
@@ -73,30 +75,6 @@ class FlatInputs:
         """Return positional and keyword arguments made of other leaves; those that were one tensor are one again."""
         args, kwargs = self.spec([leaves[i] for i in one_tensor(self.leaves)] if self.leaves else leaves)
         return args, kwargs
-
-
-class Sizes(contextlib.AbstractContextManager[Any], Protocol):
-    """The sizes of the inputs of one recording; active while the model runs."""
-
-    def fake_mode(self) -> FakeTensorMode:
-        """Return the mode in which tensors of these sizes are made."""
-
-    def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
-        """Return the shape of the tensor at a position among the input tensors."""
-
-
-class _Numbers(contextlib.nullcontext[None]):
-    """The sample's own sizes, at another number of rows."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def fake_mode(self) -> FakeTensorMode:
-        return FakeTensorMode(allow_non_fake_inputs=True)
-
-    def shape(self, position: int, leaf: torch.Tensor, batch_dim: int | None) -> list[Any]:
-        return [self.rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
 
 
 @dataclass(frozen=True)
@@ -123,34 +101,37 @@ def run_python(
     scope: Scope,
     reader: Reader | None = None,
     observed: Watcher | None = None,
-    sizes: Sizes | None = None,
+    symbols: SymbolicSizes | None = None,
 ) -> PythonRun:
     """Record the model's forward at ``rows`` batch rows, and what it changed; the model is as before at the end.
 
     ``reader`` answers value reads; None: as the scope says. ``observed`` tells what opaque modules give; None: a run
-    on fake tensors does. ``sizes`` gives the shapes of the inputs; None: the sample's, with ``rows`` rows.
+    on fake tensors does. ``symbols`` stand for sizes of the inputs; None: the sizes are the sample's, ``rows`` rows.
 
     Raises Refusal for what a graph cannot follow, FirstCall where the model is not complete yet, Unexpected for an
     exception of the model's own.
     """
-    sizes = sizes or _Numbers(rows)
     registered = (*model.named_parameters(), *model.named_buffers())
     if lazy := [name for name, tensor in registered if nn.parameter.is_lazy(tensor)]:
         raise FirstCall(lazy)
     with state.random_state(), state.attributes(model) as holders:
         tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in holders.tensors.values())]
-        without_values = bool(tensors) and all(tensor.is_meta for tensor in tensors)
-        mode: Any = _AsItIs() if isinstance(sizes, _Numbers) and without_values else sizes.fake_mode()
+        if symbols is not None:
+            mode: FakeTensorMode | None = symbols.fake_mode()
+        elif tensors and all(tensor.is_meta for tensor in tensors):
+            mode = None  # a model without values runs as it is, on the meta device
+        else:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
         real = state.fake_tensors(model, mode)
         recorder = Recorder(model, scope, reader=reader or Recall(scope.answers), observed=observed, holders=holders)
-        return _run(model, inputs, sizes, mode, rows=rows, recorder=recorder, real=real)
+        return _run(model, inputs, symbols, mode, rows=rows, recorder=recorder, real=real)
 
 
 def _run(
     model: nn.Module,
     inputs: FlatInputs,
-    sizes: Sizes,
-    mode: Any,
+    symbols: SymbolicSizes | None,
+    mode: FakeTensorMode | None,
     *,
     rows: int,
     recorder: Recorder,
@@ -163,14 +144,17 @@ def _run(
     np.random.seed(rows)
     leaves = list(inputs.leaves)
     for position, index in enumerate(inputs.tensors()):
-        shape = sizes.shape(position, leaves[index], inputs.batch_dims[index])
-        real_leaf, leaves[index] = leaves[index], _fake(leaves[index], shape, mode)
-        real[id(leaves[index])] = real_leaf
+        leaf, batch_dim = leaves[index], inputs.batch_dims[index]
+        shape = [rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
+        if symbols is not None:
+            shape = symbols.shape(position, leaf, batch_dim)
+        leaves[index] = _fake(leaf, shape, mode)
+        real[id(leaves[index])] = leaf
     for index in inputs.tensors():
         recorder.add_input(inputs.names[index], leaves[index])
     args, kwargs = inputs.rebuild(leaves)
     asked = GradModeWatch()
-    output = _forward(model, args, kwargs, recorder, (sizes, mode, recorder.random, recorder, asked))
+    output = _forward(model, args, kwargs, recorder, (symbols, mode, recorder.random, recorder, asked))
     if names := side_effects.made_or_gone(holders, before):
         raise FirstCall(names)
     check_given((args, kwargs), inputs.spec, [leaves[i] for i in one_tensor(inputs.leaves)], output)
@@ -231,7 +215,7 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
             contextlib.ExitStack() as stack,
         ):
             for each in modes:
-                stack.enter_context(each)
+                stack.enter_context(each or contextlib.nullcontext())
             return model(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         line = raised_line(error)
@@ -269,17 +253,9 @@ def _is_nested(error: Exception) -> bool:
 _NESTED = str(Path(torch.nested.__file__).parent)
 
 
-class _AsItIs(contextlib.nullcontext[None]):
-    """Stands for a fake tensor mode where the model's own tensors have no values: it runs on the meta device."""
-
-    def from_tensor(self, tensor: torch.Tensor, *, static_shapes: bool) -> torch.Tensor:
-        """Return the tensor itself."""
-        return tensor
-
-
-def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: Any) -> torch.Tensor:
-    device = "meta" if isinstance(mode, _AsItIs) else leaf.device
-    with mode:
+def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: FakeTensorMode | None) -> torch.Tensor:
+    device = "meta" if mode is None else leaf.device
+    with mode or contextlib.nullcontext():
         fake = empty_in_layout(layout_of(leaf), shape, dtype=leaf.dtype, device=device)
         if isinstance(leaf, nn.Parameter):
             return nn.Parameter(fake, leaf.requires_grad)

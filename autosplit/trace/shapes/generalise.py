@@ -157,7 +157,7 @@ def _symbolic(
 
     try:
         sizes = SymbolicSizes(rows, lengths, now)
-        recording = run_python(model, inputs, rows=rows, scope=scope, sizes=sizes).recording
+        recording = run_python(model, inputs, rows=rows, scope=scope, symbols=sizes).recording
         every = [(c.args, c.kwargs, list(c.shapes), c.draws) for c in recording.calls]
         converted = map_aggregate([*every, recording.output], sizes.number)
         return recording, converted, sizes.conditions()
