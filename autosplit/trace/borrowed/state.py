@@ -28,6 +28,8 @@ from autosplit.trace.inputs.objects import storage_key
 from autosplit.trace.recording.random_watch import named_arguments
 from autosplit.trace.scope import silence
 
+_SMALL = 1 << 22
+"""Elements of a tensor that is copied wherever it is held: larger ones in lists and dicts may be all the weights."""
 _QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
 
@@ -55,16 +57,18 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
     """Restore every module's attributes, tables, hooks and class at the end; yield where all of that lives.
 
     Restored is all Python state in :class:`autosplit.trace.borrowed.holders.Holders`, which reaches outside of the
-    modules too, what is written inside to tensors that are held there, and which ``data`` parameters and buffers have;
-    what is written to these is not. Hooks of the caller's that only observe are not called inside. ``functions`` run
-    there too.
+    modules too, what is written inside to tensors that are held there (to large ones where a module's attribute is
+    one), and which ``data`` parameters and buffers have; what is written to these is not. Hooks of the caller's that
+    only observe are not called inside. ``functions`` run there too.
     """
     holders = Holders(models, functions)
     before = holders.read()
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     strided = [t for t in tensors if type(t) in (nn.Parameter, torch.Tensor) and t.layout is torch.strided]
     data = [(tensor, tensor.data) for tensor in strided]
-    with contents([tensor for _, tensor in holders.tensors.values()]):
+    direct = {id(value) for model in models for module in model.modules() for value in vars(module).values()}
+    held = (tensor for _, tensor in holders.tensors.values())
+    with contents([tensor for tensor in held if tensor.numel() <= _SMALL or id(tensor) in direct]):
         try:
             holders.stand_in()
             silence(holders.hook_tables)
