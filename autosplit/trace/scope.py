@@ -67,7 +67,7 @@ class Scope:
 
     Attributes:
         entered: leaves that are entered all the same, because their parameters are used elsewhere too.
-        opaque modules: modules that are one call.
+        opaque: modules that are one call.
         answers: the values of the reads that are recorded, in order.
         deciding: lines of code in which a number that is read does more than to be kept.
         whole_norms: whether batch norms that keep running statistics see the whole batch at once.
