@@ -157,12 +157,11 @@ def recorded_fields(found: Beside) -> dict[str, Any]:
     Seconds and bytes; None where something was not measured.
     """
     measured = found.measured
-    loss = measured.loss
     return {
         "step_s": found.step_s,
         "predicted_step_s": found.predicted_step_s,
         "once_s": measured.once_s if measured.timed else None,
-        "loss": loss if loss is None or abs(loss) < float("inf") else str(loss),
+        "loss": json_number(measured.loss),
         "microbatch_rows": list(measured.rows),
         "whole": measured.whole,
         "devices": [asdict(one) for one in found.devices],
@@ -170,6 +169,11 @@ def recorded_fields(found: Beside) -> dict[str, Any]:
         "bars": [asdict(bar) for bar in measured.bars] if measured.timed else [],
         "sent": [asdict(sent) for sent in measured.sent] if measured.timed else [],
     }
+
+
+def json_number(number: float | None) -> float | str | None:
+    """Return a number as JSON has it: no infinity, and nothing that is not a number."""
+    return number if number is None or abs(number) < float("inf") else str(number)
 
 
 def _pair(title: str, rows: Sequence[Any], figure: str, words: Callable[[float], str]) -> list[Column]:

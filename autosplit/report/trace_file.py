@@ -16,13 +16,12 @@ from typing import Any
 
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import Bar, Sent, StepTimeline, predicted
+from autosplit.report.beside import json_number
 from autosplit.schedule.action import Action, Kind, describe
 
 _US_PER_S = 1e6
 _NUDGE_US = 0.001
 """An arrow begins inside its action: at the end there is the next one."""
-_STEP = 0
-"""The process of the whole step; a lane's process is its number and 1."""
 _TRACKS = {False: (1, "predicted"), True: (2, "measured")}
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_iowait", "I": "thread_state_iowait", "W": "rail_idle"}
 _KINDS = ("parameter", "gradient", "optimizer", "activation", "transient")
@@ -34,7 +33,6 @@ def trace_text(plan: Plan, measured: StepTimeline | None = None) -> str:
     events = list(_names(plan, measured))
     foreseen = predicted(plan)
     for number, timeline in enumerate(filter(None, (foreseen, measured))):
-        events += _step(timeline)
         events += _actions(timeline)
         events += _transfers(timeline, first_id=number << 20)
     events += _planned_memory(plan, foreseen)
@@ -48,18 +46,21 @@ def trace_text(plan: Plan, measured: StepTimeline | None = None) -> str:
         "predicted step_s": plan.step_s,
     }
     if measured is not None:
-        about |= {"measured step_s": measured.step_s + measured.once_s, "measured as one piece": measured.whole}
+        about |= {
+            "measured step_s": measured.step_s + measured.once_s,
+            "of that beside the actions, once per step (s)": measured.once_s,
+            "measured as one piece": measured.whole,
+            "loss": json_number(measured.loss),
+        }
     document = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def _names(plan: Plan, measured: StepTimeline | None) -> Iterator[Event]:
     """Yield what processes and tracks are called, and their order."""
-    processes = {_STEP: "step"}
     for lane, device in enumerate(plan.devices):
         stages = [str(stage.index) for stage in plan.stages if stage.lane == lane]
-        processes[lane + 1] = f"lane {lane}: {device}, stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
-    for process, name in processes.items():
+        process, name = lane + 1, f"lane {lane}: {device}, stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
         yield _meta(process, "process_name", {"name": name})
         yield _meta(process, "process_sort_index", {"sort_index": process})
         for is_measured, (track, text) in _TRACKS.items():
@@ -71,29 +72,6 @@ def _names(plan: Plan, measured: StepTimeline | None) -> Iterator[Event]:
 
 def _meta(process: int, name: str, args: dict[str, Any], track: int = 0) -> Event:
     return {"ph": "M", "pid": process, "tid": track, "name": name, "args": args}
-
-
-def _step(timeline: StepTimeline) -> Iterator[Event]:
-    track, text = _TRACKS[timeline.measured]
-    args: dict[str, Any] = {"step_s": timeline.step_s}
-    if timeline.measured:
-        args |= {"beside it, once per step (s)": timeline.once_s, "loss": _plain(timeline.loss)}
-        args |= {} if timeline.whole is None else {"as one piece": timeline.whole}
-    yield {
-        "ph": "X",
-        "pid": _STEP,
-        "tid": track,
-        "name": f"step, {text}",
-        "cat": "step",
-        "ts": 0.0,
-        "dur": _us(timeline.step_s),
-        "args": args,
-    }
-
-
-def _plain(number: float | None) -> float | str | None:
-    """Return a number as JSON has it: no infinity, and nothing that is not a number."""
-    return number if number is None or abs(number) < float("inf") else str(number)
 
 
 def _actions(timeline: StepTimeline) -> Iterator[Event]:

@@ -87,9 +87,8 @@ def test_predicted_and_measured_lie_on_tracks_of_one_lane(profiled: tuple[Plan, 
             assert event["ts"] == pytest.approx(bar.start_s * 1e6, abs=1e-3)
             assert event["dur"] == pytest.approx((bar.end_s - bar.start_s) * 1e6, abs=1e-3)
     names = [e["args"]["name"] for e in events(text, ph="M", name="process_name")]
-    assert names == ["step", "lane 0: cpu, stage 0", "lane 1: cpu, stage 1"]
-    steps = {e["name"]: e for e in events(text, pid=0, ph="X")}
-    assert steps["step, measured"]["args"]["loss"] == measured.loss
+    assert names == ["lane 0: cpu, stage 0", "lane 1: cpu, stage 1"]
+    assert json.loads(text)["otherData"]["loss"] == measured.loss
     assert len(events(text, ph="b", cat="transfers, predicted")) == 2 * CHUNKS
     assert len(events(text, ph="s", cat="transfers, measured")) == 2 * CHUNKS
 
@@ -110,7 +109,7 @@ def test_every_schedule_has_a_trace(schedule: str, profiled: tuple[Plan, StepTim
     plan = profiled[0].model_copy(update={"schedule": schedule, "virtual_stages": virtual, "stages": placed})
     text = trace_text(plan)
     check_format(text)
-    assert len(events(text, ph="X")) == 1 + len(predicted(plan).bars)
+    assert len(events(text, ph="X")) == len(predicted(plan).bars)
 
 
 def test_bytes_are_counters_by_kind(profiled: tuple[Plan, StepTimeline]) -> None:
