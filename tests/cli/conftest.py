@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
+
+
+def error_of(result: Any) -> str:
+    """Return what a failed run said: nothing on stdout, no traceback, exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
 
 
 @pytest.fixture(autouse=True)

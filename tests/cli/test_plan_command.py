@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
 from autosplit.planning.plan.plan import Plan
+from tests.cli.conftest import error_of
 
 NETS = str(Path(__file__).parent / "nets.py")
 X = ("--input", "x=float32[8,16]")
@@ -59,16 +60,11 @@ def test_what_does_not_fit_is_planned_and_the_answer_is_no(run: Run) -> None:
         (("--devices", "8xH100-SXM5-90GB", *X), "the nearest: H100-SXM5-80GB"),
         (("--devices", "cuda:0", *X), "there is no device 'cuda:0'"),
         (("--chunks", "several", *X), "chunks='several': give the number of microbatches as an int of at least 1"),
-        (("--precision", "bf8", *X), "precision='bf8'"),
         ((), "no inputs are known for Mlp"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_line(run: Run, arguments: tuple[str, ...], message: str) -> None:
-    result = run(f"{NETS}:make_mlp", *arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    assert message in error_of(run(f"{NETS}:make_mlp", *arguments))
 
 
 @pytest.mark.parametrize(("command", "devices"), [("report", ("--devices", "cpu,cpu", "--chunks", "4")), ("plan", TWO)])

@@ -16,6 +16,7 @@ from autosplit.profile import measured
 from autosplit.report.costs import CostReport
 from cost_models import DeviceSpec, OpWork, device
 from cost_models.calibration import Calibrated, Stamp
+from tests.cli.conftest import error_of
 
 NETS = str(Path(__file__).parent / "nets_to_profile.py")
 X = ("--input", "x=float32[8,16]")
@@ -33,14 +34,6 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 def report_of(result: Any) -> CostReport:
     assert result.exit_code == 0, result.output
     return CostReport.model_validate_json(result.stdout)
-
-
-def error_of(result: Any) -> str:
-    """Return what a failed run said: nothing on stdout, no traceback, exit code 2."""
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return result.stderr
 
 
 def test_the_table_is_printed(run: Run) -> None:

@@ -16,6 +16,7 @@ from autosplit import api
 from autosplit.cli import app as cli
 from autosplit.errors import InfeasibleError
 from autosplit.planning.plan.plan import Plan
+from tests.cli.conftest import error_of
 
 NETS = str(Path(__file__).parent / "nets.py")
 BROKEN_LINE = next(n for n, line in enumerate(Path(NETS).read_text().splitlines(), 1) if "weights are gone" in line)
@@ -30,14 +31,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Call ``autosplit report`` in this process."""
     monkeypatch.setenv("COLUMNS", "100")
     return lambda target, *arguments: CliRunner().invoke(cli.app, ["report", target, *arguments])
-
-
-def error_of(result: Any) -> str:
-    """Return what a failed run said: nothing on stdout, no traceback, exit code 2."""
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return result.stderr
 
 
 def test_the_table_is_printed(run: Run) -> None:
@@ -230,8 +223,6 @@ def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> Non
         ),
         ((*TWO_BY_FOUR, *X, "--schedule", "wild"), "schedule='wild' is not available; valid: 'auto', 'gpipe', '1f1b'"),
         ((*TWO_BY_FOUR, *X, "--recompute", "never,block,always"), "has 3 entries for 2 stages"),
-        ((*TWO_BY_FOUR, *X, "--memory-limit", "much"), "'much' is no size in bytes"),
-        ((*TWO_BY_FOUR, *X, "--plan", "absent.json"), "cannot read the plan 'absent.json'"),
         (
             (*TWO_BY_FOUR, *X, "--save", "no_such_folder/plan.json"),
             "--save 'no_such_folder/plan.json': there is no folder",
