@@ -125,21 +125,11 @@ def predicted(plan: Plan) -> StepTimeline:
     return StepTimeline(bars, tuple(sent), found.step_s, measured=False)
 
 
-@dataclass(frozen=True)
-class HostStep:
-    """A step whose kernels host threads issue, in the order of the schedule.
+def host_step(plan: Plan) -> Timeline | None:
+    """Return the simulated step whose kernels host threads issue, in the order of the schedule.
 
-    Attributes:
-        issue_s: how long each thread issues.
-        step_s: the step of devices that wait for it.
+    None where nothing is known of how long that takes, or lanes issue for themselves.
     """
-
-    issue_s: float
-    step_s: float
-
-
-def host_step(plan: Plan) -> HostStep | None:
-    """Return the step with the host's time; None where nothing is known of that, or lanes issue for themselves."""
     if not any(stage.forward_issue_s or stage.backward_issue_s for stage in plan.stages):
         return None
     there = [stage.forward_issue_s / plan.issue_threads for stage in plan.stages]
@@ -151,9 +141,7 @@ def host_step(plan: Plan) -> HostStep | None:
         "I": [(1 - part) * whole for part, whole in zip(split, back, strict=True)],
         "W": [part * whole for part, whole in zip(split, back, strict=True)],
     }
-    waiting = simulated(plan, issue_s=issue)
-    beside_s = plan.step_s - simulated(plan).step_s
-    return HostStep(waiting.host_s, waiting.step_s + beside_s)
+    return simulated(plan, issue_s=issue)
 
 
 Link = Callable[[int, int, int], float]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -20,10 +20,10 @@ from autosplit.planning.plan.record import Boundary, StageMemory, StagePlan
 from autosplit.planning.plan.write import bytes_of_states, covered_modules, fingerprint_of, fit_of
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.specs import link_seconds
-from autosplit.profile.node_costs.module_costs import ModuleCosts, module_costs
+from autosplit.profile.node_costs.module_costs import BACKWARD, module_costs, saved_below
 from autosplit.profile.types import StateProfile
 from autosplit.trace.inputs.inputs import batch_rows, flatten
-from autosplit.trace.module_tree import choose_units, coarsened, homes, stages_of_modules
+from autosplit.trace.module_tree import ModuleCost, choose_units, coarsened, homes, stages_of_modules
 
 RUNG: Literal["module tree"] = "module tree"
 _SCHEDULE = "gpipe"
@@ -37,7 +37,7 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
     forward raises, and InfeasibleError when the memory limit cannot hold.
     """
     costs = module_costs(model, sample)
-    units = tuple(options.cut or choose_units(model, costs.for_units(), least=len(options.devices)))
+    units = tuple(options.cut or choose_units(model, costs, least=len(options.devices)))
     return _Writer(model, options, costs, units, _rows(model, sample, options), reason).plan()
 
 
@@ -57,7 +57,7 @@ class _Writer:
         self,
         model: nn.Module,
         options: Options,
-        costs: ModuleCosts,
+        costs: Mapping[str, ModuleCost],
         units: Sequence[str],
         rows: int,
         reason: str,
@@ -67,7 +67,7 @@ class _Writer:
         self.states = _states(model, homes(model, {unit: index for index, unit in enumerate(units)}))
         self.problem = self._problem()
         self.partition: Partition = self._partition()
-        called = {path for path, seen in costs.modules.items() if seen.first is not None}
+        called = {path for path, seen in costs.items() if seen.first is not None}
         self.stage_of = coarsened(dict(zip(units, self.partition.assignment, strict=True)), called=called)
         self.home = homes(model, self.stage_of)
 
@@ -84,16 +84,17 @@ class _Writer:
         static = [0] * len(self.units)
         for state, unit in self.states:
             static[unit] += state_bytes(state, self.options).total
+        costs = [self.costs.get(unit, ModuleCost()) for unit in self.units]  # some were never called
         works = tuple(
-            Work(unit, self.costs.of(unit).forward_s, self.costs.of(unit).backward_s, static_bytes=static[index])
-            for index, unit in enumerate(self.units)
+            Work(unit, cost.forward_s, BACKWARD * cost.forward_s, static_bytes=own)
+            for unit, cost, own in zip(self.units, costs, static, strict=True)
         )
-        links = [link_seconds(self.options, self.costs.of(unit).output_bytes) for unit in self.units[:-1]]
+        links = [link_seconds(self.options, cost.output_bytes) for cost in costs[:-1]]
         limits = [self.options.capacity_bytes(stage) for stage in range(len(self.options.devices))]
         return Problem(
             works,
             tuple(TensorEdge(index, (index + 1,), link_s, link_s) for index, link_s in enumerate(links)),
-            tuple(Hold(self.costs.saved_below(unit), index, (), (index,)) for index, unit in enumerate(self.units)),
+            tuple(Hold(saved_below(self.costs, unit), index, (), (index,)) for index, unit in enumerate(self.units)),
             microbatches=1,
             schedule=_SCHEDULE,
             devices=devices_of(limits),
@@ -164,7 +165,7 @@ class _Writer:
         for unit, following in pairwise(self.stage_of):
             producer, consumer = self.stage_of[unit], self.stage_of[following]
             if producer != consumer:
-                size = self.costs.of(unit).output_bytes
+                size = self.costs.get(unit, ModuleCost()).output_bytes
                 yield Boundary(value=f"{unit}#0", producer=producer, consumers=(consumer,), bytes=size)
         stages = stages_of_modules(self.model, self.stage_of)
         users: dict[int, set[int]] = {}

@@ -21,12 +21,21 @@ _PART = 0.1
 
 
 # -- units -----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
+@dataclass
 class ModuleCost:
-    """What a run of the model saw of one module: its share of the work, and when it was first called (None: never)."""
+    """What a run of the model saw of one module, its children included.
 
-    seconds: float
-    first: int | None
+    Attributes:
+        forward_s: of its forward.
+        first: when it was first called; None: never.
+        output_bytes: of what it returned.
+        saved_bytes: what it saved for its backward, without its children.
+    """
+
+    forward_s: float = 0.0
+    first: int | None = None
+    output_bytes: int = 0
+    saved_bytes: int = 0
 
 
 def choose_units(model: nn.Module, costs: Mapping[str, ModuleCost], *, least: int) -> tuple[str, ...]:
@@ -36,15 +45,15 @@ def choose_units(model: nn.Module, costs: Mapping[str, ModuleCost], *, least: in
     whose called children do a part of that; and, while there are fewer units than stages, the dearest.
     Modules that were never called are units if they hold state; they follow the one registered before them.
     """
-    total = sum(cost.seconds for path, cost in costs.items() if not path) or 1.0
+    total = sum(cost.forward_s for path, cost in costs.items() if not path) or 1.0
     tree = _Tree(model, costs)
     found = tree.below("")
     while True:
         much = total / (2 * least)
         worth = [path for path in found if tree.can_open(path)]
-        dear = [path for path in worth if costs[path].seconds > much]
+        dear = [path for path in worth if costs[path].forward_s > much]
         if not dear and len(found) < least and worth:
-            dear = [max(worth, key=lambda path: costs[path].seconds)]
+            dear = [max(worth, key=lambda path: costs[path].forward_s)]
         if not dear:
             break
         found = [unit for path in found for unit in (tree.below(path) if path in dear else [path])]
@@ -81,7 +90,7 @@ class _Tree:
         if not self._is_called(path):
             return False
         inside = [unit for unit in self.below(path) if self._is_called(unit)]
-        return sum(self.costs[unit].seconds for unit in inside) > _PART * self.costs[path].seconds
+        return sum(self.costs[unit].forward_s for unit in inside) > _PART * self.costs[path].forward_s
 
     def _is_called(self, path: str) -> bool:
         return path in self.costs and self.costs[path].first is not None

@@ -10,6 +10,7 @@ from autosplit.planning.explain.reasons import reasons, saved_bytes, without_rec
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, StagePlan, Transfer, Unit
 from autosplit.planning.timeline import host_step, predicted
+from autosplit.units import format_seconds
 from tests.report.plans import GIB, make_plan, make_stage
 
 
@@ -118,9 +119,9 @@ def test_the_host_binds_where_it_issues_for_longer_than_the_devices_work() -> No
     plan = issuing_plan(0.002)
     found = host_step(plan)
     assert found is not None
-    assert found.issue_s == pytest.approx(4 * 2 * 3 * 0.002)
+    assert found.host_s == pytest.approx(4 * 2 * 3 * 0.002)
     assert plan.step_s == pytest.approx(0.015)
-    assert found.step_s >= found.issue_s
+    assert found.step_s >= found.host_s
     [text] = reasons(plan)
     assert text.startswith("host-bound: one host thread issues kernels for 48.0 ms per step, the devices need 15.0 ms:")
 
@@ -137,18 +138,18 @@ def test_more_threads_issue_less_each() -> None:
     alone, shared = host_step(issuing_plan(0.002)), host_step(issuing_plan(0.002, issue_threads=2))
     assert alone is not None
     assert shared is not None
-    assert shared.issue_s == pytest.approx(alone.issue_s / 2)
+    assert shared.host_s == pytest.approx(alone.host_s / 2)
     assert shared.step_s < alone.step_s
     assert "2 host threads each issue kernels for 24.0 ms" in reasons(issuing_plan(0.002, issue_threads=2))[0]
 
 
 def test_what_a_step_has_beside_its_timeline_counts_with_the_host_too() -> None:
     plan = issuing_plan(0.002)
-    longer = plan.model_copy(update={"step_s": plan.step_s + 1.0})
-    before, after = host_step(plan), host_step(longer)
-    assert before is not None
-    assert after is not None
-    assert after.step_s == pytest.approx(before.step_s + 1.0)
+    found = host_step(plan)
+    assert found is not None
+    assert f"expect {format_seconds(found.step_s)}; fewer" in reasons(plan)[0]
+    longer = plan.model_copy(update={"step_s": plan.step_s + 0.1})
+    assert f"expect {format_seconds(found.step_s + 0.1)}; fewer" in reasons(longer)[0]
 
 
 def test_the_nearest_other_plans_are_compared() -> None:

@@ -50,7 +50,7 @@ def costs(**seconds: float) -> dict[str, ModuleCost]:
     """Return costs by path (``__`` for dots), called in this order; the model's are their sum."""
     found = {path.replace("__", "."): ModuleCost(s, n) for n, (path, s) in enumerate(seconds.items())}
     tops = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
-    return {"": ModuleCost(sum(found[path].seconds for path in tops), 0), **found}
+    return {"": ModuleCost(sum(found[path].forward_s for path in tops), 0), **found}
 
 
 EQUAL = costs(embed=1.0, blocks__0=2.0, blocks__1=2.0, blocks__2=2.0, head=1.0)

@@ -122,14 +122,16 @@ def _links(plan: Plan) -> Iterator[str]:
 
 def _host(plan: Plan) -> Iterator[str]:
     """Yield that the host binds, with its time and the devices'."""
-    found = host_step(plan)
-    if found is None or found.step_s <= _WORTH * plan.step_s:
+    if (waiting := host_step(plan)) is None:
+        return
+    step_s = plan.step_s + waiting.step_s - simulated(plan).step_s
+    if step_s <= _WORTH * plan.step_s:
         return
     threads = "one host thread issues" if plan.issue_threads == 1 else f"{plan.issue_threads} host threads each issue"
     yield (
-        f"host-bound: {threads} kernels for {format_seconds(found.issue_s)} per step, the devices need "
-        f"{format_seconds(plan.step_s)}: expect {format_seconds(found.step_s)}; fewer chunks mean fewer "
-        "kernels, and compile=True fuses them"
+        f"host-bound: {threads} kernels for {format_seconds(waiting.host_s)} per step, the devices need "
+        f"{format_seconds(plan.step_s)}: expect {format_seconds(step_s)}; fewer chunks mean fewer kernels, and "
+        "compile=True fuses them"
     )
 
 

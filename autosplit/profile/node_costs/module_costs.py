@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,57 +23,26 @@ from autosplit.trace.borrowed.state import gradients_aside, written_back
 from autosplit.trace.inputs.objects import take_apart, tensors_in
 from autosplit.trace.module_tree import ModuleCost, intercept
 
-_BACKWARD = 2.0
+BACKWARD = 2.0
 """Backward over forward time: a matrix product has two in its backward."""
 _CPU = "cpu-lane"
 """Whose cost model gives the times."""
 
 
-@dataclass
-class Seen:
-    """What was seen of one module, its children included; bytes of what it saved for its backward without theirs."""
-
-    first: int | None = None
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    output_bytes: int = 0
-    saved_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class ModuleCosts:
-    """Costs by module path."""
-
-    modules: Mapping[str, Seen]
-
-    def of(self, path: str) -> Seen:
-        """Return what was seen of a module; nothing for one that was never called."""
-        return self.modules.get(path, Seen())
-
-    def for_units(self) -> dict[str, ModuleCost]:
-        """Return what the choice of units wants to know."""
-        return {path: ModuleCost(s.forward_s + s.backward_s, s.first) for path, s in self.modules.items()}
-
-    def saved_below(self, path: str) -> int:
-        """Return the bytes that a module and all inside it keep for the backward."""
-        inside = (s for p, s in self.modules.items() if p == path or not path or p.startswith(f"{path}."))
-        return sum(seen.saved_bytes for seen in inside)
-
-
-def module_costs(model: nn.Module, sample: Sample) -> ModuleCosts:
+def module_costs(model: nn.Module, sample: Sample) -> dict[str, ModuleCost]:
     """Return what every module costs in a call of ``sample``, in the caller's modes; raises what its forward raises."""
     meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:
-            return ModuleCosts(_run(model, sample))
+            return _run(model, sample)
         except Exception as error:  # whatever its author wrote, or torch lacks on meta tensors
             if not meta or is_internal(error):
                 raise
-            return ModuleCosts(_by_size(model))
+            return _by_size(model)
 
 
-def _run(model: nn.Module, sample: Sample) -> dict[str, Seen]:
+def _run(model: nn.Module, sample: Sample) -> dict[str, ModuleCost]:
     """Run a model once; return what was seen."""
     try:
         return _Run(model).seen_with(sample)
@@ -84,19 +52,25 @@ def _run(model: nn.Module, sample: Sample) -> dict[str, Seen]:
     return _Run(model).seen_with(sample, saved=False)  # torch.func.grad in its forward takes no such hooks
 
 
-def _by_size(model: nn.Module) -> dict[str, Seen]:
+def _by_size(model: nn.Module) -> dict[str, ModuleCost]:
     """Guess the costs of a model that cannot run: time as bytes of parameters, calls in order of registration."""
     found = {}
     for number, (path, module) in enumerate(model.named_modules()):
         size = sum(p.numel() * p.element_size() for p in module.parameters())
-        found[path] = Seen(first=number, forward_s=size * 1e-12, backward_s=_BACKWARD * size * 1e-12)
+        found[path] = ModuleCost(size * 1e-12, number)
     return found
+
+
+def saved_below(costs: Mapping[str, ModuleCost], path: str) -> int:
+    """Return the bytes that a module and all inside it keep for the backward."""
+    inside = (cost for p, cost in costs.items() if p == path or not path or p.startswith(f"{path}."))
+    return sum(cost.saved_bytes for cost in inside)
 
 
 class _Run:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, ModuleCost] = {}
         self.inside: list[str] = [""]
         self.ledger = Ledger()
         self.cost_model = cost_model_of(_CPU)
@@ -104,7 +78,7 @@ class _Run:
         for tensor in (*model.parameters(), *model.buffers()):
             self._is_new(tensor)
 
-    def seen_with(self, sample: Sample, *, saved: bool = True) -> dict[str, Seen]:
+    def seen_with(self, sample: Sample, *, saved: bool = True) -> dict[str, ModuleCost]:
         """Run the model on inputs of its own; with ``saved`` count what is kept for the backward."""
         for tensor in tensors_in((sample.args, sample.kwargs)):
             self._is_new(tensor)
@@ -119,7 +93,7 @@ class _Run:
 
     def visit(self, path: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and note what it does."""
-        seen = self.seen.setdefault(path, Seen())
+        seen = self.seen.setdefault(path, ModuleCost())
         seen.first = len(self.seen) if seen.first is None else seen.first
         begin = len(self.ledger.operations)
         self.inside.append(path)
@@ -128,15 +102,13 @@ class _Run:
         finally:
             self.inside.pop()
         operations = self.ledger.operations[begin:]
-        forward_s = sum(self.cost_model.seconds(work_of(operation)) for operation in operations)
-        seen.forward_s += forward_s
-        seen.backward_s += _BACKWARD * forward_s
+        seen.forward_s += sum(self.cost_model.seconds(work_of(operation)) for operation in operations)
         seen.output_bytes = sum(t.numel() * t.element_size() for t in tensors_in(result))
         return result
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._is_new(tensor):
-            self.seen.setdefault(self.inside[-1], Seen()).saved_bytes += tensor.untyped_storage().nbytes()
+            self.seen.setdefault(self.inside[-1], ModuleCost()).saved_bytes += tensor.untyped_storage().nbytes()
         return tensor
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
