@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.memory.pieces import StageTrace, StageTraces
+from autosplit.memory.pieces import StageTraces
 from autosplit.options import Sample
-from autosplit.profile.blocks import shorten
-from autosplit.profile.expand import Uneven
-from autosplit.profile.stage_trace.stage_graph import StageGraph
-from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.profile.blocks import block_trace
+from autosplit.profile.stage_trace.stage_graph import StageNodes
+from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 from benchmarks.families import Family
@@ -91,17 +90,9 @@ def block_paths(family: Family, model: Training) -> tuple[str, ...]:
     return tuple(paths[id(block)] for block in family.blocks(model.model))
 
 
-def traces(stage: StageGraph, how: How, *, recompute: Recompute) -> StageTraces:
+def traces(stage: StageNodes, how: How, *, recompute: Recompute) -> StageTraces:
     """Return what a stage allocates and frees, its repeated blocks run once; the caller's autocast counts."""
-    short = shorten(stage)
-    try:
-        found = short.trace(trace_stage(short.stage, how))
-    except Uneven:
-        found = trace_stage(stage, how)
-    return _variants(found, recompute)
-
-
-def _variants(found: StageTrace, recompute: Recompute) -> StageTraces:
+    found = block_trace(stage, how)
     if recompute == "never":
         return StageTraces("never", never=found)
     return StageTraces(recompute, recomputed=found)

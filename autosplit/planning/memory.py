@@ -44,7 +44,7 @@ from autosplit.options import Options
 from autosplit.planning.profiled.formulate import held_copies, state_bytes
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How
-from autosplit.profile.stage_trace.trace_memo import TraceMemo, Wanted
+from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.progress import phase
@@ -135,7 +135,7 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DeviceR
     node raises on fake tensors.
     """
     schedule = cut.schedule
-    stages = replayed_stages(cut, memo=memo or TraceMemo(), stages=range(schedule.stages))
+    stages = replayed_stages(cut, memo=memo or TraceMemo(cut.traced), stages=range(schedule.stages))
     traces = {stage: own.traces for stage, own in stages.items()}
     finish = {lane: finish_of(cut, lane) for lane in range(len(schedule.lanes))}
     return replay(schedule, traces, [own.static for own in stages.values()], finish=finish)
@@ -143,39 +143,31 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DeviceR
 
 def replayed_stages(cut: Cut, *, memo: TraceMemo, stages: Iterable[int]) -> dict[int, ReplayedStage]:
     """Return what is replayed of some stages."""
-    graphs = memo.graphs(cut.traced)
-    nodes = {stage: graphs.nodes([info.name for info in cut.nodes.get(stage, ())]) for stage in stages}
-    wanted = {stage: _wanted(cut, stage, own, memo) for stage, own in nodes.items()}
-    traces = zip(wanted, memo.traces(wanted.values()), strict=True)
-    return {stage: ReplayedStage(own, _static(cut, stage, nodes[stage])) for stage, own in traces}
+    return {stage: _replayed(cut, stage, memo) for stage in stages}
 
 
-def _wanted(cut: Cut, stage: int, nodes: StageNodes, memo: TraceMemo) -> Wanted:
-    """Return what is to be traced of a stage's microbatches, under "except_last" of both kinds."""
-    option = cut.recompute[stage]
-    units = memo.blocks(nodes) if option == "block" else ()
-    return memo.wanted(
-        nodes,
-        option,
-        never=_how(cut, stage, nodes) if option in ("never", "except_last") else None,
-        recomputed=None if option == "never" else _how(cut, stage, nodes, units=units, whole=not units),
-    )
-
-
-def _how(cut: Cut, stage: int, nodes: StageNodes, *, units: tuple[str, ...] = (), whole: bool = False) -> How:
-    first = nodes.graphs.first_output
-    return How(
+def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
+    """Return what is replayed of a stage: its microbatches, under "except_last" of both kinds."""
+    nodes = memo.stages.of([info.name for info in cut.nodes.get(stage, ())])
+    first, option = memo.stages.first_output, cut.recompute[stage]
+    never = How(
         cut.sizes[0],
         input_grads=cut.flows,
         roots=_roots(nodes, first),
         averaged=cut.averaged(first),
         loss=cut.options.loss,
         apart=True,
-        units=units,
-        whole=whole,
         kernels="cuda" if cut.devices[stage].type == "cuda" else "cpu",
         observed=cut.profile.workspaces if str(cut.devices[stage]) == cut.profile.device else None,
     )
+    units = memo.blocks(nodes) if option == "block" else ()
+    found = memo.traces(
+        nodes,
+        option,
+        never=never if option in ("never", "except_last") else None,
+        recomputed=None if option == "never" else replace(never, units=units, whole=not units),
+    )
+    return ReplayedStage(found, _static(cut, stage, nodes))
 
 
 def _roots(nodes: StageNodes, first: fx.Node | None) -> frozenset[str]:

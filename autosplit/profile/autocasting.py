@@ -46,10 +46,10 @@ def set_dtypes(traced: TracedGraph, *, kernels: Literal["cpu", "cuda"]) -> None:
 
     A node that cannot run on fake tensors keeps those that were recorded.
     """
-    short = shorten_graph(traced.graph, traced.root)
+    short = shorten_graph(traced)
     mode, rows = FakeTensorMode(allow_non_fake_inputs=True), max(2, traced.min_rows)
     with random_state(), torch.inference_mode(False), torch.no_grad(), quiet_log(), mode:
-        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=short.without)
+        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), nodes=short.graph.nodes)
         run = _Dtypes(twin.module, short.graph, rows, kernels)
         inputs = [empty_value(node, rows, needs_grad=False) for node in short.graph.nodes if _is_input(node)]
         run.run(rows, *inputs)

@@ -9,7 +9,6 @@ A node for which memory runs out is left out, and so is what needs its result; t
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 import statistics
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import fx, nn
 from autosplit.backward import DeferredWeightGrads, defer_weight_gradients, deferrable, gradients
 from autosplit.devices import Allocations, Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
+from autosplit.profile.blocks import called, value_kind
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.node_costs.shadow import Shadow, shadow
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, SplitBackward
@@ -177,9 +177,7 @@ class _Timing(BorderInterpreter):
             self.out_of_memory[node.meta[INFO].name] = reason
 
     def _time(self, node: fx.Node, info: TracedNode) -> Any:
-        described = _described((node.args, node.kwargs), self.env)
-        target = _described(self.fetch_attr(str(node.target)), {}) if node.op == "call_module" else node.target
-        kind = (node.op, target, described)
+        kind = called(node, self.module, {given: value_kind(self.env[given]) for given in node.all_input_nodes})
         if kind not in self._samples:
             self._samples[kind] = self._rehearse(node)
         run = self._once(node, private=False)
@@ -289,41 +287,6 @@ def _amount(error: Exception) -> str:
 def _twin(traced: TracedGraph) -> Shadow:
     written = _written(traced)
     return shadow(traced.root, replace=lambda tensor: _private(tensor, shared=id(tensor) not in written))
-
-
-def _described(value: Any, env: Mapping[fx.Node, Any]) -> Hashable:
-    """Return what determines the work that a node does with ``value``: equal work, equal description."""
-    if isinstance(value, fx.Node):
-        return _described(env[value], env)
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.stride(), value.dtype, value.requires_grad)
-    if isinstance(value, (list, tuple)):
-        return tuple(_described(item, env) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _described(item, env)) for key, item in value.items())
-    if isinstance(value, slice):
-        return ("slice", *(_described(item, env) for item in (value.start, value.stop, value.step)))
-    if isinstance(value, nn.Module):
-        return _described_module(value, env)
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return (type(value), value)
-
-
-def _described_module(module: nn.Module, env: Mapping[fx.Node, Any]) -> Hashable:
-    """Return class, settings and state of one of torch's layers; any other module is only like itself."""
-    if any(not type(m).__module__.startswith("torch.nn.") or m._forward_hooks for m in module.modules()):
-        return id(module)
-    settings = (
-        (type(part), key, repr(item))
-        for part in module.modules()
-        for key, item in part.__dict__.items()
-        if isinstance(item, (bool, int, float, str, tuple, type(None))) or inspect.isroutine(item)
-    )
-    state = ((name, _described(t, env)) for name, t in (*module.named_parameters(), *module.named_buffers()))
-    return (*settings, *state)
 
 
 def _written(traced: TracedGraph) -> set[int]:

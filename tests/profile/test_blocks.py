@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from autosplit.memory.pieces import StageTrace
 from autosplit.options import Sample
 from autosplit.profile import blocks
-from autosplit.profile.blocks import CostMemo, block_costs, block_trace, shorten
+from autosplit.profile.blocks import CostMemo, block_trace, shorten
+from autosplit.profile.expand import Traces
 from autosplit.profile.node_costs.fake import FakeCosts, fake_costs
-from autosplit.profile.stage_trace.stage_graph import stage_graph
+from autosplit.profile.stage_trace.stage_graph import stage_nodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
@@ -132,7 +133,7 @@ def shape(trace: StageTrace) -> Any:
     ("name", "recompute"), [*((name, "never") for name in CASES), ("shared", "block"), ("tied", "always")]
 )
 def test_a_trace_of_few_blocks_expands_to_that_of_all(name: str, recompute: str) -> None:
-    stage = stage_graph(made(name, 6))
+    stage = stage_nodes(made(name, 6))
     units = {f"blocks.{number}" for number in range(6)} if recompute == "block" else ()
     how = How(ROWS, units=units, whole=recompute == "always")
     assert shape(block_trace(stage, how)) == shape(trace_stage(stage, how))
@@ -140,7 +141,7 @@ def test_a_trace_of_few_blocks_expands_to_that_of_all(name: str, recompute: str)
 
 @pytest.mark.parametrize("name", ["plain", "tied", "nested", "two runs"])
 def test_no_block_is_run_that_another_stands_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, ran = stage_graph(made(name, 6)), []
+    stage, ran = stage_nodes(made(name, 6)), []
     monkeypatch.setattr(blocks, "trace_stage", lambda given, how: ran.append(given) or trace_stage(given, how))
     block_trace(stage, How(ROWS))
     (short,) = ran
@@ -149,7 +150,7 @@ def test_no_block_is_run_that_another_stands_for(name: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_left_out_where_they_may_be(name: str) -> None:
-    stage = stage_graph(made(name, 6))
+    stage = stage_nodes(made(name, 6))
     short = shorten(stage)
     nodes, left = len(stage.computing()), len(short.stage.computing())
     assert (left < nodes) == CASES[name][2]
@@ -170,7 +171,7 @@ def described(costs: FakeCosts) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_costs_of_few_blocks_are_those_of_all(name: str) -> None:
     graph = made(name, 6)
-    assert described(block_costs(graph, rows=2, batch_rows=ROWS)) == described(
+    assert described(CostMemo(graph).costs(rows=2, batch_rows=ROWS)) == described(
         fake_costs(graph, rows=2, batch_rows=ROWS)
     )
 
@@ -193,13 +194,13 @@ def test_values_of_the_whole_step_that_each_block_takes_for_itself(learned: bool
     model = Stack([Turning(learned=learned) for _ in range(6)], plain).train()
     graph = trace(model, Sample(torch.zeros(ROWS, LENGTH, dtype=torch.long))).graph
     infos = [info for _, info in graph.compute_nodes()]
-    stage = stage_graph(graph, [info.name for info in infos if info.node_class is NodeClass.MICRO])
+    stage = stage_nodes(graph, [info.name for info in infos if info.node_class is NodeClass.MICRO])
     units = {f"blocks.{number}" for number in range(6)} if recompute == "block" else ()
     grads = {info.name: learned for info in infos if info.node_class is NodeClass.SHARED}
     how = How(ROWS, input_grads=grads, units=units, apart=True)
     short = shorten(stage, behind=1)
     assert len(short.stage.computing()) < len(stage.computing())
-    expanded = block_trace(stage, how) if learned else short.trace(trace_stage(short.stage, how))
+    expanded = block_trace(stage, how) if learned else Traces(short.runs, trace_stage(short.stage, how)).expanded()
     assert shape(expanded)[0][:2] == shape(trace_stage(stage, how))[0][:2]
 
 
@@ -207,10 +208,10 @@ def test_values_of_the_whole_step_that_each_block_takes_for_itself(learned: bool
 @pytest.mark.parametrize("amp", [False, True])
 def test_gradients_that_are_there_and_casts_that_autocast_keeps(apart: bool, amp: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
-        stage = stage_graph(made.__wrapped__("plain", 5))
+        stage = stage_nodes(made.__wrapped__("plain", 5))
         how = How(ROWS, apart=apart)
         short = shorten(stage)
-        whole, expanded = trace_stage(stage, how), short.trace(trace_stage(short.stage, how))
+        whole, expanded = trace_stage(stage, how), Traces(short.runs, trace_stage(short.stage, how)).expanded()
     sizes = [sorted(c for s in t.backward_later for _, c in s.changes) for t in (whole, expanded)]
     assert sizes[0] == sizes[1]
     assert shape(expanded)[0][:2] == shape(whole)[0][:2]
@@ -224,10 +225,11 @@ def test_gradients_that_are_there_and_casts_that_autocast_keeps(apart: bool, amp
     ids=lambda other: next(iter(other)),
 )
 def test_costs_that_are_known_are_those_of_the_same_question(other: dict[str, Any]) -> None:
-    memo, graph = CostMemo(), made("plain", 6)
+    graph = made("plain", 6)
+    memo = CostMemo(graph)
     asked: dict[str, Any] = {"rows": 2, "batch_rows": ROWS, "input_grads": None, "kernels": "cpu"}
-    first = block_costs(graph, **asked, memo=memo)
-    assert block_costs(graph, **asked, memo=memo) is first
-    again = block_costs(graph, **asked | other, memo=memo)
+    first = memo.costs(**asked)
+    assert memo.costs(**asked) is first
+    again = memo.costs(**asked | other)
     assert again is not first
-    assert described(again) == described(block_costs(graph, **asked | other))
+    assert described(again) == described(CostMemo(graph).costs(**asked | other))

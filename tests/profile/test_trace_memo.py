@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from autosplit.memory.pieces import Recompute, StageTrace, StageTraces
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
+from autosplit.profile import blocks
 from autosplit.profile.node_costs.combine import profile
-from autosplit.profile.stage_trace import trace_memo
-from autosplit.profile.stage_trace.stage_graph import StageGraph
+from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
-from autosplit.profile.stage_trace.trace_memo import TraceMemo, Wanted
+from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.schedule.catalog import build
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace, trace
@@ -30,13 +30,11 @@ WIDTH, LAYERS, CHUNKS = 8, 5, 3
 class Plain(TraceMemo):
     """Knows nothing: every stage is traced as it is."""
 
-    def traces(self, wanted: Iterable[Wanted]) -> list[StageTraces]:
-        return [self._slow(own) for own in wanted]
-
-    @staticmethod
-    def _slow(own: Wanted) -> StageTraces:
-        one, other = (None if how is None else trace_stage(own.stage.copied(), how) for how in own.hows)
-        return StageTraces(own.recompute, never=one, recomputed=other)
+    def traces(
+        self, stage: StageNodes, recompute: Recompute, *, never: How | None, recomputed: How | None
+    ) -> StageTraces:
+        one, other = (None if how is None else trace_stage(stage, how) for how in (never, recomputed))
+        return StageTraces(recompute, never=one, recomputed=other)
 
 
 class Block(nn.Module):
@@ -94,15 +92,15 @@ def cut(tied: bool, stages: int, recompute: Recompute, seed: int) -> Cut:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recompute", ["never", "block", "except_last"])
 def test_every_cut_is_as_if_traced_alone(tied: bool, recompute: Recompute) -> None:
-    memo = TraceMemo()
+    memo = TraceMemo(found(tied)[0].graph)
     for seed in range(2):
         own = cut(tied, 3, recompute, seed)
-        assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain())
+        assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain(own.traced))
 
 
 def test_equal_stages_may_be_recomputed_in_different_ways() -> None:
     own = by_block("always", "never", "always", "except_last", "except_last", "except_last")
-    assert fullest_moments(own, memo=TraceMemo()) == fullest_moments(own, memo=Plain())
+    assert fullest_moments(own) == fullest_moments(own, memo=Plain(own.traced))
 
 
 def by_block(*recompute: Recompute) -> Cut:
@@ -117,16 +115,16 @@ def by_block(*recompute: Recompute) -> Cut:
 
 
 def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[StageGraph] = []
+    runs: list[StageNodes] = []
 
-    def run(stage: StageGraph, how: How) -> StageTrace:
+    def run(stage: StageNodes, how: How) -> StageTrace:
         runs.append(stage)
         return trace_stage(stage, how)
 
-    monkeypatch.setattr(trace_memo, "trace_stage", run)
-    memo = TraceMemo()
+    monkeypatch.setattr(blocks, "trace_stage", run)
     never: tuple[Recompute, ...] = tuple("never" for _ in range(LAYERS + 1))
     alone = by_block(*never)
+    memo = TraceMemo(alone.traced)
     first = fullest_moments(alone, memo=memo)
     assert len(runs) == 3  # the embedding, a block, the last block with the head
     assert fullest_moments(alone, memo=memo) == first
@@ -150,26 +148,24 @@ def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda other: next(iter(other)),
 )
 def test_ways_to_run_a_stage_are_told_apart(other: dict[str, Any]) -> None:
-    memo, traced = TraceMemo(), found(False)[0].graph
+    traced = found(False)[0].graph
+    memo = TraceMemo(traced)
     infos = [info for _, info in traced.compute_nodes()]
-    stage = memo.graphs(traced).nodes([info.name for info in infos if info.module.startswith(("blocks.1", "blocks.2"))])
+    stage = memo.stages.of([info.name for info in infos if info.module.startswith(("blocks.1", "blocks.2"))])
     given = next(node.meta[INFO].name for node in stage.inputs if node.meta[INFO].node_class is NodeClass.MICRO)
     last = stage.outputs[-1].meta[INFO].name
     own = How(1, input_grads={given: True}, roots=(last,))
     changed = replace(own, **{name: last if value == "LAST" else value for name, value in other.items()})
 
-    def kind(how: How) -> Hashable:
-        return memo.wanted(stage, "never", never=how).kind
-
-    assert kind(own) == kind(replace(own))
-    assert kind(own) != kind(changed)
+    assert memo.key(stage, own) == memo.key(stage, replace(own))
+    assert memo.key(stage, own) != memo.key(stage, changed)
 
 
 def test_microbatches_of_other_sizes_are_traced_anew() -> None:
-    memo = TraceMemo()
+    memo = TraceMemo(found(False)[0].graph)
     for rows in (1, 2):
         own = replace(cut(False, 3, "never", 0), sizes=(rows,) * CHUNKS)
-        assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain())
+        assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain(own.traced))
 
 
 class Crossed(nn.Module):
@@ -186,12 +182,11 @@ class Crossed(nn.Module):
 def test_the_order_of_parameters_tells_stages_apart() -> None:
     with torch.device("meta"):
         traced = trace(Crossed(), Sample(torch.zeros(4, WIDTH))).graph
-    memo = TraceMemo()
+    memo = TraceMemo(traced)
     names = {info.module: info.name for _, info in traced.compute_nodes()}
 
     def kind(*layers: str) -> Hashable:
-        stage = memo.graphs(traced).nodes([names[layer] for layer in layers])
-        return memo.wanted(stage, "never", never=How(1)).kind
+        return memo.key(memo.stages.of([names[layer] for layer in layers]), How(1))
 
     assert kind("a", "b") == kind("first", "a")
     assert kind("a", "b") != kind("c", "d")

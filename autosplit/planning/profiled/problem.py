@@ -59,8 +59,8 @@ class Shared:
     """What is known of a recording whatever is searched: searches over it at other batches or devices may share it."""
 
     def __init__(self, found: Trace) -> None:
-        self.memo = TraceMemo()
-        self.costs = CostMemo()
+        self.memo = TraceMemo(found.graph)
+        self.costs = CostMemo(found.graph)
         self.outline = Outline(found.graph)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from autosplit.errors import DeviceError
-from autosplit.profile.blocks import CostMemo, block_costs
+from autosplit.profile.blocks import CostMemo
 from autosplit.profile.measured import measure as measure_nodes
 from autosplit.profile.node_costs.fake import FakeCosts, NodeCosts
 from autosplit.profile.node_costs.ledger import Operation
@@ -43,9 +43,10 @@ def profile(
     `measure`. ``kernels``: whose kernels' results and scratch are counted. ``memo`` is for profiles of one recording
     that follow each other.
     """
-    grads = None if inputs is None else [tensor.requires_grad for tensor in inputs]
+    grads = None if inputs is None else tuple(tensor.requires_grad for tensor in inputs)
     with phase("profiling"):
-        costs = block_costs(traced, rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels, memo=memo)
+        memo = memo or CostMemo(traced)
+        costs = memo.costs(rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels)
         times = modelled_times(costs, model=cost_model_of(device))
     name = device.name if isinstance(device, DeviceSpec) else device
     found = MeasuredTimes({}, name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,21 +77,20 @@ def fake_costs(
     rows: int,
     batch_rows: int,
     input_grads: Sequence[bool] | None = None,
-    without: Iterable[str] = (),
     kernels: Literal["cpu", "cuda"] = "cpu",
 ) -> FakeCosts:
     """Return the costs of every node: micro and shared nodes at ``rows`` batch rows, full nodes at ``batch_rows``.
 
     ``input_grads`` says which inputs require a gradient (None: none of them). The costs are those of training, also
-    when gradients are switched off around the call. ``without``: paths of modules that the graph does not use.
-    ``kernels``: whose kernels run: what they save, allocate and compute.
+    when gradients are switched off around the call. ``kernels``: whose kernels run: what they save, allocate and
+    compute.
     """
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
     before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
     mode, ledger = fake_mode(), Ledger(kernels=kernels)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
-        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), without=without)
+        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), nodes=traced.graph.nodes)
         with quiet_log(), mode, ledger:
             first = _FakePass(traced, twin, ledger, before_epilogue, {})
             first.sweep(rows, grads, skip=epilogue)
@@ -295,36 +294,41 @@ def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     return twin
 
 
-def empty_value(node: fx.Node, rows: int, *, needs_grad: bool) -> Any:
-    """Return what a node gives at ``rows`` batch rows, as new tensors of the recorded shapes and dtypes."""
+def empty_value(node: fx.Node, rows: int, *, needs_grad: bool, users: Collection[fx.Node] | None = None) -> Any:
+    """Return what a node gives at ``rows`` batch rows, as new tensors of the recorded shapes and dtypes.
+
+    Of a nested result only what the ``users`` pick (None: all nodes of the graph).
+    """
     values = _empty(node.meta[INFO], rows)
     for value in values:
         value.requires_grad_(needs_grad and (value.dtype.is_floating_point or value.dtype.is_complex))
-    return as_recorded(node, values, rows)
+    return as_recorded(node, values, rows, users=users)
 
 
-def as_recorded(node: fx.Node, values: list[torch.Tensor], rows: int) -> Any:
-    """Return the tensors of a node's result in the form in which the graph takes them apart."""
-    return _shaped(node, values, rows) or (values[0] if len(values) == 1 else tuple(values))
+def as_recorded(
+    node: fx.Node, values: Sequence[torch.Tensor], rows: int, *, users: Collection[fx.Node] | None = None
+) -> Any:
+    """Return the tensors of a node's result in the form in which the graph, or the ``users``, take them apart."""
+    picked = _picked(node, f"{node.meta[INFO].name}.", list(values), rows, users)
+    return picked or (values[0] if len(values) == 1 else tuple(values))
 
 
-def _shaped(node: fx.Node, values: Sequence[torch.Tensor], rows: int) -> Picks:
-    """Return the values of a node as the nested result that the graph picks from; empty where it picks nothing."""
-    return _pick(node, Picks(), f"{node.meta[INFO].name}.", list(values), rows)
-
-
-def _pick(parent: fx.Node, picked: Picks, inside: str, free: list[torch.Tensor], rows: int) -> Picks:
-    for user in parent.users:
+def _picked(
+    parent: fx.Node, inside: str, free: list[torch.Tensor], rows: int, users: Collection[fx.Node] | None
+) -> Picks:
+    """Return the parts of a nested result as they are picked; empty where nobody picks any."""
+    found = Picks()
+    for user in parent.users if users is None else [user for user in parent.users if user in users]:
         info: TracedNode | None = user.meta.get(INFO)
         if user.target not in (operator.getitem, getattr) or user.args[0] is not parent:
             continue
         if info is None:
-            _pick(user, picked.setdefault(user.args[1], Picks()), inside, free, rows)
+            found.setdefault(user.args[1], Picks()).update(_picked(user, inside, free, rows, users))
         elif info.name.startswith(inside):
             kind = info.tensors[0].shape_at(rows), info.tensors[0].dtype
             place = next(i for i, value in enumerate(free) if (tuple(value.shape), value.dtype) == kind)
-            picked[user.args[1]] = free.pop(place)
-    return picked
+            found[user.args[1]] = free.pop(place)
+    return found
 
 
 def _empty(info: TracedNode, rows: int) -> list[torch.Tensor]:

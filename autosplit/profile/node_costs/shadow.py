@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
 
@@ -22,17 +22,34 @@ class Shadow:
     tensors: tuple[torch.Tensor, ...]
 
 
-def shadow(root: nn.Module, *, replace: Callable[[torch.Tensor], torch.Tensor], without: Iterable[str] = ()) -> Shadow:
+def shadow(
+    root: nn.Module, *, replace: Callable[[torch.Tensor], torch.Tensor], nodes: Iterable[fx.Node] | None = None
+) -> Shadow:
     """Return a twin of ``root`` in which every tensor is what ``replace`` made of it (once per tensor object).
 
-    Modules at the paths in ``without`` are left empty: nobody is going to run them.
+    Modules that none of the ``nodes`` uses are left empty (None: all are filled): nobody is going to run them.
 
     Whatever runs on the twin - counters that move, buffers that are assigned, weights that a hook computes - stays on
     the twin, also when it raises. Attributes that are no tensor, module or container are shared.
     """
     builder = _Builder(replace)
-    builder.modules |= {id(root.get_submodule(path)): nn.Module() for path in without}
+    if nodes is not None:
+        unused = {id(module) for module in root.modules()} - _used(root, nodes)
+        builder.modules |= {module: nn.Module() for module in unused}
     return Shadow(builder.module(root), tuple(builder.tensors.values()))
+
+
+def _used(root: nn.Module, nodes: Iterable[fx.Node]) -> set[int]:
+    """Return the ids of the modules that nodes use, of those inside of them and of those around them."""
+    found = {id(root)}
+    for path in {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}:
+        value: Any = root
+        for name in path.split("."):
+            value = getattr(value, name)
+            found.add(id(value))
+        if isinstance(value, nn.Module):
+            found.update(map(id, value.modules()))
+    return found
 
 
 class _Builder:

@@ -32,7 +32,7 @@ from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake, fa
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.profile.stage_trace.engine import Guess, Labels
-from autosplit.profile.stage_trace.stage_graph import StageGraph, cut_in_pieces, last_uses
+from autosplit.profile.stage_trace.stage_graph import StageNodes, cut_in_pieces, last_uses
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.recording.run import quiet_log
@@ -72,12 +72,12 @@ class How:
     observed: Mapping[str, int] | None = None
 
 
-def trace_stage(stage: StageGraph, how: How) -> StageTrace:
+def trace_stage(stage: StageNodes, how: How) -> StageTrace:
     """Return what a stage allocates and frees in the forward and the backward of one microbatch."""
     mode = fake_mode()
     ledger = Ledger(kernels=how.kernels, listing=False, observed=how.observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
-        twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), without=stage.without)
+        twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), nodes=stage.own)
         with quiet_log(), mode, ledger, _one_autocast():
             run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
@@ -97,9 +97,9 @@ def _one_autocast() -> Iterator[None]:
 
 
 class _Run:
-    def __init__(self, stage: StageGraph, how: How, root: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, stage: StageNodes, how: How, root: nn.Module, ledger: Ledger) -> None:
         self.stage, self.how, self.root, self.ledger = stage, how, root, ledger
-        self.interpreter = fx.Interpreter(root, graph=stage.graph)
+        self.interpreter = fx.Interpreter(root, graph=fx.Graph())
         self.lowering = CudaKernels() if how.kernels == "cuda" else contextlib.nullcontext()
         """Entered node by node: what runs again in a backward runs outside of the modes around it."""
         self.labels = Labels()
@@ -110,15 +110,14 @@ class _Run:
         self.saved: dict[str, dict[int, None]] = {}
         self.late: set[str] = set()
         self.goes_back = False
-        self.outputs = frozenset(stage.outputs)
         self.shared = {node: self._given(node) for node in stage.inputs if _is_shared(node)}
         for node, value in self.shared.items():
             for tensor in tensors_of(value):
                 if tensor.requires_grad:
                     self.leaves.append(tensor)
                     self.parameters[id(tensor)] = node.meta[INFO].name
-        self.pieces = cut_in_pieces(stage, how.units, whole=how.whole)
-        self.ends = last_uses(self.pieces, keep=self.outputs)
+        self.pieces = cut_in_pieces(stage.own, how.units, whole=how.whole)
+        self.ends = last_uses(self.pieces, keep=frozenset(stage.outputs))
 
     def traced(self) -> StageTrace:
         self.ledger.notify(self._note)
@@ -231,7 +230,8 @@ class _Run:
 
     def _given(self, node: fx.Node) -> Any:
         info = node.meta[INFO]
-        return empty_value(node, self.how.rows, needs_grad=self.how.input_grads.get(info.name, False))
+        grad = self.how.input_grads.get(info.name, False)
+        return empty_value(node, self.how.rows, needs_grad=grad, users=self.stage.own)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if (storage := self.ledger.storage(tensor)) is not None and self.labels.running:
