@@ -120,8 +120,8 @@ def with_loss(
         own,
         forward_s=own.forward_s + seconds(forward),
         backward_s=own.backward_s + seconds(backward),
-        forward_flops=own.forward_flops + sum(operation.flops for operation in forward),
-        backward_flops=own.backward_flops + sum(operation.flops for operation in backward),
+        forward_operations=own.forward_operations + forward,
+        backward_operations=own.backward_operations + backward,
         backward_transient_bytes=max(own.backward_transient_bytes, peak),
     )
     return replace(costs, nodes={**costs.nodes, loss.name: changed})

@@ -24,9 +24,10 @@ from torch import fx, nn
 
 from autosplit.memory.pieces import StageTrace
 from autosplit.profile.expand import Costs, Run, Traces, Uneven
-from autosplit.profile.node_costs.fake import FakeCosts, fake_costs
+from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 _FEWEST = 4
@@ -104,7 +105,7 @@ class CostMemo:
     def __init__(self, traced: TracedGraph) -> None:
         self._traced = traced
         self._short = shorten_graph(traced)
-        self._known: dict[Hashable, FakeCosts] = {}
+        self._known: dict[Hashable, dict[str, NodeProfile]] = {}
 
     def costs(
         self,
@@ -113,7 +114,7 @@ class CostMemo:
         batch_rows: int,
         input_grads: tuple[bool, ...] | None = None,
         kernels: Literal["cpu", "cuda"] = "cpu",
-    ) -> FakeCosts:
+    ) -> dict[str, NodeProfile]:
         """Return what :func:`fake_costs` returns, from a run without most of the repeated blocks."""
         key = rows, batch_rows, input_grads, kernels
         if key not in self._known:
@@ -121,12 +122,12 @@ class CostMemo:
             self._known[key] = self._expanded(run)
         return self._known[key]
 
-    def _expanded(self, run: Callable[[TracedGraph], FakeCosts]) -> FakeCosts:
+    def _expanded(self, run: Callable[[TracedGraph], dict[str, NodeProfile]]) -> dict[str, NodeProfile]:
         if self._short.runs:
             found = run(replace(self._traced, graph=self._short.graph))
             with contextlib.suppress(Uneven):
-                costs = Costs(self._short.runs, found.nodes).expanded()
-                return FakeCosts({info.name: costs[info.name] for _, info in self._traced.compute_nodes()})
+                costs = Costs(self._short.runs, found).expanded()
+                return {info.name: costs[info.name] for _, info in self._traced.compute_nodes()}
         return run(self._traced)
 
 

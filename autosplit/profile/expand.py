@@ -13,7 +13,7 @@ from itertools import groupby
 from torch import fx
 
 from autosplit.memory.pieces import Change, Held, StageTrace, Step
-from autosplit.profile.node_costs.fake import NodeCosts
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import INFO
 
 
@@ -244,7 +244,7 @@ def _check_balance(trace: StageTrace) -> None:
 class Costs:
     """Costs of a short graph's nodes, on their way to be those of all nodes."""
 
-    def __init__(self, runs: Sequence[Run], short: Mapping[str, NodeCosts]) -> None:
+    def __init__(self, runs: Sequence[Run], short: Mapping[str, NodeProfile]) -> None:
         self.runs, self.short = runs, short
         self.names = _Names(runs, _labels(runs))
         self.renames = _renames(runs)
@@ -255,11 +255,11 @@ class Costs:
                     entered.add(storage)
                     self.names.enter(storage, size, name, "")
 
-    def expanded(self) -> dict[str, NodeCosts]:
+    def expanded(self) -> dict[str, NodeProfile]:
         """Return the costs of all nodes, those of each run one after the other; raises Uneven."""
         if not self.runs:
             return dict(self.short)
-        found: dict[str, NodeCosts] = {}
+        found: dict[str, NodeProfile] = {}
         for name, cost in self.short.items():
             where = self.names.labels.get(name)
             if where is None:

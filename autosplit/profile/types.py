@@ -1,9 +1,11 @@
-"""What a node, a parameter and a whole recording cost: plain numbers, by stable node name."""
+"""What a node, a parameter and a whole recording cost, by stable node name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from autosplit.profile.node_costs.ledger import Operation
 
 
 @dataclass(frozen=True)
@@ -21,24 +23,45 @@ class NodeProfile:
     ``saved`` maps the storages that autograd keeps for the backward (parameters, buffers and model inputs excluded)
     to their bytes; equal ids in two nodes are one storage. ``outputs`` maps the storages of the node's results
     likewise; ``output_bytes`` counts the elements of the results, views too: what a transfer carries.
-    ``requires_grad``: gradients flow through the results. ``forward_kernels`` and ``backward_kernels`` count the
-    operations that a host issues. ``split`` is what the backward takes in two parts, where that was measured.
+    ``requires_grad``: gradients flow through the results. ``forward_operations`` and ``backward_operations`` list what
+    ran, for a cost model; the seconds are 0 until one, or a clock, gives them. ``split`` is what the backward takes in
+    two parts, where that was measured. ``estimated`` says why the node, or its backward, could not run on fake tensors
+    (its costs are then estimates), and is None when it did.
     """
 
     name: str
-    forward_s: float
-    backward_s: float
-    forward_flops: int
-    backward_flops: int
+    forward_operations: tuple[Operation, ...]
+    backward_operations: tuple[Operation, ...]
     output_bytes: int
     saved: Mapping[int, int]
     outputs: Mapping[int, int]
     forward_transient_bytes: int
     backward_transient_bytes: int
     requires_grad: bool = True
-    forward_kernels: int = 0
-    backward_kernels: int = 0
+    estimated: str | None = None
+    forward_s: float = 0.0
+    backward_s: float = 0.0
     split: SplitBackward | None = None
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of the forward."""
+        return sum(operation.flops for operation in self.forward_operations)
+
+    @property
+    def backward_flops(self) -> int:
+        """FLOPs of the backward."""
+        return sum(operation.flops for operation in self.backward_operations)
+
+    @property
+    def forward_kernels(self) -> int:
+        """How many operations a host issues in the forward."""
+        return len(self.forward_operations)
+
+    @property
+    def backward_kernels(self) -> int:
+        """How many operations a host issues in the backward."""
+        return len(self.backward_operations)
 
 
 @dataclass(frozen=True)
@@ -65,7 +88,6 @@ class Profile:
         input_grads: whether each input wants a gradient, likewise.
         device: the device on which the times were measured, as text.
         measured: False when the times come from a cost model.
-        estimated: nodes whose FLOPs and bytes are estimates because they could not run on fake tensors, and why.
         out_of_memory: nodes that could not be measured because memory ran out, and why.
         samples: what was measured, by stable node name: medians, ranges, and the device's own peak bytes.
         workspaces: bytes of scratch that the device's kernels were seen to hold meanwhile, by `operation_key`; None
@@ -79,10 +101,14 @@ class Profile:
     device: str
     measured: bool
     input_grads: Mapping[str, bool] = field(default_factory=dict)
-    estimated: Mapping[str, str] = field(default_factory=dict)
     out_of_memory: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, MeasuredNode] = field(default_factory=dict)
     workspaces: Mapping[str, int] | None = None
+
+    @property
+    def estimated(self) -> dict[str, str]:
+        """The nodes whose FLOPs and bytes are estimates because they could not run on fake tensors, and why."""
+        return {name: node.estimated for name, node in self.nodes.items() if node.estimated is not None}
 
     @property
     def modelled(self) -> dict[str, str]:

@@ -139,15 +139,16 @@ def cost_report(
 
 
 def _node(node: fx.Node, info: TracedNode, profile: Profile) -> NodeCost:
-    sample = profile.samples.get(info.name)
-    figures = vars(profile.nodes[info.name]) | ({} if sample is None else vars(sample))
+    found, sample = profile.nodes[info.name], profile.samples.get(info.name)
+    figures = vars(found) | ({} if sample is None else vars(sample)) | {"estimated": found.estimated or ""}
     return NodeCost(
         **{name: value for name, value in figures.items() if name in NodeCost.model_fields},
         module=info.module,
         node_class=info.node_class.value,
         basis="modelled" if sample is None else "measured",
         why=profile.modelled.get(info.name, ""),
-        estimated=profile.estimated.get(info.name, ""),
+        forward_flops=found.forward_flops,
+        backward_flops=found.backward_flops,
         users=tuple(dict.fromkeys(_users(node))),
     )
 

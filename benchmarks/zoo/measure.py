@@ -109,7 +109,7 @@ def _nodes(case: Case, model: nn.Module, traced: Any) -> dict[str, Any]:
     """Return how many nodes a recording has, and the largest share of the FLOPs of one of them, ends aside."""
     infos = [info for _, info in traced.compute_nodes()]
     try:
-        costs = fake_costs(traced, rows=3, batch_rows=ROWS).nodes
+        costs = fake_costs(traced, rows=3, batch_rows=ROWS)
     except Exception as error:
         return {"nodes": len(infos), "flops_error": described(error)}
     ends = tuple(case.ends(model))

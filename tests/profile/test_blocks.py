@@ -17,9 +17,10 @@ from autosplit.options import Sample
 from autosplit.profile import blocks
 from autosplit.profile.blocks import CostMemo, block_trace, shorten
 from autosplit.profile.expand import Traces
-from autosplit.profile.node_costs.fake import FakeCosts, fake_costs
+from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import stage_nodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
 
@@ -158,13 +159,13 @@ def test_blocks_are_left_out_where_they_may_be(name: str) -> None:
         assert [len(run.paths) for run in short.runs] == [6, 6]
 
 
-def described(costs: FakeCosts) -> Any:
+def described(costs: dict[str, NodeProfile]) -> Any:
     numbers: dict[int, int] = {}
 
     def own(storages: Any) -> list[tuple[int, int]]:
         return [(numbers.setdefault(i, len(numbers)), size) for i, size in storages.items()]
 
-    nodes = costs.nodes.values()
+    nodes = costs.values()
     return [(replace(node, saved={}, outputs={}), own(node.outputs), own(node.saved)) for node in nodes]
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.profile.node_costs.fake import FakeCosts, fake_costs
+from autosplit.profile.node_costs.fake import fake_costs
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import NodeClass, TracedGraph
 from tests.profile.graphs import Leaf, traced
 
@@ -66,9 +67,9 @@ def recording(name: str) -> tuple[nn.Module, TracedGraph, Tensor]:
     return model, traced(model, x, mutated=mutated), x
 
 
-def costs_of(graph: TracedGraph) -> FakeCosts:
+def costs_of(graph: TracedGraph) -> dict[str, NodeProfile]:
     costs = fake_costs(graph, rows=ROWS, batch_rows=2 * ROWS)
-    assert costs.estimated == {}
+    assert all(node.estimated is None for node in costs.values())
     return costs
 
 
@@ -88,7 +89,7 @@ def really_saved(model: nn.Module, x: Tensor) -> int:
 
 
 def test_flops_of_a_linear_chain():
-    nodes = costs_of(recording("perceptron")[1]).nodes
+    nodes = costs_of(recording("perceptron")[1])
     first, second, last = nodes["_0"], nodes["_2"], nodes["_5"]
     assert first.forward_flops == 2 * ROWS * 4 * 8
     assert first.backward_flops == first.forward_flops, "the model's input needs no gradient"
@@ -98,7 +99,7 @@ def test_flops_of_a_linear_chain():
 
 def test_an_input_that_requires_grad_costs_its_gradient():
     model, graph, _ = recording("perceptron")
-    first = fake_costs(graph, rows=ROWS, batch_rows=ROWS, input_grads=[True]).nodes["_0"]
+    first = fake_costs(graph, rows=ROWS, batch_rows=ROWS, input_grads=[True])["_0"]
     assert first.backward_flops == 2 * first.forward_flops
     assert all(p.grad is None for p in model.parameters())
 
@@ -106,13 +107,13 @@ def test_an_input_that_requires_grad_costs_its_gradient():
 def test_frozen_parameters_have_no_backward():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5)).requires_grad_(False)
     model[2].weight.requires_grad_(True)
-    nodes = costs_of(traced(model, torch.randn(ROWS, 4))).nodes
+    nodes = costs_of(traced(model, torch.randn(ROWS, 4)))
     assert [node.backward_flops for node in nodes.values()] == [0, 0, 2 * ROWS * 8 * 5]
     assert [union([node.saved]) for node in nodes.values()] == [0, 0, ROWS * 8 * 4]
 
 
 def test_equal_storages_have_equal_ids():
-    nodes = costs_of(recording("perceptron")[1]).nodes
+    nodes = costs_of(recording("perceptron")[1])
     relu, second = nodes["_1"], nodes["_2"]
     assert nodes["_0"].saved == {}, "input and weights are the model's own"
     assert relu.saved == relu.outputs == second.saved
@@ -123,35 +124,35 @@ def test_equal_storages_have_equal_ids():
 @pytest.mark.parametrize("name", ["perceptron", "attention", "recurrent", "in place", "convolutional"])
 def test_saved_bytes_are_what_autograd_keeps(name):
     model, graph, x = recording(name)
-    saved = union([dict(node.saved) for node in costs_of(graph).nodes.values()])
+    saved = union([dict(node.saved) for node in costs_of(graph).values()])
     assert saved == really_saved(model, x) > 0
 
 
 def test_attention_and_recurrent_layers_have_flops():
-    attention = costs_of(recording("attention")[1]).nodes["scaled_dot_product_attention"]
+    attention = costs_of(recording("attention")[1])["scaled_dot_product_attention"]
     products = 2 * ROWS * 2 * 5 * 5 * 4
     assert attention.forward_flops == 2 * products
     assert attention.backward_flops == 5 * products, "torch counts the recomputed scores"
-    lstm = costs_of(recording("recurrent")[1]).nodes["lstm"]
+    lstm = costs_of(recording("recurrent")[1])["lstm"]
     assert lstm.forward_flops == 2 * ROWS * 5 * (24 * (4 + 6) + 24 * (6 + 6))
     assert lstm.backward_flops == 2 * lstm.forward_flops
 
 
 def test_views_share_the_storage_of_their_base():
-    nodes = costs_of(recording("attention")[1]).nodes
+    nodes = costs_of(recording("attention")[1])
     qkv, chunk, view = nodes["qkv"], nodes["chunk"], nodes["unflatten"]
     assert qkv.outputs == chunk.outputs == view.outputs == {next(iter(qkv.outputs)): ROWS * 5 * 24 * 4}
     assert (chunk.output_bytes, view.output_bytes) == (ROWS * 5 * 24 * 4, ROWS * 5 * 8 * 4)
 
 
 def test_in_place_nodes_keep_the_storage():
-    nodes = costs_of(recording("in place")[1]).nodes
+    nodes = costs_of(recording("in place")[1])
     assert nodes["conv"].outputs == nodes["relu"].outputs == nodes["add_"].outputs == nodes["relu"].saved
     assert nodes["relu"].forward_transient_bytes == 0
 
 
 def test_transients_count_cotangents_and_new_gradients():
-    nodes = costs_of(recording("perceptron")[1]).nodes
+    nodes = costs_of(recording("perceptron")[1])
     assert nodes["_0"].forward_transient_bytes == 0
     cotangent, gradient, parameters = ROWS * 5 * 4, ROWS * 8 * 4, (8 * 5 + 5) * 4
     assert nodes["_2"].backward_transient_bytes == cotangent + gradient + parameters
@@ -163,14 +164,14 @@ def test_a_transient_that_is_gone_after_the_forward():
             return F.cosine_similarity(x, x.flip(1), dim=1)
 
     with torch.no_grad():
-        node = costs_of(traced(Temporary(), torch.randn(ROWS, 100))).nodes["cosine_similarity"]
+        node = costs_of(traced(Temporary(), torch.randn(ROWS, 100)))["cosine_similarity"]
     assert node.saved == {}
     assert node.forward_transient_bytes >= 2 * ROWS * 100 * 4
 
 
 def test_costs_grow_with_the_rows():
     graph = recording("convolutional")[1]
-    small, large = (fake_costs(graph, rows=rows, batch_rows=rows).nodes["_0"] for rows in (2, 8))
+    small, large = (fake_costs(graph, rows=rows, batch_rows=rows)["_0"] for rows in (2, 8))
     assert large.forward_flops == 4 * small.forward_flops
     assert large.output_bytes == 4 * small.output_bytes
 
@@ -186,7 +187,7 @@ def test_full_nodes_are_profiled_on_the_batch():
             return (rows @ rows.t()).exp()
 
     full = dict.fromkeys(["matmul", "exp"], NodeClass.FULL)
-    nodes = fake_costs(traced(Loss(), torch.randn(ROWS, 4), classes=full), rows=2, batch_rows=10).nodes
+    nodes = fake_costs(traced(Loss(), torch.randn(ROWS, 4), classes=full), rows=2, batch_rows=10)
     assert nodes["linear"].forward_flops == 2 * 2 * 4 * 6
     assert nodes["matmul"].forward_flops == 2 * 10 * 10 * 6
     assert nodes["matmul"].saved == {next(iter(nodes["linear"].outputs)): 10 * 6 * 4}, "the id of the micro pass"
@@ -208,10 +209,10 @@ def test_a_node_whose_backward_fails_is_tagged():
     linear = next(node for node in graph.graph.nodes if node.op == "call_function")
     linear.target = lambda x, weight, _bias: OneWay.apply(x, weight.t())
     costs = fake_costs(graph, rows=ROWS, batch_rows=ROWS)
-    (node,) = costs.nodes.values()
+    (node,) = costs.values()
     assert node.forward_flops == 2 * ROWS * 4 * 5
     assert node.backward_flops == 2 * node.forward_flops
-    assert "there is no way back" in costs.estimated[node.name]
+    assert "there is no way back" in node.estimated
 
 
 def test_a_node_that_reads_values_is_estimated_and_tagged():
@@ -225,22 +226,20 @@ def test_a_node_that_reads_values_is_estimated_and_tagged():
 
     model = nn.Sequential(nn.Linear(4, 6), Routed(), nn.ReLU())
     costs = fake_costs(traced(model, torch.randn(ROWS, 4)), rows=ROWS, batch_rows=ROWS)
-    assert list(costs.estimated) == ["_1"]
-    assert "fake tensors" in costs.estimated["_1"]
-    routed = costs.nodes["_1"]
+    assert [name for name, node in costs.items() if node.estimated] == ["_1"]
+    assert "fake tensors" in costs["_1"].estimated
+    routed = costs["_1"]
     assert routed.forward_flops == 2 * (6 * 5 + 5) * ROWS
-    assert routed.saved == costs.nodes["_0"].outputs
-    assert costs.nodes["_2"].output_bytes == ROWS * 5 * 4
+    assert routed.saved == costs["_0"].outputs
+    assert costs["_2"].output_bytes == ROWS * 5 * 4
 
 
 def test_a_model_on_meta_costs_the_same():
     model, graph, x = recording("attention")
     real = costs_of(graph)
     on_meta = costs_of(traced(model.to("meta"), x.to("meta")))
-    assert {n.name: n.forward_flops for n in on_meta.nodes.values()} == {
-        n.name: n.forward_flops for n in real.nodes.values()
-    }
-    assert union([dict(n.saved) for n in on_meta.nodes.values()]) == union([dict(n.saved) for n in real.nodes.values()])
+    assert {n.name: n.forward_flops for n in on_meta.values()} == {n.name: n.forward_flops for n in real.values()}
+    assert union([dict(n.saved) for n in on_meta.values()]) == union([dict(n.saved) for n in real.values()])
 
 
 def test_devices_in_a_recording_do_not_matter():
@@ -249,7 +248,7 @@ def test_devices_in_a_recording_do_not_matter():
             mask = torch.ones_like(x, device="meta") + torch.ones_like(x, device=torch.device("meta"))
             return (x * mask).to(torch.device("meta"))
 
-    nodes = costs_of(traced(Masked(), torch.randn(ROWS, 4, device="meta"))).nodes
+    nodes = costs_of(traced(Masked(), torch.randn(ROWS, 4, device="meta")))
     assert nodes["to"].outputs == nodes["mul"].outputs, "already there"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -66,9 +68,7 @@ def measured(found: Profile, *, without: str) -> Profile:
         for name, n in found.nodes.items()
         if name != without
     }
-    return Profile(
-        **{**vars(found), "device": "cpu", "measured": True, "samples": samples, "out_of_memory": {without: "too big"}}
-    )
+    return replace(found, device="cpu", measured=True, samples=samples, out_of_memory={without: "too big"})
 
 
 def test_rows_of_modules_hold_what_runs_in_them_and_below(recorded: TracedGraph) -> None:
@@ -116,7 +116,8 @@ def test_a_report_comes_back_as_it_was(recorded: TracedGraph) -> None:
 
 def test_where_the_figures_come_from_is_said(recorded: TracedGraph) -> None:
     found = profile(recorded, rows=ROWS, batch_rows=ROWS * CHUNKS)
-    found = Profile(**{**vars(found), "estimated": {"blocks.0.first#0": "no fake run"}})
+    estimated = replace(found.nodes["blocks.0.first#0"], estimated="no fake run")
+    found = replace(found, nodes={**found.nodes, estimated.name: estimated})
     report = report_of(recorded, measured(found, without="blocks.1.second#0"))
     text = render_costs(report, depth=2)
     assert "measured now: medians of 7 samples; 1 of 9 nodes modelled" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,7 +12,6 @@ import torch
 from autosplit.errors import DeviceError
 from autosplit.profile.blocks import CostMemo
 from autosplit.profile.measured import measure as measure_nodes
-from autosplit.profile.node_costs.fake import FakeCosts, NodeCosts
 from autosplit.profile.node_costs.ledger import Operation
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, NodeProfile, NodeTimes, Profile, StateProfile
@@ -57,20 +57,19 @@ def profile(
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
     return Profile(
         rows=rows,
-        nodes={name: _joined(cost, times[name], found.nodes.get(name)) for name, cost in costs.nodes.items()},
+        nodes={name: _timed(cost, times[name], found.nodes.get(name)) for name, cost in costs.items()},
         state=_state(traced),
         input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
         input_grads={info.name: grad for info, grad in zip(placeholders, grads or (), strict=False)},
         device=found.device if found.nodes else name,
         measured=bool(found.nodes),
-        estimated=costs.estimated,
         out_of_memory=found.out_of_memory,
         samples=found.nodes,
         workspaces=found.workspaces,
     )
 
 
-def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes]:
+def modelled_times(costs: Mapping[str, NodeProfile], *, model: CostModel) -> dict[str, NodeTimes]:
     """Return the times that a cost model gives to every node, by stable name.
 
     Raises DeviceError with a node's name where the device cannot do what it does, as in a dtype that it lacks.
@@ -84,7 +83,7 @@ def modelled_times(costs: FakeCosts, *, model: CostModel) -> dict[str, NodeTimes
         return known[id(operations)]
 
     times = {}
-    for name, node in costs.nodes.items():
+    for name, node in costs.items():
         try:
             times[name] = NodeTimes(seconds(node.forward_operations), seconds(node.backward_operations))
         except ValueError as error:
@@ -107,7 +106,7 @@ def _warn_of_memory(found: MeasuredTimes) -> None:
 
 
 def _completed(
-    costs: FakeCosts, measured: Mapping[str, MeasuredNode], modelled: Mapping[str, NodeTimes]
+    costs: Mapping[str, NodeProfile], measured: Mapping[str, MeasuredNode], modelled: Mapping[str, NodeTimes]
 ) -> dict[str, NodeTimes]:
     """Return the measured times, and for the nodes that lack one the modelled time in the measured scale.
 
@@ -115,13 +114,13 @@ def _completed(
     """
     scales = {}
     for computes in (True, False):
-        names = [name for name in measured if (costs.nodes[name].forward_flops > 0) is computes]
+        names = [name for name in measured if (costs[name].forward_flops > 0) is computes]
         scales[computes] = NodeTimes(
             _ratio([measured[n].forward_s for n in names], [modelled[n].forward_s for n in names]),
             _ratio([measured[n].backward_s for n in names], [modelled[n].backward_s for n in names]),
         )
     completed = {}
-    for name, cost in costs.nodes.items():
+    for name, cost in costs.items():
         scale, model = scales[cost.forward_flops > 0], modelled[name]
         estimate = NodeTimes(model.forward_s * scale.forward_s, model.backward_s * scale.backward_s)
         completed[name] = measured.get(name, estimate)
@@ -134,23 +133,9 @@ def _ratio(measured_s: Sequence[float], modelled_s: Sequence[float]) -> float:
     return sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else 1.0
 
 
-def _joined(cost: NodeCosts, times: NodeTimes, measured: MeasuredNode | None) -> NodeProfile:
-    return NodeProfile(
-        name=cost.name,
-        forward_s=times.forward_s,
-        backward_s=times.backward_s,
-        forward_flops=cost.forward_flops,
-        backward_flops=cost.backward_flops,
-        output_bytes=cost.output_bytes,
-        saved=cost.saved,
-        outputs=cost.outputs,
-        forward_transient_bytes=cost.forward_transient_bytes,
-        backward_transient_bytes=cost.backward_transient_bytes,
-        requires_grad=cost.requires_grad,
-        forward_kernels=len(cost.forward_operations),
-        backward_kernels=len(cost.backward_operations),
-        split=None if measured is None else measured.split,
-    )
+def _timed(cost: NodeProfile, times: NodeTimes, measured: MeasuredNode | None) -> NodeProfile:
+    split = None if measured is None else measured.split
+    return replace(cost, forward_s=times.forward_s, backward_s=times.backward_s, split=split)
 
 
 def _state(traced: TracedGraph) -> dict[str, StateProfile]:

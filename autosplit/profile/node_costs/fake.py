@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,46 +28,12 @@ from autosplit.profile.node_costs.assumptions import parameters_met, why_estimat
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
 from autosplit.profile.node_costs.ledger import Ledger, Operation, Storage
 from autosplit.profile.node_costs.shadow import Shadow, shadow
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.recording.run import quiet_log
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class NodeCosts:
-    """Work and bytes of one node; the fields that are also in ``NodeProfile`` mean the same.
-
-    ``forward_operations`` and ``backward_operations`` list what ran, for a cost model. ``estimated`` says why the node,
-    or its backward, could not run on fake tensors (its costs are then estimates), and is None when it did.
-    ``requires_grad``: gradients flow through its results.
-    """
-
-    name: str
-    forward_flops: int
-    backward_flops: int
-    output_bytes: int
-    saved: Mapping[int, int]
-    outputs: Mapping[int, int]
-    forward_transient_bytes: int
-    backward_transient_bytes: int
-    forward_operations: tuple[Operation, ...]
-    backward_operations: tuple[Operation, ...]
-    requires_grad: bool
-    estimated: str | None = None
-
-
-@dataclass(frozen=True)
-class FakeCosts:
-    """Costs by stable node name in model order, inputs excluded."""
-
-    nodes: Mapping[str, NodeCosts]
-
-    @property
-    def estimated(self) -> dict[str, str]:
-        """The nodes whose costs are estimates, and why."""
-        return {name: node.estimated for name, node in self.nodes.items() if node.estimated is not None}
 
 
 def fake_costs(
@@ -78,12 +43,12 @@ def fake_costs(
     batch_rows: int,
     input_grads: Sequence[bool] | None = None,
     kernels: Literal["cpu", "cuda"] = "cpu",
-) -> FakeCosts:
-    """Return the costs of every node: micro and shared nodes at ``rows`` batch rows, full nodes at ``batch_rows``.
+) -> dict[str, NodeProfile]:
+    """Return the costs of every node, by stable name in model order, inputs excluded; without seconds.
 
-    ``input_grads`` says which inputs require a gradient (None: none of them). The costs are those of training, also
-    when gradients are switched off around the call. ``kernels``: whose kernels run: what they save, allocate and
-    compute.
+    Micro and shared nodes are run at ``rows`` batch rows, full nodes at ``batch_rows``. ``input_grads`` says which
+    inputs require a gradient (None: none of them). The costs are those of training, also when gradients are switched
+    off around the call. ``kernels``: whose kernels run: what they save, allocate and compute.
     """
     grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
     epilogue = epilogue_nodes(traced)
@@ -99,8 +64,7 @@ def fake_costs(
                 second = _FakePass(traced, twin, ledger, epilogue, first.output_ids)
                 second.sweep(batch_rows, grads, skip=frozenset())
                 costs |= second.costs
-    names = [info.name for _, info in traced.compute_nodes()]
-    return FakeCosts({name: costs[name] for name in names})
+    return {info.name: costs[info.name] for _, info in traced.compute_nodes()}
 
 
 class _FakePass(BorderInterpreter):
@@ -115,7 +79,7 @@ class _FakePass(BorderInterpreter):
         known_ids: Mapping[str, list[int]],
     ) -> None:
         super().__init__(twin.module, graph=traced.graph, device=_CPU)
-        self.costs: dict[str, NodeCosts] = {}
+        self.costs: dict[str, NodeProfile] = {}
         self.output_ids: dict[str, list[int]] = {}
         self._ledger = ledger
         self._lowering = CudaKernels() if ledger.kernels == "cuda" else contextlib.nullcontext()
@@ -160,7 +124,7 @@ class _FakePass(BorderInterpreter):
         self._number(info, settled)
         return settled
 
-    def _profile(self, info: TracedNode, call: Invocation, result: Any, *, before: int) -> NodeCosts:
+    def _profile(self, info: TracedNode, call: Invocation, result: Any, *, before: int) -> NodeProfile:
         ledger = self._ledger
         alive = max(before, ledger.live_bytes)
         forward_transient_bytes = max(0, ledger.peak_bytes - alive)
@@ -177,23 +141,20 @@ class _FakePass(BorderInterpreter):
                 if is_internal(error):
                     raise
                 problem = f"its backward did not run alone: {_text(error)}"
-        forward_flops, backward = sum(op.flops for op in forward), tuple(ledger.operations)
+        backward = tuple(ledger.operations)
         backward_transient_bytes = max(0, ledger.peak_bytes - alive)
-        backward_flops = sum(op.flops for op in backward)
         if problem is not None:
-            backward_flops, backward = 2 * forward_flops, forward + forward
+            backward = forward + forward
             backward_transient_bytes = _bytes(targets) + _bytes(call.leaves)
-        return NodeCosts(
+        return NodeProfile(
             name=info.name,
-            forward_flops=forward_flops,
-            backward_flops=backward_flops,
+            forward_operations=forward,
+            backward_operations=backward,
             output_bytes=_bytes(tensors_of(result)),
             saved=saved,
             outputs=self._storages(tensors_of(result)),
             forward_transient_bytes=forward_transient_bytes,
             backward_transient_bytes=backward_transient_bytes,
-            forward_operations=forward,
-            backward_operations=backward,
             requires_grad=any(tensor.requires_grad for tensor in tensors_of(result)),
             estimated=problem,
         )
@@ -215,19 +176,17 @@ class _FakePass(BorderInterpreter):
             parameters = [t.numel() for t in call.leaves if isinstance(t, nn.Parameter)]
             weights = sum(parameters) if module is None else parameters_met(module)
             positions = values[0].numel() // max(1, values[0].shape[-1] if values[0].dim() else 1)
-            flops, moved = 2 * weights * positions, _bytes(values) + _bytes(inputs)
-            work = Operation("unknown", flops, moved, values[0].dtype)
-            self.costs[info.name] = NodeCosts(
+            moved = _bytes(values) + _bytes(inputs)
+            work = Operation("unknown", 2 * weights * positions, moved, values[0].dtype)
+            self.costs[info.name] = NodeProfile(
                 name=info.name,
-                forward_flops=flops,
-                backward_flops=2 * flops * needs_grad,
+                forward_operations=(work,),
+                backward_operations=(work, work) if needs_grad else (),
                 output_bytes=_bytes(values),
                 saved=self._storages(inputs),
                 outputs=self._storages(values),
                 forward_transient_bytes=0,
                 backward_transient_bytes=(moved + _bytes(call.leaves)) * needs_grad,
-                forward_operations=(work,),
-                backward_operations=(work, work) if needs_grad else (),
                 requires_grad=needs_grad,
                 estimated=why_estimated(error, module=module),
             )
