@@ -23,13 +23,6 @@ PAGES = {
 }
 README = PAGES["README.md"]
 TEXT = "\n".join(text for name, text in PAGES.items() if not name.startswith("docs/decisions"))
-CLIENTS = (
-    "ignore:.*does not have many workers.*",
-    "ignore:.*isinstance\\(treespec, LeafSpec\\).*",
-    "ignore:.*pin_memory.*",
-    "ignore:.is_gradient_checkpointing. is deprecated",  # PEFT asks for it
-)
-"""What the libraries that train pipes warn of."""
 
 
 def without_code(page: str) -> str:
@@ -82,7 +75,6 @@ def _fresh_accelerate() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_gpu", "_fresh_accelerate")
-@pytest.mark.filterwarnings(*CLIENTS)
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if blocks(text, "python")])
 def test_the_python_blocks_of_a_page_run_in_order_and_print_what_is_shown(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

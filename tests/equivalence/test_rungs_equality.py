@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit import autosplit
 from autosplit.planning.plan.plan import Plan
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
+from tests.models.own_python import CASES as OWN_PYTHON
 from tests.models.three_layers import WIDTH, Body, Model, numbers
 from tests.pairwise import pairwise
 from tests.runtime.test_batch_norm_statistics import NormAct
@@ -91,38 +92,11 @@ def u_net(model: Any, x: Tensor) -> Tensor:
     return model.c(torch.cat([first, middle], -1).view(len(x), 2, WIDTH).sum(1) + x)
 
 
-def early_exit(model: Any, x: Tensor) -> Tensor:
-    for layer in (model.a, model.b):
-        x = torch.tanh(layer(x))
-        if x.abs().mean() > 0.35:
-            break
-    return model.c(x)
-
-
 def root_mask(model: Any, x: Tensor) -> Tensor:
     hidden = torch.tanh(model.a(x))
     if (x > 2.0).any():
         hidden = hidden.clamp(max=0.1)
     return model.c(model.b(hidden))
-
-
-def with_numpy(model: Any, x: Tensor) -> Tensor:
-    hidden = torch.tanh(model.a(x))
-    return model.c(model.b(hidden) * float(np.abs(hidden.detach().numpy()).mean()))
-
-
-class Images(nn.Module):
-    """Takes a list of images of different sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
-        self.double()
-
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
-        hidden = [torch.tanh(self.body(image)) for image in images]
-        return [{"scores": (s := self.head(h).sigmoid())[s[:, 0] > 0.4], "box": h.mean(0)} for h in hidden]
 
 
 @dataclass(frozen=True)
@@ -140,8 +114,15 @@ def of(body: Body, training: str = "recorded", evaluation: str = "recorded", **p
     return Trap(partial(Model, body, **parts), training, evaluation)
 
 
-def images(count: int, seed: int) -> tuple[Any, ...]:
-    return ([numbers(2 + (i + seed) % 3, 3, seed=seed + i, gradient=False) for i in range(count)],)
+def off_graph(name: str) -> Trap:
+    """Return a trap of a model that no graph can follow in either mode."""
+    case = OWN_PYTHON[name]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return case.model().double()
+
+    return Trap(build, TREE, TREE, case.batch)
 
 
 TREE = "module tree"
@@ -157,9 +138,9 @@ TRAPS = {
     "7 lazy cache": of(lazy_cache, cache=None),
     "8 U-Net": of(u_net),
     "value read at the root": of(root_mask),
-    "value-dependent loop": of(early_exit, TREE, TREE),
-    "numpy": of(with_numpy, TREE, TREE),
-    "list of images": Trap(Images, TREE, TREE, images),
+    "value-dependent loop": off_graph("early exit"),
+    "numpy": off_graph("numpy"),
+    "list of images": off_graph("detector"),
 }
 
 
@@ -270,20 +251,20 @@ def test_the_report_of_a_plan_of_the_tree() -> None:
     assert "one chunk: the stages run one after the other" in text
 
 
-@pytest.mark.parametrize("name", ["value-dependent loop", "6 layer drop, Python"])
-def test_train_step_on_the_tree(name: str) -> None:
+@pytest.mark.parametrize(("name", "width"), [("value-dependent loop", 3), ("6 layer drop, Python", WIDTH)])
+def test_train_step_on_the_tree(name: str, width: int) -> None:
     plain, pipe = twins(name, True)
-    target = numbers(7, WIDTH, seed=5, gradient=False)
+    target = numbers(7, width, seed=5, gradient=False)
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (plain, pipe)]
     for number in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        batch = Batch((numbers(7, WIDTH, seed=number, gradient=False),))
+        args = [x.detach() for x in TRAPS[name].batch(7, number)]
         state = random.getstate()
-        loss = pipe.train_step(*batch.args, target=target, loss_fn=nn.MSELoss())
+        loss = pipe.train_step(*args, target=target, loss_fn=nn.MSELoss())
         after = random.getstate()
         random.setstate(state)
-        expected = F.mse_loss(plain(*batch.args), target)
+        expected = F.mse_loss(plain(*args), target)
         expected.backward()
         assert random.getstate() == after
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-14)

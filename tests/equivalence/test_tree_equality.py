@@ -38,21 +38,6 @@ def test_under_autocast_the_same_bits_run_after_run() -> None:
         assert torch.allclose(value, expected.outputs[name], rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("name", ["per row", "early exit"])
-def test_double_backward_is_ordinary(name: str) -> None:
-    plain, twin, run = pair(CASES[name], training=True, stages=3)
-    found = []
-    for model, call in ((plain, plain), (twin, caller(run))):
-        (x,) = CASES[name].batch(6, 2)
-        output = call(x)
-        output = output["logits"] if isinstance(output, dict) else output
-        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(gradient.square().sum(), [x, *model.parameters()], allow_unused=True))
-    for mine, theirs in zip(*found, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["per row", "early exit"])
 def test_without_gradients(name: str, mode: type) -> None:

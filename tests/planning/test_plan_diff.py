@@ -179,28 +179,6 @@ def test_modules_in_a_module_are_named_in_full() -> None:
     ]
 
 
-class RootNorm(nn.Module):
-    """A norm of several operations, as transformers' are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.weight * (value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True)))
-
-
-def test_a_norm_that_is_cut_is_named_where_most_of_it_runs() -> None:
-    model = Language(2)
-    model.norm = RootNorm()
-    whole = planned(model, cut=stages_of([2], "") | {"output": 1})
-    last = [name for name in whole.stage_of() if name.startswith("norm#")][-1]
-    said = r"inside 1 module, which other tools keep whole: norm \(stages 0, 1\) goes to stage 0\."
-    with pytest.warns(UserWarning, match=said):
-        parts = json.loads(whole.move({last: 1}).export("torchtitan"))
-    assert parts == [["tok_embeddings", "layers.0", "layers.1", "norm"], ["output"]]
-
-
 def test_a_block_that_is_cut_goes_where_most_of_it_runs() -> None:
     cut = stages_of([3, 3]) | {"layers.2.down": 1}
     plan = planned(Language(), cut=cut)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from autosplit.runtime.lanes import threads as threads_of_autosplit
 from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turn, Turns, backwards, turns
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
 from autosplit.schedule.orders import forward_only
-from tests.runtime.gates import SAFETY_S, Boom, hold
+from tests.runtime.gates import SAFETY_S, Boom
 
 CHAIN = [set(), {0}, {1}]
 SKIP = [set(), {0}, {0, 1}]
@@ -102,33 +101,6 @@ def test_a_need_may_be_told_before_it_is_asked_for() -> None:
     with lanes(3) as own:
         run(own, made, lambda action: done.append(str(action)))
     assert [text for text in done if text[0] == "2"] == ["2F2", "2F0", "2F1"]
-
-
-def test_the_first_error_is_raised_and_no_action_starts_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, first_is_known, done = threads_of_autosplit.StepCoordinator.end, threading.Event(), []
-
-    def end(coordinator: threads_of_autosplit.StepCoordinator, lane: int, error: BaseException | None) -> None:
-        ended(coordinator, lane, error)
-        first_is_known.set()
-
-    monkeypatch.setattr(threads_of_autosplit.StepCoordinator, "end", end)
-    errors, both = [Boom("first"), Boom("second")], threading.Barrier(2)
-
-    def act(action: Action) -> None:
-        done.append(str(action))
-        both.wait(SAFETY_S)
-        if action.stage == 1:
-            hold(until=first_is_known)
-        raise errors[action.stage]
-
-    with lanes(3) as own:
-        made = (*forwards(2, 3), (turn("2F0", 99, (0,), ()),))
-        with pytest.raises(Boom) as caught:
-            run(own, made, act)
-        assert caught.value is errors[0]
-        assert sorted(done) == ["0F0", "1F0"]
-        run(own, forwards(3, 1), lambda action: done.append(str(action)))
-    assert sorted(done[2:]) == ["0F0", "1F0", "2F0"]
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, GeneratorExit, KeyboardInterrupt, MemoryError])

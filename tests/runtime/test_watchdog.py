@@ -16,7 +16,7 @@ from autosplit import autosplit
 from autosplit.errors import DeviceError, InputError
 from autosplit.runtime.lanes import threads as threads_of_autosplit
 from autosplit.runtime.lanes.ambient import ThreadState
-from autosplit.runtime.lanes.threads import LaneThreads, Turn, turns
+from autosplit.runtime.lanes.threads import LaneThreads, turns
 from autosplit.schedule.action import Action, describe
 from autosplit.schedule.catalog import build
 from autosplit.schedule.orders import forward_only
@@ -89,6 +89,34 @@ def test_a_lane_that_hangs_after_another_failed_is_left(short: Callable[[Any], N
     release.set()
 
 
+def test_lanes_that_are_late_one_after_another_are_left_each(short: Callable[[Any], None]) -> None:
+    """Lane 1 is late when lane 0 was left long ago; lane 2 did all that it could and stays."""
+    case, release, held = Case(), threading.Event(), threading.Event()
+    threads = case.threads()
+
+    def hang() -> None:
+        hold(until=release)
+
+    def hang_later() -> None:
+        held.wait(SHORT_S / 2)  # begins while lane 0 hangs already
+        hold(until=release)
+
+    short(case.pipe)
+    late = "stage 0, forward, microbatch 1; stage 1, forward, microbatch 0 did not end"
+    with (
+        case.gates.at({Action(0, "F", 1): hang, Action(1, "F", 0): hang_later}),
+        pytest.raises(DeviceError, match=late),
+    ):
+        case.run("call")
+    case.pipe.lane_timeout_s = None
+    assert [now is before for now, before in zip(case.threads(), threads, strict=True)] == [False, False, True]
+    case.assert_works()
+    release.set()
+    for thread in threads[:2]:
+        thread.join(SAFETY_S)
+        assert not thread.is_alive()
+
+
 class Clock:
     """A clock that only actions move on; ``looked`` tells that the caller has looked for actions that are late."""
 
@@ -149,57 +177,6 @@ def test_the_caller_looks_up_while_an_action_runs(monkeypatch: pytest.MonkeyPatc
 
         own.run(turns(forward_only(1, 1), [set()]), act, ThreadState.current())
         own.close()
-
-
-def test_lanes_that_are_late_one_after_another_are_left_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lane 1 starts later than lane 0, behind an action of lane 2, and is late when lane 0 was left long ago."""
-    names = ("inside 0", "inside 1", "lane 2 may end", "draining", "release")
-    events, on = {name: threading.Event() for name in names}, dict[str, threading.Thread]()
-    made = tuple((Turn(Action(lane, "F", 0), lane, (2,) * (lane == 1), (1,) * (lane == 2)),) for lane in range(3))
-    own, drain = LaneThreads(3, timeout_s=0.05), LaneThreads._drain
-
-    def act(action: Action) -> None:
-        if action.stage == 2:
-            return hold(until=events["lane 2 may end"])
-        events[f"inside {action.stage}"].set()
-        return hold(until=events["release"])
-
-    def note(action: Action) -> None:
-        on[str(action)] = threading.current_thread()
-
-    def look_once_more() -> None:
-        for _ in range(2):  # the first look may have begun before the clock moved
-            clock.looked.clear()
-            hold(until=clock.looked)
-
-    def drive() -> None:
-        hold(until=events["inside 0"])
-        clock.now_s = 0.03
-        events["lane 2 may end"].set()
-        hold(until=events["inside 1"])
-        clock.now_s = 0.055
-        hold(until=events["draining"])
-        look_once_more()
-        clock.now_s = 0.09
-
-    own.run(made, note, ThreadState.current())
-    before = dict(on)
-    driver = threading.Thread(target=drive)
-    with monkeypatch.context() as patch:
-        clock = Clock(patch)
-        patch.setattr(LaneThreads, "_drain", lambda own, board: (events["draining"].set(), drain(own, board)))
-        driver.start()
-        with pytest.raises(DeviceError, match="stage 0, forward, microbatch 0 did not end"):
-            own.run(made, act, ThreadState.current())
-        driver.join(SAFETY_S)
-        own.timeout_s = None
-        own.run(made, note, ThreadState.current())
-    assert [on[name] is thread for name, thread in sorted(before.items())] == [False, False, True]
-    events["release"].set()
-    for name in ("0F0", "1F0"):
-        before[name].join(SAFETY_S)
-        assert not before[name].is_alive()
-    own.close()
 
 
 # -- the setting -----------------------------------------------------------------------------------------------------

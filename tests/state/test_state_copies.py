@@ -15,15 +15,10 @@ from torch.nn import functional as F
 
 from autosplit import PlanError, autosplit
 from tests.equivalence.equality import assert_same_bits, difference, forward_backward
-from tests.models.named import CASES, Case, numbers
+from tests.models.named import CASES, numbers
 from tests.pairwise import in_turn
 
 NAMES = ("nested skips", "shared weight", "tiny gpt", "lstm batch first", "dataclass output")
-
-
-@pytest.fixture(params=NAMES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
 
 
 def split(model: nn.Module) -> nn.Module:
@@ -96,8 +91,7 @@ def assert_equal_parameters(module: nn.Module, plain: nn.Module) -> None:
         assert difference(parameter.detach(), expected.detach()) <= 1e-11, name
 
 
-@pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@in_turn(kind=list(OPTIMIZERS), before=[0, 3])
 def test_an_optimizer_made_before_the_split(kind: str, before: int) -> None:
     plain, model = CASES["shared weight"].build(), CASES["shared weight"].build()
     optimizers = [OPTIMIZERS[kind](module.parameters()) for module in (plain, model)]
