@@ -48,7 +48,6 @@ def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:
         inputs=_rows_of(found, sizes[0]),
         measure=measured,
         device=device,
-        count_bytes=options.count_bytes,
     )
     hardware = device_text(torch.device(costs.device)) if costs.measured else ""
     return cost_report(model, found.graph, costs, sizes=sizes, hardware=hardware)

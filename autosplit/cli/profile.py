@@ -45,9 +45,6 @@ class ProfileOptions:
     measure: Annotated[
         bool | None, typer.Option("--measure/--no-measure", help="Measure times, or ask a cost model.")
     ] = None
-    count_bytes: Annotated[
-        bool, typer.Option("--bytes", help="Count a CPU's bytes too; torch's profiler then writes to stderr.")
-    ] = False
 
 
 @common.command

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.backward import DeferredWeightGrads, defer_weight_gradients, deferrable, gradients
-from autosplit.devices import Allocations, Clock, clock_of, is_out_of_memory
+from autosplit.devices import Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
 from autosplit.profile.blocks import called, value_kind
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
@@ -42,15 +42,14 @@ def measure(
     rows: int,
     repeats: int = 3,
     threads: int = 1,
-    count_bytes: bool = False,
 ) -> MeasuredTimes:
     """Time forward and backward of every shared and micro node on ``inputs`` of exactly ``rows`` batch rows.
 
     ``inputs`` are in the order of the placeholders; ``threads`` is the number of intra-op threads of the CPU, 1 as on a
-    CPU lane, whose CPU seconds count. A CUDA device's peak bytes are read beside the times; ``count_bytes`` counts
-    those of a CPU, in runs of their own. Parameters, gradients, buffers, attributes, inputs and random states are as
-    before at the end, also after an error: the nodes run on a twin of the model. Where memory runs out,
-    `MeasuredTimes.out_of_memory` says so; raises ProfileError with a node's name when it fails in another way.
+    CPU lane, whose CPU seconds count. A CUDA device's peak bytes are read beside the times. Parameters, gradients,
+    buffers, attributes, inputs and random states are as before at the end, also after an error: the nodes run on a twin
+    of the model. Where memory runs out, `MeasuredTimes.out_of_memory` says so; raises ProfileError with a node's name
+    when it fails in another way.
     """
     tensors = (*inputs, *traced.root.parameters(), *traced.root.buffers())
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
@@ -65,9 +64,8 @@ def measure(
     if short:
         clock.release()
         return MeasuredTimes({}, str(device), {info.name: short for _, info in traced.compute_nodes()})
-    counted = count_bytes and device.type == "cpu"
     with random_state(), intra_op_threads(threads), torch.inference_mode(False), torch.enable_grad():
-        timing = _Timing(twin.module, traced, clock, repeats=repeats, device=device, counted=counted)
+        timing = _Timing(twin.module, traced, clock, repeats=repeats, device=device)
         with phase("measuring", total=sum(1 for _ in traced.compute_nodes())):
             timing.run(rows, *own, initial_env=dict.fromkeys(epilogue_nodes(traced)))
     clock.release()
@@ -96,13 +94,10 @@ class _Samples:
     def add(self, run: _Run) -> None:
         self.forward_s.append(run.forward_s)
         self.backward_s.append(run.backward_s)
-        self.count(run.forward_peak_bytes, run.backward_peak_bytes)
-
-    def count(self, forward: int | None, backward: int | None) -> None:
-        if forward is not None:
-            self.forward_peak_bytes = max(forward, self.forward_peak_bytes or 0)
-        if backward is not None:
-            self.backward_peak_bytes = max(backward, self.backward_peak_bytes or 0)
+        if run.forward_peak_bytes is not None:
+            self.forward_peak_bytes = max(run.forward_peak_bytes, self.forward_peak_bytes or 0)
+        if run.backward_peak_bytes is not None:
+            self.backward_peak_bytes = max(run.backward_peak_bytes, self.backward_peak_bytes or 0)
 
     def summary(self) -> MeasuredNode:
         backward_s = statistics.median(self.backward_s)
@@ -126,7 +121,7 @@ class _Timing(BorderInterpreter):
     """Interpret the graph and time every node."""
 
     def __init__(
-        self, module: nn.Module, traced: TracedGraph, clock: Clock, *, repeats: int, device: torch.device, counted: bool
+        self, module: nn.Module, traced: TracedGraph, clock: Clock, *, repeats: int, device: torch.device
     ) -> None:
         super().__init__(module, graph=traced.graph)
         self.out_of_memory: dict[str, str] = {}
@@ -134,7 +129,6 @@ class _Timing(BorderInterpreter):
         self._clock = clock
         self._repeats = repeats
         self._where = device
-        self._counted = counted
         self._samples: dict[Hashable, _Samples] = {}
         self._kinds: dict[str, Hashable] = {}
         self._lost: dict[fx.Node, str] = {}
@@ -198,8 +192,6 @@ class _Timing(BorderInterpreter):
         affordable = min(self._repeats, int(_LONG_S / max(warm.forward_s + warm.backward_s, 1e-9)))
         defers = warm.defers
         del warm
-        if self._counted:
-            self._count(node, samples)
         for _ in range(affordable - 1):
             samples.add(self._once(node, private=True))
         if defers:
@@ -242,17 +234,6 @@ class _Timing(BorderInterpreter):
         first = clock.timed(input_gradient)
         rest = clock.timed(lambda: [list(product.gradients()) for product in first.result.products])
         return SplitBackward(first.seconds, rest.seconds)
-
-    def _count(self, node: fx.Node, samples: _Samples) -> None:
-        """Run the node once more under the CPU allocator's events: they slow it down, so nothing is timed."""
-        call = self.prepare(node, private=True)
-        with Allocations() as forward:
-            result = call.run()
-        targets = _targets(call, result)
-        with Allocations() as backward:
-            if targets:
-                _backward(call, targets, [torch.ones_like(target) for target in targets])
-        samples.count(forward.peak_bytes, forward.left_bytes + backward.peak_bytes if targets else None)
 
 
 def _targets(call: Invocation, result: Any) -> list[torch.Tensor]:

@@ -235,16 +235,3 @@ def test_one_sample_is_its_own_range():
     [node] = measure(graph, inputs=[torch.randn(ROWS, 8)], rows=ROWS, repeats=1).nodes.values()
     assert node.samples == 1
     assert node.forward_range_s == (node.forward_s, node.forward_s)
-
-
-def test_bytes_of_a_cpu_are_counted_on_request():
-    graph = traced(nn.Sequential(nn.Linear(32, 64), nn.Tanh()), torch.randn(ROWS, 32))
-    x = torch.randn(ROWS, 32)
-    assert measure(graph, inputs=[x], rows=ROWS).nodes["_0"].forward_peak_bytes is None
-    linear, tanh = measure(graph, inputs=[x], rows=ROWS, count_bytes=True).nodes.values()
-    result, weight, bias = ROWS * 64 * 4, 64 * 32 * 4, 64 * 4
-    assert linear.forward_peak_bytes == result
-    assert linear.backward_peak_bytes == 2 * result + weight + bias, (
-        "the result, its gradient, the parameters' gradients"
-    )
-    assert (tanh.forward_peak_bytes, tanh.backward_peak_bytes) == (result, 3 * result)

@@ -29,7 +29,6 @@ def profile(
     inputs: Sequence[torch.Tensor] | None = None,
     measure: bool = True,
     device: str | DeviceSpec = "cpu-lane",
-    count_bytes: bool = False,
     kernels: Literal["cpu", "cuda"] = "cpu",
     memo: CostMemo | None = None,
 ) -> Profile:
@@ -39,9 +38,8 @@ def profile(
     placeholders, at exactly ``rows`` rows. The times are measured when ``measure`` is set, inputs are given and the
     model is not on "meta"; else they are those of ``device`` by its cost model, see `cost_model_of`. ``full`` nodes are
     not measured: the cost model gives their times, scaled as the measured nodes came out against it. So it does for
-    nodes that memory runs out for, with a warning. ``count_bytes`` also counts what a CPU's allocator gives out, see
-    `measure`. ``kernels``: whose kernels' results and scratch are counted. ``memo`` is for profiles of one recording
-    that follow each other.
+    nodes that memory runs out for, with a warning. ``kernels``: whose kernels' results and scratch are counted.
+    ``memo`` is for profiles of one recording that follow each other.
     """
     grads = None if inputs is None else tuple(tensor.requires_grad for tensor in inputs)
     with phase("profiling"):
@@ -51,7 +49,7 @@ def profile(
     name = device.name if isinstance(device, DeviceSpec) else device
     found = MeasuredTimes({}, name)
     if measure and inputs is not None and not _on_meta(traced, inputs):
-        found = measure_nodes(traced, inputs=inputs, rows=rows, count_bytes=count_bytes)
+        found = measure_nodes(traced, inputs=inputs, rows=rows)
         _warn_of_memory(found)
         times = _completed(costs, found.nodes, times)
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
