@@ -347,13 +347,13 @@ def shares(kind: str) -> dict[str, float]:
     return pipe.plan.class_flops
 
 
-@pytest.mark.parametrize("kind", ["assigned way", "argsort", "index_add", "gated halves"])
+@pytest.mark.parametrize("kind", ["assigned", "assigned way", "argsort", "index_add", "gated halves"])
 def test_tokens_that_are_sorted_by_expert_and_put_back_stay_rows(kind: str) -> None:
     assert shares(kind).get("full", 0.0) == 0.0
 
 
 @pytest.mark.parametrize(
-    "kind", ["assigned", "capacity", "position", "neighbour", "moved on", "load", "no way back", "another way back"]
+    "kind", ["capacity", "position", "neighbour", "moved on", "load", "no way back", "another way back"]
 )
 def test_what_hangs_on_other_tokens_on_the_way_is_computed_on_the_whole_batch(kind: str) -> None:
     assert shares(kind)["full"] > 0.3

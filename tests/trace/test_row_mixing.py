@@ -100,9 +100,18 @@ PLACED: dict[str, Body] = {
     "roll along a second dimension": lambda h: h + h.T.roll(4, 1).T,
     "where": lambda h: torch.where(places(h)[:, None] < 5, h, -h),
     "a gate by places, reshaped": lambda h: (h * (places(h) < 5).double()[:, None]).reshape(-1, 2, 3).reshape(-1, 6),
+    "a gate by places between flips": lambda h: (h.flip(0) * (places(h) < 5).double()[:, None]).flip(0),
+    "a mask by places of merged rows": lambda h: (
+        torch.stack([h, h.sin()])
+        .reshape(-1, WIDTH)
+        .masked_fill((torch.arange(2 * len(h)) > 4)[:, None], 0.0)
+        .reshape(2, -1, WIDTH)[0]
+    ),
+    "places by a remainder between turns": lambda h: h[len(h) - 1 - places(h)][places(h) % 5][len(h) - 1 - places(h)],
     "masked_fill by places": lambda h: h.masked_fill((places(h) > 4)[:, None], 0.0),
     "one-hot of places": lambda h: h + F.one_hot(places(h), 32).double()[:, 5:6],
     "identity": lambda h: h + torch.eye(len(h), 32).double()[:, 6:12],
+    "one-hot of places, of few classes": lambda h: h + F.one_hot(places(h).clamp(min=4), 8).double()[:, 2:],
     "a slice of a table": lambda h: h * gates()[: len(h), None],
     "a table by places": lambda h: h * gates()[places(h)][:, None],
     "an index from a table": lambda h: h + h[numbers()[: len(h)]],

@@ -4,12 +4,11 @@
     micro    depends on the batch, rows independent
     full     mixes rows in a way that reaches an output or a buffer, and everything after such a node
 
-A node is *suspect* when the value probe saw rows influence each other in it, and *mixing* when that is certain: its
-result depends on the batch and is no stack of rows, or it permutes rows at random. What is computed from a suspect is
-suspect, whatever the values: a gate that is zero or a mask that is empty in the sample hides influence. Only a step
-that rearranges values heals a suspect, when the probe saw it do so: ``x[arange(B), i]``, two flips, a batch that was
-merged into another dimension and comes out again. An influence that the values hide cannot be seen to end: what is
-suspect by its operands only, and whatever is computed from it, never heals. Nor does what is mixing.
+A node is *mixing* when rows influence each other in it: the value probe saw it, its result depends on the batch and is
+no stack of rows, or it permutes rows at random. Whatever is computed from it is mixing too: a gate that is zero or a
+mask that is empty in the sample hides influence. A node is *suspect* also where its rows lie in another order, or are
+numbered. The probe follows rows, so it knows where they are a stack again: behind ``x[arange(B), i]``, two flips, or a
+batch that was merged into another dimension and came out again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from autosplit.trace.rows.kinds import (
     mixes_gradients,
     normalises_rows_apart,
     permutes_at_random,
-    rearranges,
     takes_shape_only,
 )
 from autosplit.trace.rows.operator_probe import without_values
@@ -140,26 +138,20 @@ def _spread(
     findings: Findings,
     sorts: Grouped,
 ) -> set[fx.Node]:
-    """Return all suspects: those that the probe saw, those that mix, and what is computed from them unhealed."""
+    """Return all suspects: those that the probe saw, those that mix, and what is computed from these."""
     mixing = {node for node in mixing_nodes(graph, root, batched, findings) if node not in sorts.sorting}
     mixing |= {node for node in batched if INFO in node.meta and node.meta[INFO].name in findings.mixing}
-    seen = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects} | mixing
-    suspect, hidden = set(seen), set[fx.Node]()
+    suspect = {n for n in batched if INFO in n.meta and n.meta[INFO].name in findings.suspects}
     for node in graph.nodes:
         if node not in batched or node.op == "placeholder" or takes_shape_only(node, root):
             continue
         bounds = sorts.bounds.get(node)  # where groups end hangs on all rows, what a product gives a row does not
-        from_mixing = any(d in mixing for d in depends[node] if d is not bounds)
-        moves = rearranges(node, root) or node in sorts.back
-        heals = moves and (INFO not in node.meta or findings.probed)
-        heals = heals and not any(d in hidden for d in depends[node])
-        if from_mixing:
+        operands = [d for d in depends[node] if d is not bounds]
+        if any(d in mixing for d in operands):
             mixing.add(node)
-        if from_mixing or (not heals and any(d in suspect for d in depends[node] if d is not bounds)):
+        elif INFO not in node.meta and any(d in suspect for d in operands):  # a part of a structure, or a number
             suspect.add(node)
-            if any(d in hidden for d in depends[node]) or not (node in seen or node in sorts.order or heals):
-                hidden.add(node)
-    return suspect
+    return suspect | mixing
 
 
 def _chain(seeds: set[fx.Node], depends: Dependencies, suspect: set[fx.Node]) -> set[fx.Node]:

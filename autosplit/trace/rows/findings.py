@@ -16,10 +16,11 @@ def key_of_opaque(name: str, module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """Names of the nodes of a recording in which the value probe saw rows influence each other.
+    """What the value probe saw in the nodes of a recording, by their names.
 
-    In ``mixing`` no later operation puts it right: an operation by itself, or its backward, mixes rows. Those in
-    ``alone`` read values and treat each row by itself all the same. ``probed``: whether there were values to ask.
+    ``suspects``: rows lie in another order, are numbered, or influence each other. ``mixing``: they influence each
+    other, which no later operation puts right. Those in ``alone`` read values and treat each row by itself all the
+    same. ``probed``: whether there were values to ask.
     """
 
     probed: bool = False

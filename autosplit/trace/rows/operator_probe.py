@@ -108,11 +108,12 @@ class OperatorProbe:
         if any(tensor.batch_dim is None for tensor in info.tensors):
             return False  # certain by its shape
         if not operands:
-            differing = [places for places in self.places if places.differs(node)]  # all of them note its value
-            if differing and not info.random:
+            by_number = any(n in self.numbered for n in node.all_input_nodes)
+            answers = [places.differs(node) for places in self.places]  # all of them note its value
+            if not info.random and (any(answers) or (by_number and None in answers)):
                 self.numbered.add(node)
             return False
-        return self._mixes_values(node, operands, suspects) or self._depends_on_place(node, suspects)
+        return self._mixes_values(node, operands, suspects) or self._depends_on_place(node)
 
     def mixes_made_up(self, node: fx.Node) -> bool:
         """Tell whether an operation that keeps its operand's shape lets rows influence each other, as a softmax may.
@@ -146,12 +147,13 @@ class OperatorProbe:
             self.answers[question, kind] = ask()
         return self.answers[question, kind]
 
-    def _depends_on_place(self, node: fx.Node, suspects: Collection[str]) -> bool:
-        """Tell whether a row's result depends on its place, unless that is known, or rows are no stack."""
+    def _depends_on_place(self, node: fx.Node) -> bool:
+        """Tell whether a row's result depends on its place: on the row's number, or as seen where rows are a stack."""
         operands = [n for n in node.all_input_nodes if INFO in n.meta]
-        if node.meta[INFO].random or any(n in self.layouts.noted for n in (node, *operands)):
-            return False
-        if any(n.meta[INFO].name in suspects for n in operands) and not rearranges(node, self.root):
+        moved = any(n in self.layouts.noted for n in operands)
+        if any(n in self.numbered for n in operands) and (moved or not rearranges(node, self.root)):
+            return True
+        if node.meta[INFO].random or moved or node in self.layouts.noted:
             return False
 
         def ask() -> bool:
@@ -338,11 +340,19 @@ class _MoreRows:
         self.sources = [*range(rows), *drawn.tolist()]  # the first in place: an index of theirs names them here too
         self.numbered: dict[fx.Node, Any] = {}
         """Values, at this number of rows, of nodes that depend on the number of rows alone."""
+        self.unknown: set[fx.Node] = set()
+        """Such nodes that have no value at this number of rows."""
 
-    def differs(self, node: fx.Node) -> bool:
-        """Tell whether equal rows have unequal results; False also where the operation does not run on so many."""
-        if self.count > 2 * self.rows + 1 and max(self._elements(node), default=0) > _LARGEST:
-            return False
+    def differs(self, node: fx.Node) -> bool | None:
+        """Tell whether equal rows have unequal results; None where the operation does not run on so many."""
+        large = self.count > 2 * self.rows + 1 and max(self._elements(node), default=0) > _LARGEST
+        unknown = large or any(n in self.unknown for n in node.all_input_nodes)
+        found = None if unknown else self._differs(node)
+        if found is None and node not in self.valued:
+            self.unknown.add(node)
+        return found
+
+    def _differs(self, node: fx.Node) -> bool | None:
         try:
             given = {
                 n: copied(self.numbered[n]) if n in self.numbered else rows_of(n, self.run, self.rows, self.sources)
@@ -353,10 +363,10 @@ class _MoreRows:
         except Exception as error:  # a table may be too short for so many rows
             if is_internal(error):
                 raise
-            return False
+            return None
         many, infos = made_or_changed(node, made, given), made_or_changed_infos(node)
         if any(t.shape != i.shape_at(self.count, self.lengths) for t, i in zip(many, infos, strict=True)):
-            return False
+            return None
         if node not in self.valued:
             self.numbered[node] = made
         dims = [info.batch_dim for info in infos]

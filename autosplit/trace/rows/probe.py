@@ -188,11 +188,22 @@ class _Lockstep:
                 self.alone.add(key_of_opaque(info.name, self.raw.root.get_submodule(info.module)))
         with self._own_contents(info, self.contents["among"]):
             mixes = self.operators.mixes(node, self.suspects)
-        if self.operators.is_moved(node):
+        moved = self.operators.is_moved(node)
+        if moved:
             self.suspects.add(info.name)
-        if mixes or (node in self.sorts.order and self.operators.is_moved(node)):
-            self.suspects.add(info.name)
-            self.mixing.add(info.name)
+        if mixes or (node in self.sorts.order and moved):
+            self._note_mixing(node)
+
+    def _note_mixing(self, node: fx.Node) -> None:
+        self.suspects.add(node.meta[INFO].name)
+        self.mixing.add(node.meta[INFO].name)
+
+    def _note_difference(self, node: fx.Node) -> None:
+        """Take down that a row has other values beside other rows: where its place is not known to be another one."""
+        if node in self.sorts.sorting or self.operators.is_moved(node):
+            self.suspects.add(node.meta[INFO].name)
+        else:
+            self._note_mixing(node)
 
     def _step(self, name: str, interpreter: fx.Interpreter, node: fx.Node) -> None:
         try:
@@ -229,13 +240,13 @@ class _Lockstep:
             changed = [n for n in node.all_input_nodes if INFO in n.meta and n.meta[INFO].mutated]
             loose = node in self.sorts.back
             if any(self._differs(self._values(n), n.meta[INFO].tensors, loose=loose) for n in changed):
-                self.suspects.add(info.name)
+                self._note_difference(node)
             elif loose:
                 for n in changed:
                     self._equalize(self._values(n), n.meta[INFO].tensors)
             return
         if node in self.failed:
-            self.suspects.add(info.name)
+            self._note_mixing(node)
             self._take_from_among(node, info.tensors)
             return
         if info.random:
@@ -248,7 +259,7 @@ class _Lockstep:
         opaque = is_opaque(node, self.raw.root)
         loose = node in self.sorts.order or node in self.sorts.back
         if self._differs(values, info.tensors, loose=loose, rounds=opaque):
-            self.suspects.add(info.name)
+            self._note_difference(node)
         elif node in self.sorts.back or opaque:
             self._equalize(values, info.tensors)
 
