@@ -13,7 +13,7 @@ import sys
 import types
 from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -117,12 +117,15 @@ class Structure:
         return _build(self.form, iter(leaves), [])
 
 
-@dataclass
 class _Apart:
-    leaves: list[Any] = field(default_factory=list)
-    paths: list[tuple[Any, ...]] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
-    numbers: dict[int, int] = field(default_factory=dict)
+    """A nested value, taken apart: its flat leaves, the steps to each, and its objects, each once."""
+
+    def __init__(self, value: Any) -> None:
+        self.leaves: list[Any] = []
+        self.paths: list[tuple[Any, ...]] = []
+        self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}
+        self.structure = Structure(self.form(value))
 
     def form(self, value: Any, path: tuple[Any, ...] = ()) -> Leaf | Again | Tree | Object:
         if id(value) in self.numbers:
@@ -149,21 +152,19 @@ class _Apart:
 
 def take_apart(value: Any) -> tuple[list[Any], Structure]:
     """Return the flat leaves of a nested value, tensors and others, and how they are put together."""
-    apart = _Apart()
-    form = apart.form(value)
-    return apart.leaves, Structure(form)
+    apart = _Apart(value)
+    return apart.leaves, apart.structure
 
 
 def leaves_of(value: Any) -> list[Any]:
     """Return the flat leaves of a nested value."""
-    return take_apart(value)[0]
+    return _Apart(value).leaves
 
 
 def with_paths(value: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Structure]:
     """Return the flat leaves with the steps that lead to them, as torch's pytree has them, and how they are built."""
-    apart = _Apart()
-    form = apart.form(value)
-    return list(zip(apart.paths, apart.leaves, strict=True)), Structure(form)
+    apart = _Apart(value)
+    return list(zip(apart.paths, apart.leaves, strict=True)), apart.structure
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -174,9 +175,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def objects_in(value: Any) -> list[Any]:
     """Return the objects inside a nested value, each once."""
-    apart = _Apart()
-    apart.form(value)
-    return apart.objects
+    return _Apart(value).objects
 
 
 def _build(form: Any, leaves: Iterator[Any], built: list[Any]) -> Any:
