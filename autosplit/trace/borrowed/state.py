@@ -29,7 +29,7 @@ from autosplit.trace.recording.random_watch import named_arguments
 from autosplit.trace.scope import silence
 
 _SMALL = 1 << 22
-"""Elements of a tensor that is copied wherever it is held: larger ones in lists and dicts may be all the weights."""
+"""Elements of a tensor that is copied wherever it is held."""
 _QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
 
 
@@ -66,9 +66,8 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     strided = [t for t in tensors if type(t) in (nn.Parameter, torch.Tensor) and t.layout is torch.strided]
     data = [(tensor, tensor.data) for tensor in strided]
-    direct = {id(value) for model in models for module in model.modules() for value in vars(module).values()}
-    held = (tensor for _, tensor in holders.tensors.values())
-    with contents([tensor for tensor in held if tensor.numel() <= _SMALL or id(tensor) in direct]):
+    copyable = _copyable(holders, models)
+    with contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable]):
         try:
             holders.stand_in()
             silence(holders.hook_tables)
@@ -79,6 +78,13 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
             for tensor, own in data:
                 if not is_on(tensor, own):
                     tensor.data = own
+
+
+def _copyable(holders: Holders, models: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the held tensors that may be copied: large ones in lists and objects may be all the weights."""
+    direct = {id(value) for model in models for module in model.modules() for value in vars(module).values()}
+    held = (tensor for _, tensor in holders.tensors.values())
+    return {id(tensor) for tensor in held if tensor.numel() <= _SMALL or id(tensor) in direct}
 
 
 def is_on(tensor: torch.Tensor, data: torch.Tensor) -> bool:
@@ -185,12 +191,15 @@ def stand_ins(
 
     Parameters named in ``written``, and tables with ``max_norm``, are copied: a forward changes them. ``others`` are
     modules that hold some of the same tensors as plain attributes. With ``registered`` only parameters and buffers are
-    replaced, wherever they are held. All attributes are as before at the end.
+    replaced, wherever they are held; else also what :func:`attributes` copies, and what requires gradients. All
+    attributes are as before at the end.
     """
     with attributes(model) as holders, attributes(*others) as other_holders:
         named = [*model.named_parameters(), *model.named_buffers()]
         copied = {id(t) for t in _renormed(model)} | {id(t) for name, t in named if name in written}
-        named += [] if registered else holders.named_tensors()
+        if not registered:
+            copyable = _copyable(holders, [model])
+            named += [(name, t) for name, t in holders.named_tensors() if t.requires_grad or id(t) in copyable]
         storages: dict[int, Any] = {}
         stands: dict[int, torch.Tensor] = {}
         leaves: dict[str, torch.Tensor] = {}
