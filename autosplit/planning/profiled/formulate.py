@@ -15,7 +15,7 @@ from torch import fx
 
 from autosplit.errors import TraceError
 from autosplit.options import Options
-from autosplit.partition.problem import Hold, Problem, TensorEdge, Tie, Work, devices_of
+from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Tie, Work
 from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.specs import link_factors, link_seconds
 from autosplit.planning.request import ResolvedSchedule
@@ -114,18 +114,13 @@ def state_bytes(state: StateProfile, options: Options) -> StateBytes:
 
 
 def formulate(
-    traced: TracedGraph,
-    profile: Profile,
-    options: Options,
-    *,
-    microbatches: int,
-    outline: Outline | None = None,
+    outline: Outline, profile: Profile, options: Options, *, microbatches: int, slowdowns: Sequence[float]
 ) -> Problem:
     """Return the partition problem of a profiled recording under 1F1B, in which nothing is recomputed.
 
-    ``outline`` is the recording's, for whoever formulates several sizes.
+    ``slowdowns`` say how many times as long each device takes.
     """
-    return _Formulator(traced, profile, options, microbatches, outline or Outline(traced)).problem()
+    return _Formulator(outline, profile, options, microbatches).problem(slowdowns)
 
 
 def scheduled(problem: Problem, settled: ResolvedSchedule) -> Problem:
@@ -163,21 +158,13 @@ def tied_states(traced: TracedGraph, profile: Profile) -> list[StateProfile]:
 
 
 class _Formulator:
-    def __init__(
-        self,
-        traced: TracedGraph,
-        profile: Profile,
-        options: Options,
-        microbatches: int,
-        outline: Outline,
-    ) -> None:
-        self.traced, self.profile, self.options = traced, profile, options
-        self.microbatches, self.outline = microbatches, outline
+    def __init__(self, outline: Outline, profile: Profile, options: Options, microbatches: int) -> None:
+        self.outline, self.profile, self.options, self.microbatches = outline, profile, options, microbatches
         self.micro, self.full, self.count = outline.micro, outline.full, outline.count
         self.evaluated = options.schedule == "forward"
         """No action is a backward, and no optimizer makes a step."""
         self.links_s: dict[int, float] = {}
-        self.tied = tied_states(traced, profile)
+        self.tied = tied_states(outline.index.traced, profile)
         self.trained = {name for s in profile.state.values() if s.is_parameter and s.trainable for name in s.uses}
         flows = {name for name, node in profile.nodes.items() if node.requires_grad}
         flows |= {name for name, wanted in profile.input_grads.items() if wanted}
@@ -185,7 +172,7 @@ class _Formulator:
             info.name for info, own in zip(self.micro, outline.sources, strict=False) if not flows.isdisjoint(own)
         }
 
-    def problem(self) -> Problem:
+    def problem(self, slowdowns: Sequence[float]) -> Problem:
         if not self.count:
             raise TraceError("no operation depends on the batch: there is nothing to pipeline")
         static = self._static()
@@ -193,7 +180,7 @@ class _Formulator:
         works = [self._work(info, own, step_bytes) for info, own, step_bytes in each]
         if self.full:
             works.append(self._epilogue(static[len(self.micro)]))
-        limits = [self.options.room_bytes(lane) for lane in range(len(self.options.devices))]
+        devices = (Device(slowdown, self.options.room_bytes(lane)) for lane, slowdown in enumerate(slowdowns))
         return Problem(
             tuple(works),
             tuple(self._nets()),
@@ -201,7 +188,7 @@ class _Formulator:
             self.outline.order,
             self._ties(),
             microbatches=self.microbatches,
-            devices=devices_of(limits),
+            devices=tuple(devices),
             links=link_factors(self.options),
         )
 

@@ -70,8 +70,8 @@ def prepare(
     """Profile a recording for microbatches of the given sizes and formulate its problem under 1F1B."""
     shared = shared or Shared(found)
     costs = profiled(model, found, options, sizes, memo=shared.costs)
-    problem = formulate(found.graph, costs, options, microbatches=len(sizes), outline=shared.outline)
-    problem = slowed(problem, slowdowns(model, found, options, sizes, costs, memo=shared.costs))
+    factors = slowdowns(model, found, options, sizes, costs, memo=shared.costs)
+    problem = formulate(shared.outline, costs, options, microbatches=len(sizes), slowdowns=factors)
     return ProfiledProblem(model, found, options, sizes, costs, problem, shared)
 
 
@@ -83,15 +83,15 @@ def prepare_scheduled(model: nn.Module, found: Trace, options: Options, *, sizes
 
 def slowdowns(
     model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...], costs: Profile, *, memo: CostMemo
-) -> tuple[float, ...] | None:
-    """Return how many times as long all nodes together take on each device as on the leading one; None: all are alike.
+) -> tuple[float, ...]:
+    """Return how many times as long all nodes together take on each device as on the leading one.
 
     ``costs`` are those of the leading device; ``memo`` is what they were made with. Devices are told apart by their
     cost models, also where the leading one was measured.
     """
     specs = device_specs(options)
     if len({spec.name for spec in specs}) < 2:
-        return None
+        return (1.0,) * len(specs)
 
     def seconds(spec: DeviceSpec) -> float:
         return _seconds(profiled(model, found, replace(options, measure=False), sizes, device=spec, memo=memo))
@@ -103,14 +103,6 @@ def slowdowns(
             there_s = seconds(spec)
             known[spec.name] = there_s / first_s if first_s and there_s else 1.0
     return tuple(known[spec.name] for spec in specs)
-
-
-def slowed(problem: Problem, factors: tuple[float, ...] | None) -> Problem:
-    """Return the problem with devices that take so many times as long."""
-    if factors is None or problem.devices is None:
-        return problem
-    devices = tuple(replace(device, slowdown=factor) for device, factor in zip(problem.devices, factors, strict=True))
-    return replace(problem, devices=devices)
 
 
 def _seconds(costs: Profile) -> float:
