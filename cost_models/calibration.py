@@ -5,22 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError, model_validator
 
 from cost_models.roofline import Roofline
 from cost_models.specs import DeviceSpec, Record, describe
@@ -222,41 +213,19 @@ def robust_costs(
 
 
 def _non_negative(rows: Array, targets: Array) -> Array:
-    """Return the non-negative least-squares solution (Lawson and Hanson, Solving Least Squares Problems, 1974)."""
+    """Return the non-negative least-squares solution: the best on any set of columns, of which there are few."""
     norms = np.linalg.norm(rows, axis=0)
     norms[norms == 0] = 1.0
-    gram, wanted = (rows / norms).T @ (rows / norms), (rows / norms).T @ targets
-    found, free = np.zeros(len(norms)), np.zeros(len(norms), dtype=bool)
-    for _ in range(3 * len(norms)):
-        slopes = np.where(free | (gram.diagonal() == 0), -np.inf, wanted - gram @ found)
-        steepest = int(slopes.argmax())
-        if slopes[steepest] <= _EPSILON * wanted.max():
-            break
-        free[steepest] = True
-        found = _walked(found, gram, wanted, free)
-    return found / norms
-
-
-def _walked(found: Array, gram: Array, wanted: Array, free: npt.NDArray[np.bool_]) -> Array:
-    """Return the best point in which only ``free`` places are above zero; drops from it those that would go below."""
-    while True:
-        ridge = _EPSILON * np.eye(int(free.sum()))  # keeps the system regular
-        best = np.zeros(len(found))
-        best[free] = np.linalg.solve(gram[np.ix_(free, free)] + ridge, wanted[free])
-        below = np.flatnonzero(free & (best <= 0))
-        if not below.size:
-            return best
-        share = min(found[place] / (found[place] - best[place]) if found[place] > 0 else 0.0 for place in below)
-        found = found + share * (best - found)
-        free[below[found[below].argmin()]] = False
-        found[~free] = 0.0
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
-
-    work: OpWork
-    seconds: PositiveFloat
+    scaled = rows / norms
+    best, least = np.zeros(len(norms)), float(targets @ targets)
+    for count in range(1, len(norms) + 1):
+        for columns in map(list, combinations(range(len(norms)), count)):
+            found = np.zeros(len(norms))
+            found[columns] = np.linalg.lstsq(scaled[:, columns], targets, rcond=None)[0]
+            error = float(np.sum((scaled @ found - targets) ** 2))
+            if error < least and (found >= 0).all():
+                best, least = found, error
+    return best / norms
 
 
 @dataclass(frozen=True)
@@ -275,20 +244,3 @@ class Measured:
         """Return the measured time of ``work``, or what the fallback says."""
         measured = self.table.get(work)
         return self.fallback.seconds(work) if measured is None else measured
-
-    def save(self, path: str | Path) -> None:
-        """Write the table as JSON, without the fallback."""
-        entries = [_Entry(work=work, seconds=seconds) for work, seconds in self.table.items()]
-        Path(path).write_bytes(TypeAdapter(list[_Entry]).dump_json(entries, indent=2) + b"\n")
-
-    @classmethod
-    def load(cls, path: str | Path, *, fallback: CostModel) -> Measured:
-        """Read a table that ``save`` wrote; raises ValueError when the file cannot be read or is no such table."""
-        adapter = TypeAdapter(list[_Entry])
-        try:
-            entries = adapter.validate_json(Path(path).read_bytes())
-        except OSError as error:
-            raise ValueError(f"cannot read the file {str(path)!r}: {error.strerror}") from error
-        except ValidationError as error:
-            raise ValueError(f"{str(path)!r} is no table of measured times: {describe(error)}") from error
-        return cls(table={entry.work: entry.seconds for entry in entries}, fallback=fallback)

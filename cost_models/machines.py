@@ -22,11 +22,6 @@ class HostSpec(Spec):
     cores: PositiveInt | None = None
     issue_threads: PositiveInt
 
-    def figures(self) -> list[str]:
-        """Return the name of every figure that needs a source."""
-        known = [name for name in ("memory_bytes", "cores") if getattr(self, name) is not None]
-        return [*known, "issue_threads"]
-
 
 class PairLink(Record):
     """A link between two devices of a machine, by their numbers, in both directions."""

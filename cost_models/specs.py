@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from reprlib import repr as short_repr
 from typing import Annotated, Literal, NamedTuple, Self, get_args
 
@@ -65,7 +64,7 @@ class Source(Record):
     text: str = Field(min_length=1)
 
 
-class Spec(Record, ABC):
+class Spec(Record):
     """A set of figures and a source for each.
 
     A key of ``sources`` is the name of a field, or ``field.entry`` where the entries of one field differ.
@@ -96,9 +95,15 @@ class Spec(Record, ABC):
         value: float | int | str = getattr(self, field)[entry] if entry else getattr(self, field)
         return value
 
-    @abstractmethod
     def figures(self) -> list[str]:
-        """Return the name of every figure that needs a source."""
+        """Return the name of every figure that needs a source: all that is known but names and notes."""
+        found = []
+        for name, value in self:
+            if isinstance(value, dict) and name != "sources":
+                found += [f"{name}.{entry}" for entry in value]
+            elif isinstance(value, (int, float, str)) and name not in ("name", "notes"):
+                found.append(name)
+        return found
 
     def _source_key(self, figure: str) -> str:
         return figure if figure in self.sources else figure.partition(".")[0]
@@ -118,10 +123,6 @@ class LinkSpec(Spec):
     def transfer_s(self, byte_count: int) -> float:
         """Return the seconds that one transfer of ``byte_count`` bytes takes."""
         return self.latency_s + byte_count / self.bandwidth_bytes_per_s
-
-    def figures(self) -> list[str]:
-        """Return the name of every figure that needs a source."""
-        return ["bandwidth_bytes_per_s", "latency_s"]
 
 
 class StepSpec(Spec):
@@ -145,10 +146,6 @@ class StepSpec(Spec):
         """Return what a step of these amounts takes beside its operations."""
         costs = (self.step_s, self.action_s, self.gradient_byte_s, self.fresh_byte_s, self.overlap)
         return sum(cost * amount for cost, amount in zip(costs, amounts, strict=True))
-
-    def figures(self) -> list[str]:
-        """Return the name of every figure that needs a source."""
-        return ["step_s", "action_s", "gradient_byte_s", "fresh_byte_s", "overlap"]
 
 
 class StepAmounts(NamedTuple):
@@ -248,21 +245,6 @@ class DeviceSpec(Spec):
                 f"one of these, another device, or a device file with a rate for {dtype} under emulated_flops_per_s"
             )
         return rate
-
-    def figures(self) -> list[str]:
-        """Return the name of every figure that needs a source."""
-        rates = [f"peak_flops_per_s.{dtype}" for dtype in self.peak_flops_per_s]
-        rates += [f"emulated_flops_per_s.{dtype}" for dtype in self.emulated_flops_per_s]
-        known = ("peer_group", "compute_capability", "multiprocessors")
-        return [
-            *(["memory_bytes"] if self.memory_bytes is not None else []),
-            "reserve_bytes",
-            "memory_bandwidth_bytes_per_s",
-            *rates,
-            "launch_s",
-            "issue_s",
-            *(name for name in known if getattr(self, name) is not None),
-        ]
 
     def _rate(self, dtype: DType) -> float | None:
         rate = self.peak_flops_per_s.get(dtype, self.emulated_flops_per_s.get(dtype))

@@ -1,6 +1,6 @@
 """How fast a device of this machine computes: small modules timed by the operation, and a roofline fitted to them.
 
-    each case      forward and backward under two dispatch modes: the account of work, below it a clock on the kernel
+    each case      forward and backward under the account of work, which times each kernel
     more runs      medians of each operation's kernel time
     plain runs     what the same cases take besides their kernels: the framework's way to them, per operation
 
@@ -157,35 +157,27 @@ def issue_s(timings: Sequence[Timing]) -> float:
     return max(0.0, statistics.median(extra)) if extra else 0.0
 
 
-class _KernelClock(Ledger):
-    """The mode next to the kernels: notes how long the call took that went through it last."""
+class _TimedLedger(Ledger):
+    """The account of work, with the seconds of each operation's kernel beside it."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.last_s = 0.0
-        self._clock = clock
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and time the operation."""
-        timed = self._clock.timed(lambda: func(*args, **(kwargs or {})))
-        self.last_s = timed.seconds
-        return timed.result
-
-
-class _TimedLedger(Ledger):
-    """The account of work, with the seconds of each operation beside it; the clock's mode is entered before it."""
-
-    def __init__(self, clock: _KernelClock) -> None:
-        super().__init__()
         self.seconds: list[float] = []
         self._clock = clock
+        self._last_s = 0.0
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run and time the operation."""
+        timed = self._clock.timed(lambda: func(*args, **kwargs))
+        self._last_s = timed.seconds
+        return timed.result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and enter the operation, and note its time if it was one that computes."""
         before = len(self.operations)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.operations) > before:
-            self.seconds.append(self._clock.last_s)
+            self.seconds.append(self._last_s)
         return out
 
 
@@ -200,8 +192,7 @@ def _timed(case: Case, place: torch.device, *, most: int, low: bool) -> Timing:
         whole, runs, host = [once_s], [], []
         operations: list[Operation] = []
         for _ in range(repeats):
-            kernels = _KernelClock(clock)
-            with kernels, _TimedLedger(kernels) as ledger:
+            with _TimedLedger(clock) as ledger:
                 _run(program, leaves)
             operations = ledger.operations
             runs.append(ledger.seconds)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import pytest
 from hypothesis import given
@@ -158,53 +157,7 @@ def test_a_measured_time_wins():
     assert model.seconds(other) == roofline.seconds(other)
 
 
-@given(st.dictionaries(works(), st.floats(1e-9, 1e3), max_size=5))
-def test_measured_json_round_trip(tmp_path_factory, table):
-    path = tmp_path_factory.mktemp("table") / "measured.json"
-    fallback = Roofline(device("cpu-lane"))
-    Measured(table, fallback).save(path)
-    assert Measured.load(path, fallback=fallback) == Measured(table, fallback)
-
-
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_measured_time_is_positive(seconds):
     with pytest.raises(ValueError, match="a measured time is finite and above zero"):
         Measured({WORK: seconds}, Roofline(device("cpu-lane")))
-
-
-# -- files of measured times -------------------------------------------------------------------------------------------
-FIELDS = {"kind": "matmul", "flops": 1, "bytes": 1, "dtype": "fp32", "launches": 1}
-
-
-def load(path):
-    return Measured.load(path, fallback=Roofline(device("cpu-lane")))
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        ([{"work": {"kind": "matmul"}, "seconds": 1}], "0.work.flops: Field required; "),
-        ([{"work": FIELDS, "seconds": 0}], "0.seconds is 0: Input should be greater than 0 (1 problem in all)"),
-        (
-            [{"work": FIELDS | {"dtype": "half"}, "seconds": 1}],
-            "0.work.dtype is 'half': Input should be 'fp64', 'fp32'",
-        ),
-        ([{"work": FIELDS, "second": 1}], "0.second is 1: Extra inputs are not permitted (2 problems in all)"),
-        ({"work": FIELDS}, "Input should be a valid array"),
-    ],
-)
-def test_the_field_the_value_and_the_range(tmp_path, table, said):
-    path = tmp_path / "measured.json"
-    path.write_text(json.dumps(table), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"measured\.json' is no table of measured times: ") as caught:
-        load(path)
-    assert said in str(caught.value)
-
-
-def test_no_json_and_no_file(tmp_path):
-    path = tmp_path / "measured.json"
-    with pytest.raises(ValueError, match=r"cannot read the file '.*measured\.json': No such file"):
-        load(path)
-    path.write_text("[", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"is no table of measured times: the whole: Invalid JSON: "):
-        load(path)

@@ -34,26 +34,38 @@ def flop_formulas() -> Mapping[Any, Formula]:
         "mkldnn_rnn_layer_backward": _recurrent_layer_backward,
         "_transformer_encoder_layer_fwd": _fused_encoder_layer,
         "_native_multi_head_attention": _fused_attention_layer,
-        "_addmm_activation": _addmm,
+        "_addmm_activation": _product(1, 2, -1),
         "_grouped_mm": _grouped_mm,
         "_scaled_grouped_mm": _grouped_mm,
-        "addbmm": _batched_sum,
-        "_int_mm": _product,
-        "_weight_int8pack_mm": _product_of_rows,
-        "mkldnn_linear": _product_of_rows,
-        "addr": _outer_product,
+        "addbmm": _product(1, 2, -1),
+        "_int_mm": _product(0, 1, -1),
+        "_weight_int8pack_mm": _product(0, 1, 0),
+        "mkldnn_linear": _product(0, 1, 0),
+        "addr": _product(1, 2, 0),
         "_trilinear": _trilinear,
         "_sparse_addmm": _sparse_product,
         "_cudnn_rnn": _fused_recurrent,
         "_cudnn_rnn_backward": _fused_recurrent_backward,
-        "mv": _vector_product,
-        "addmv": _vector_product_added,
-        "dot": _dot,
-        "vdot": _dot,
+        "mv": _product(0),
+        "addmv": _product(1),
+        "dot": _product(0),
+        "vdot": _product(0),
     }
     own |= algebra_formulas()
     found = {getattr(aten, name): formula for name, formula in own.items() if hasattr(aten, name)}
     return {**found, **flop_registry, aten.convolution_backward: _convolution_backward}
+
+
+def _product(left: int, right: int | None = None, dim: int = 0) -> Formula:
+    """Return the formula of a product: each element of an operand takes part in as many as ``dim`` of the other has.
+
+    ``left`` and ``right`` are the operands' places among the arguments; without ``right``, in one.
+    """
+
+    def flops(*args: Any, **_: Any) -> int:
+        return 2 * args[left].numel() * (1 if right is None else args[right].shape[dim])
+
+    return flops
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -88,42 +100,10 @@ def _dense_and_attention(source: Any, embed_dim: int, arguments: tuple[Any, ...]
     return dense + 4 * batch * length * length * embed_dim
 
 
-def _addmm(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
-
-
 def _grouped_mm(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:
     if left.dim() == right.dim() == 2:
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return 2 * out_val.numel() * left.shape[-1]
-
-
-def _vector_product(matrix: Any, _vector: Any, **_: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _vector_product_added(_bias: Any, matrix: Any, _vector: Any, **_: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _dot(left: Any, _right: Any, **_: Any) -> int:
-    return 2 * left.numel()
-
-
-def _batched_sum(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return 2 * left.numel() * right.shape[2]
-
-
-def _product(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return 2 * left.numel() * right.shape[-1]
-
-
-def _product_of_rows(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return 2 * left.numel() * right.shape[0]
-
-
-def _outer_product(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return 2 * left.numel() * right.numel()
 
 
 def _trilinear(
