@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from textwrap import fill
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -35,6 +35,9 @@ from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.state import free_leaves, gradients_aside, stand_ins
 from autosplit.trace.compared_runs import FixedDraws, Left, NormWatch, Pieces, run_once
 from autosplit.trace.inputs.objects import leaves_of
+
+if TYPE_CHECKING:
+    from autosplit.pipelined import PipelinedModule
 
 _KINDS = ("output", "input", "gradient", "buffer", "loss", "draws")
 
@@ -85,26 +88,6 @@ class Verification:
 
 def _number(item: Item) -> str:
     return "0" if not item.difference else item.detail or f"{item.difference:.1e}"
-
-
-class Pipe(Protocol):
-    """What `verify` asks of a pipe."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward."""
-
-    def prepare(self, sample: Sample) -> None:
-        """Record and plan for a kind of call."""
-
-    def train_step(self, *args: Any, target: Any, loss_fn: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward."""
-
-    def unsplit(self) -> nn.Module:
-        """Return the model."""
-
-    @property
-    def draws_as_model(self) -> bool:
-        """Whether random operations draw the plain model's numbers, in the kind of call that was prepared last."""
 
 
 def verify(model: nn.Module, pipe: Any, sample: Any, *, target: Any = None, loss_fn: Any = None) -> Verification:
@@ -188,7 +171,7 @@ def _modes(modules: Sequence[Any], training: bool) -> Iterator[None]:
 
 
 class _Comparison:
-    def __init__(self, model: nn.Module, own: nn.Module, pipe: Pipe, sample: Sample) -> None:
+    def __init__(self, model: nn.Module, own: nn.Module, pipe: PipelinedModule, sample: Sample) -> None:
         self.model = model
         self.own = own
         self.pipe = pipe
@@ -320,7 +303,7 @@ class _Loss:
 
         return step
 
-    def of(self, pipe: Pipe) -> Callable[..., torch.Tensor]:
+    def of(self, pipe: PipelinedModule) -> Callable[..., torch.Tensor]:
         """Return the pipe's training step."""
         return lambda *args, **kwargs: pipe.train_step(*args, target=self._copied(), loss_fn=self.function, **kwargs)
 

@@ -18,7 +18,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.side_effects import changes, kept
 from autosplit.trace.borrowed.state import stand_ins
-from autosplit.trace.graph import INFO
+from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.objects import leaves_of
+from autosplit.trace.recording.build import RawGraph
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.rows.probe import probe_rows, slow_attention
 from autosplit.trace.shapes.shape_rules import ShapeRules
@@ -48,22 +49,10 @@ Answers = Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]]
 Run = Callable[[list[Any]], Sequence[Any]]
 
 
-class Runnable(Protocol):
-    """A recording: ``RawGraph`` or ``TracedGraph``."""
-
-    @property
-    def graph(self) -> fx.Graph:
-        """The recorded calls."""
-
-    @property
-    def root(self) -> nn.Module:
-        """The module that the calls run on."""
-
-
 @phase("tracing: is it the model")
 def check_recording(
     model: nn.Module,
-    recording: Runnable,
+    recording: RawGraph | TracedGraph,
     inputs: FlatInputs,
     *,
     answers: Answers | None = None,
@@ -95,7 +84,12 @@ def check_recording(
 
 class _Checker:
     def __init__(
-        self, model: nn.Module, recording: Runnable, inputs: FlatInputs, answers: Answers, loose: bool
+        self,
+        model: nn.Module,
+        recording: RawGraph | TracedGraph,
+        inputs: FlatInputs,
+        answers: Answers,
+        loose: bool,
     ) -> None:
         self.model = model
         self.recording = recording

@@ -11,8 +11,8 @@ The graph is the model's own torch-level calls in the order in which they ran:
     output           the tuple of the model's flat outputs
 
 Python numbers that depend on the batch are ``operator`` expressions of ``rows`` and the lengths: "sizes". Nodes that
-compute a tensor (everything but ``rows``, lengths, sizes, get_attr and output) carry a :class:`TracedNode`, see
-:meth:`TracedGraph.info`.
+compute a tensor (everything but ``rows``, lengths, sizes, get_attr and output) carry a :class:`TracedNode` in their
+meta, under ``INFO``.
 """
 
 from __future__ import annotations
@@ -255,10 +255,6 @@ class TracedGraph:
     def written(self) -> frozenset[str]:
         """The names of the buffers, and tables with ``max_norm``, that the forward changes."""
         return frozenset(name for _, info in self.compute_nodes() for name in info.writes)
-
-    def info(self, node: fx.Node) -> TracedNode | None:
-        """Return what the recording knows about ``node``; None for ``rows``, lengths, sizes, get_attr and output."""
-        return node.meta.get(INFO)
 
     def by_name(self) -> dict[str, fx.Node]:
         """Map stable names to fx nodes, inputs included."""

@@ -17,7 +17,7 @@ from torch import fx, nn
 from autosplit.errors import AutosplitError, TraceError, is_internal
 from autosplit.options import Sample
 from autosplit.trace.borrowed import state
-from autosplit.trace.check import Runnable, check_recording
+from autosplit.trace.check import check_recording
 from autosplit.trace.graph import INFO, LEAST, InputInfo, Length, NodeClass, TracedGraph
 from autosplit.trace.inputs.inputs import batch_rows, flatten
 from autosplit.trace.inputs.objects import leaves_of
@@ -162,7 +162,7 @@ def widen_to_one_row(model: nn.Module, wide: Trace, sample: Sample) -> Trace | N
 def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> str | None:
     """Return how a graph differs from the model; taken apart, its reductions add up in another order."""
 
-    def check(recording: Runnable, *, loose: bool = False) -> str | None:
+    def check(recording: RawGraph | TracedGraph, *, loose: bool = False) -> str | None:
         answer, own = lambda _: answering(model, gathered.scope), gathered.recording.recording
         return check_recording(
             model, recording, flat, answers=answer, loose=loose, changes_python=bool(own.changed), logged=own.logged

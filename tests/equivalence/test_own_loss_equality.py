@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autosplit import InputError, Sample, autosplit
 from autosplit.runtime.step import train_cells
-from autosplit.trace.graph import NodeClass
+from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step
 from tests.models.decoders import VOCABULARY, Decoder
@@ -62,7 +62,7 @@ def test_a_models_own_loss_does_not_end_the_pipeline_early(name: str) -> None:
     classes = {info.name: info.node_class for _, info in graph.compute_nodes()}
     large = [node for node, info in graph.compute_nodes() if info.module.startswith(("layers", "head", "norm", "emb"))]
     for node in large:
-        info = graph.info(node)
+        info = node.meta.get(INFO)
         assert info is not None
         assert info.node_class is not NodeClass.FULL, f"{info.name} is full"
     assert classes["#0/cross_entropy_0.each"] is NodeClass.MICRO, "the loss per token runs row by row"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import Sample, autosplit
-from autosplit.trace.graph import NodeClass, TracedGraph
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 from tests.equivalence.test_loss_rules_equality import LOSSES, Net, inputs
@@ -42,7 +42,7 @@ def assert_light(traced: TracedGraph) -> None:
         if info.node_class is not NodeClass.FULL:
             continue
         for operand in node.all_input_nodes:
-            given = traced.info(operand)
+            given = operand.meta.get(INFO)
             if given is not None and given.node_class is NodeClass.MICRO:
                 assert given.name.endswith(".rows"), f"{info.name} takes {given.name}, which is merged"
 

@@ -144,7 +144,7 @@ def epilogue_nodes(traced: TracedGraph) -> frozenset[fx.Node]:
     """Return the ``full`` nodes and everything that is computed from them, outputs excluded."""
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
-        info = traced.info(node)
+        info = node.meta.get(INFO)
         full = info is not None and info.node_class is NodeClass.FULL
         if node.op not in ("placeholder", "output") and (full or not found.isdisjoint(node.all_input_nodes)):
             found.add(node)

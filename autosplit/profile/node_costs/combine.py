@@ -16,7 +16,7 @@ from autosplit.profile.node_costs.ledger import Operation
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, NodeProfile, NodeTimes, Profile, StateProfile
 from autosplit.progress import phase
-from autosplit.trace.graph import TracedGraph
+from autosplit.trace.graph import INFO, TracedGraph
 from cost_models.specs import DeviceSpec
 from cost_models.work import CostModel
 
@@ -52,7 +52,7 @@ def profile(
         found = measure_nodes(traced, inputs=inputs, rows=rows)
         _warn_of_memory(found)
         times = _completed(costs, found.nodes, times)
-    placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := traced.info(node))]
+    placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := node.meta.get(INFO))]
     return Profile(
         rows=rows,
         nodes={name: _timed(cost, times[name], found.nodes.get(name)) for name, cost in costs.items()},

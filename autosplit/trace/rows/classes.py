@@ -173,17 +173,12 @@ def _descend(
     before: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for first, second in effects.order:
         before[second].append(first)
-    changed = True
-    while changed:
-        changed = False
-        for node in graph.nodes:
-            if node in full or INFO not in node.meta or node.op == "placeholder":
-                continue
-            earlier = [*depends[node], *before[node]]
-            late = node not in batched and any(d in batched and d.op != "placeholder" for d in before[node])
-            if late or any(d in full for d in earlier):
-                full.add(node)
-                changed = True
+    for node in graph.nodes:  # what a node depends on, and what it must follow, stands before it
+        if INFO not in node.meta or node.op == "placeholder":
+            continue
+        late = node not in batched and any(d in batched and d.op != "placeholder" for d in before[node])
+        if late or any(d in full for d in (*depends[node], *before[node])):
+            full.add(node)
 
 
 def _rowless(batched: set[fx.Node]) -> set[fx.Node]:
