@@ -28,7 +28,6 @@ from autosplit.cli.inputs import (
     InputSpec,
     ModelSpec,
     TensorForm,
-    check_target,
     nested,
 )
 from autosplit.errors import InputError
@@ -147,7 +146,6 @@ def load_model(target: str, *, kwargs: Mapping[str, Any] | None = None, blank: b
     given = dict(kwargs or {})
     if target.startswith(CONFIG_PREFIX):
         return hf.build(target, kwargs=given, blank=blank)
-    check_target(target)
     model = _named(target, option="MODEL")
     if callable(model) and not isinstance(model, nn.Module):
         model = _called(model, given, target=target, blank=blank)
