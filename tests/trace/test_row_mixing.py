@@ -283,6 +283,18 @@ def test_rows_that_are_masked_in_the_sample_hide_no_influence() -> None:
     assert full_nodes(OverRows(), x)
 
 
+def test_a_sample_without_elements_is_recorded() -> None:
+    class Negated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.bitwise_not() * self.scale
+
+    assert not full_nodes(Negated(), torch.ones(ROWS, 0, dtype=torch.long))
+
+
 def test_what_is_never_used_may_mix_rows() -> None:
     model = Model(lambda h: (h[torch.randperm(len(h))], h[h[:, 0].argsort()], h)[2]).double()
     assert_equal(model, [torch.randn(ROWS, WIDTH).double()])

@@ -50,7 +50,7 @@ def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool 
 def _row(leaf: torch.Tensor, dim: int, row: int, count: int, vary: bool) -> torch.Tensor:
     piece = leaf.detach().narrow(dim, row % count, 1)
     same = count > 1 and torch.equal(piece, leaf.detach().narrow(dim, (row + 1) % count, 1))
-    turn = row if same else row // count
+    turn = 0 if not piece.numel() else row if same else row // count
     if turn and leaf.is_floating_point():
         piece = piece.reshape(-1).roll(turn).reshape(piece.shape)
         low, high = _range(leaf)
