@@ -41,24 +41,7 @@ _CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, 
 """Inputs that are no tensors and tell by themselves what they are."""
 
 
-SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+SHARED = tuple(name for name in nn.Module().__dict__ if name != "training")
 """The attributes of a model that its pipe has too, the same objects: its state and its hooks."""
 
 

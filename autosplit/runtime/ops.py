@@ -18,7 +18,7 @@ from torch.fx.node import has_side_effect
 
 from autosplit.runtime.lanes.ambient import is_transformed
 from autosplit.runtime.lanes.lanes import Bundle as Bundle
-from autosplit.runtime.lanes.lanes import Lane, generators_of
+from autosplit.runtime.lanes.lanes import Lane, generators
 from autosplit.runtime.tape import DRAWING, Tape
 
 OUT = "out"
@@ -282,15 +282,14 @@ def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, 
         return tape.run(name, key.microbatch, function, args, kwargs)
     call = key.state.seed
     seed = zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
-    generators = generators_of((args, kwargs))
     with DRAWING:
-        states = [generator.get_state() for generator in generators]
+        before = [(generator, generator.get_state()) for generator in generators()]
         try:
-            for generator in generators:
+            for generator, _ in before:
                 generator.manual_seed(seed)
             return function(*args, **kwargs)
         finally:
-            for generator, state in zip(generators, states, strict=True):
+            for generator, state in before:
                 generator.set_state(state)
 
 

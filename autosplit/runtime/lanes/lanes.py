@@ -17,11 +17,10 @@ handshake runs on an accelerator and, in the tests, on streams that only write d
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 
 from autosplit.devices import Clock, CudaClock
 
@@ -288,22 +287,12 @@ class Streams:
         tensor.record_stream(stream)
 
 
-def generators_of(tree: Any) -> list[torch.Generator]:
-    """Return the generators that an operation may draw from: the CPU's, and those of the devices that it is given.
-
-    A device is given by tensors, at any depth, or by its name, as to an operation that makes a new tensor.
-    """
-    found: dict[tuple[str, int], torch.Generator] = {}
-    for leaf in pytree.tree_leaves(tree):
-        device = leaf.device if isinstance(leaf, torch.Tensor) else leaf
-        if isinstance(device, str):
-            with suppress(RuntimeError):  # a text of another kind
-                device = torch.device(device)
-        if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
-            module = _module(device)
-            index = module.current_device() if device.index is None else device.index
-            found[device.type, index] = module.default_generators[index]
-    return [torch.default_generator, *found.values()]
+def generators() -> list[torch.Generator]:
+    """Return the generators that operations of the active lane draw from: the CPU's, and its device's."""
+    found, accelerator = [torch.default_generator], torch.accelerator.current_accelerator()
+    if accelerator is not None and (module := _module(accelerator)).is_initialized():
+        found.append(module.default_generators[module.current_device()])
+    return found
 
 
 def _module(device: torch.device) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from autosplit.checks import choose
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads
@@ -177,8 +178,7 @@ def _in_one_piece(step: Step, whole: Callable[[], Any], *, target: Any, loss_fn:
 
 def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:
     """Raise InputError for a reduction that there is not, and for a target or a loss without the other."""
-    if reduction not in REDUCTIONS:
-        raise InputError(f"loss_reduction={reduction!r} is not available; valid: {', '.join(map(repr, REDUCTIONS))}")
+    choose("loss_reduction", reduction, REDUCTIONS)
     if loss_fn is not None:
         losses.check_target(loss_fn, target)
         return
