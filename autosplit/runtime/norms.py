@@ -30,7 +30,10 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import CallState, CellContext
 
-_SIGNATURES = {function: inspect.signature(function) for function in (F.batch_norm, F.instance_norm)}
+_DEFAULTS = {
+    function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    for function in (F.batch_norm, F.instance_norm)
+}
 _COUNTING = (torch.Tensor.add_, torch.Tensor.add, torch.Tensor.__float__)
 """What a module does with its counter."""
 
@@ -148,9 +151,8 @@ class _Norms(TorchFunctionMode):
         self.calls = 0
 
     def normalise(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        bound = _SIGNATURES[function].bind(*args, **kwargs)
-        bound.apply_defaults()
-        value, mean, var, weight, bias, takes_statistics, momentum, eps = bound.arguments.values()
+        named = _DEFAULTS[function] | dict(zip(_DEFAULTS[function], args, strict=False)) | kwargs
+        value, mean, var, weight, bias, takes_statistics, momentum, eps = named.values()
         if not takes_statistics or mean is None or var is None:
             return function(*args, **kwargs)
         averaged = function is F.instance_norm
@@ -161,7 +163,7 @@ class _Norms(TorchFunctionMode):
         return norm_and_collect_stats(note, function, value, mean, var, weight, bias, eps)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SIGNATURES:
+        if func in _DEFAULTS:
             return self.normalise(func, *args, **(kwargs or {}))
         if func in _COUNTING and args[0] is self.counter:
             return 1.0 if func is torch.Tensor.__float__ else self.counter

@@ -69,9 +69,8 @@ class LossCall:
         """Return a call of a loss; None for any other function, and for a loss that is not reduced."""
         if not is_loss(function):
             return None
-        bound = _signature(function).bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
+        defaults = _defaults(function)
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         if given.get("size_average") is not None or given.get("reduce") is not None:
             return None  # deprecated ways to say it
         own_distance = given.get("distance_function") is not None
@@ -141,8 +140,9 @@ def class_weights(target: torch.Tensor, ignore_index: int | None, weight: torch.
 
 
 @cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return a function's parameters in order, with their defaults."""
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 def _broadcast(operands: Sequence[Sequence[Any] | None]) -> tuple[Any, ...] | None:
