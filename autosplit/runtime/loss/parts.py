@@ -201,7 +201,9 @@ class Counted:
         probabilities = call.by_class and bool(call.given["target"].is_floating_point())
         shape = call.shape(lambda tensor: tensor.shape, probabilities=probabilities) or ()
         weights = [call.given.get(name) for name in ("weight", "pos_weight")] if call.elementwise else []
-        values = math.prod(torch.broadcast_shapes(shape, *(w.shape for w in weights if w is not None)))
+        if any(weight is not None for weight in weights):
+            shape = torch.broadcast_shapes(shape, *(weight.shape for weight in weights if weight is not None))
+        values = math.prod(shape)
         if call.reduction == "batchmean":
             return cls(values, call.first.shape[0] if call.first.dim() else 1)
         if call.weighted:

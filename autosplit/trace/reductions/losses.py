@@ -94,22 +94,22 @@ class LossCall:
     @property
     def by_class(self) -> bool:
         """Whether the targets are classes, or the probabilities of classes."""
-        return any(self.function is known for known in (*BY_CLASS, *_NEW))
+        return self.function in (*BY_CLASS, *_NEW)
 
     @property
     def elementwise(self) -> bool:
         """Whether there is a value for every element of the operands together."""
-        return any(self.function is known for known in ELEMENTWISE)
+        return self.function in ELEMENTWISE
 
     @property
     def weighted(self) -> bool:
         """Whether the mean divides by the sum of the elements' weights."""
-        return self.weight is not None and any(self.function is known for known in _WEIGHTED)
+        return self.weight is not None and self.function in _WEIGHTED
 
     @property
     def in_parts(self) -> bool:
         """Whether ``reduction="none"`` gives values whose mean or sum is the loss, but for weights and class counts."""
-        return not self.weighted and not any(self.function is known for known in (*_NEW, F.ctc_loss))
+        return not self.weighted and self.function not in (*_NEW, F.ctc_loss)
 
     def unreduced(self) -> dict[str, Any]:
         """Return the arguments of the same loss that gives a value per target."""
@@ -127,7 +127,7 @@ class LossCall:
             target = shape_of(self.given["target"])
             classes = min(1, len(target or ()) - 1) if probabilities else None
             return None if target is None else tuple(size for dim, size in enumerate(target) if dim != classes)
-        if any(self.function is known for known in BY_VECTOR):
+        if self.function in BY_VECTOR:
             first = shape_of(self.first)
             return None if first is None else tuple(first[:-1])
         return _broadcast([shape_of(self.given[name]) for name in _OPERANDS if name in self.given])
