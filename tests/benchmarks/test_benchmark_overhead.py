@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,12 +15,7 @@ if pairs.torchgpipe() is None:
     RUNNABLE = [name for name in RUNNABLE if not name.startswith(PEER)]
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Give back the number of threads that a benchmark sets."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def outcome(bench: Bench, function) -> list[torch.Tensor]:

@@ -16,12 +16,7 @@ RUN_HERE = [name for name in run.PARTS if name not in TWINS[:-1]]
 """Twins of other models differ in the model only."""
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def follows(check: dict) -> bool:

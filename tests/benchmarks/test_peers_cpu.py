@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from autosplit.planning.timeline import StagesAlone
 from autosplit.schedule.catalog import build
@@ -31,11 +30,7 @@ PEER = () if pairs.torchgpipe() is None else tuple(peers_cpu.GPIPE)
 RUNNABLE = (peers_cpu.DEFAULT, *peers_cpu.OURS, *peers_cpu.TORCH, *PEER, "plain, 1", peers_cpu.LOOP)
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def readings(*walls: float) -> list[Reading]:

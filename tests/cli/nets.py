@@ -96,10 +96,6 @@ def make_wide(width: int) -> nn.Module:
     return nn.Linear(width, width)
 
 
-def make_unnamed(width: int, /) -> nn.Module:
-    return nn.Linear(width, width)
-
-
 def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).sum()
 

@@ -24,7 +24,6 @@ COMMANDS = ("devices", "diff", "plan", "profile", "solve", "report", "verify")
 WORKLOAD = ROOT / "benchmarks" / "data" / "workloads" / "pd_gnmt_bw1e10.json"
 SOLVE = ("solve", str(WORKLOAD), "--stages", "4", "--json")
 WAITS = "import os, signal, time\ndef make():\n    os.kill(os.getpid(), signal.{})\n    time.sleep(60)\n"
-PLAN = ("--devices", "2xL4-24GB", "--chunks", "4", "--input", "x=float32[8,16]")
 
 
 @pytest.fixture

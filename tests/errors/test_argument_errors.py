@@ -149,14 +149,6 @@ def test_a_plan_for_another_model(plan_file: Path, unchanged: Unchanged) -> None
             split(model, plan=plan_file)
 
 
-def test_a_file_that_is_no_plan(tmp_path: Path, unchanged: Unchanged) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text('{"stages": 3}', encoding="utf-8")
-    model = chain()
-    with unchanged(model, value()), pytest.raises(PlanError, match=r"plan\.json.*no plan"):
-        split(model, plan=path)
-
-
 def test_a_model_on_meta_is_refused_with_the_way_out():
     with pytest.raises(InputError, match=r"0\.weight is on the meta device .*to_empty"):
         autosplit(nn.Sequential(nn.Linear(4, 4)).to("meta"), devices=1, chunks=1)

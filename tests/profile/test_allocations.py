@@ -13,13 +13,7 @@ from torch import nn
 from autosplit.devices import Allocations, OperationMemory, _Event, _in_order
 from tests.properties import examples
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def test_known_allocations_give_known_numbers():

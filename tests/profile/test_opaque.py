@@ -20,13 +20,7 @@ from autosplit.profile.workspaces import cublas_workspace_bytes, true_results, w
 HALF = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def in_turn(*runs: Callable[[], Any]) -> None:

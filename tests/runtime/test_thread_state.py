@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -86,9 +86,26 @@ def test_a_step_has_gradients_also_under_no_grad() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "cache"), [(torch.bfloat16, True), (torch.float16, False)])
-def test_autocast(dtype: torch.dtype, cache: bool) -> None:
-    found = in_all(autocast_state, lambda: torch.autocast("cpu", dtype=dtype, cache_enabled=cache))
-    assert found == same((True, dtype, cache))
+def test_settings_hold_in_lanes_that_compute_with_one_thread_each(dtype: torch.dtype, cache: bool) -> None:
+    def observe() -> tuple[Any, ...]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return autocast_state(), refusal(), deterministic, torch.get_num_threads()
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            with (
+                torch.autocast("cpu", dtype=dtype, cache_enabled=cache),
+                torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+            ):
+                yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    before = torch.get_num_threads()
+    assert in_all(observe, settings) == same(((True, dtype, cache), "not here", True, 1))
+    assert torch.get_num_threads() == before
 
 
 def test_autocast_is_off_in_a_backward_outside_its_context() -> None:
@@ -211,10 +228,6 @@ def test_flops_are_counted_as_inline() -> None:
     assert found["threads"] == found["inline"]
 
 
-def test_a_ban_on_hooks_of_saved_tensors() -> None:
-    assert in_all(refusal, lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here")) == same("not here")
-
-
 def test_context_variables_and_what_a_stage_sets_stays_there() -> None:
     def observe() -> str:
         spot = SPOT.get()
@@ -247,20 +260,6 @@ def test_flushed_denormals(flush: bool) -> None:
     finally:
         torch.set_flush_denormal(before)
     assert set(watch(observe, lambda: pipe(value_of()))) == {before}
-
-
-def test_deterministic_algorithms() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert in_all(torch.are_deterministic_algorithms_enabled) == same(True)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_lanes_compute_with_one_thread_each_and_the_caller_keeps_its_own() -> None:
-    before = torch.get_num_threads()
-    assert in_all(torch.get_num_threads) == same(1)
-    assert torch.get_num_threads() == before
 
 
 class Root(nn.Module):

@@ -102,10 +102,8 @@ LABELS = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) % CLASSES
 SOME = LABELS.where(LABELS % 3 > 0, -100).clone()
 SOME[2:4] = -100
 NONE = torch.full_like(LABELS, -100)
-CHANCES = numbers(ROWS, TOKENS, CLASSES, seed=1, gradient=False).softmax(-1)
 TARGET = numbers(ROWS, TOKENS, WIDTH, seed=2, gradient=False)
 WEIGHT = torch.tensor([0.2, 1.0, 3.0, 0.5, 0.7, 0.0], dtype=torch.float64)
-SIGNS = torch.where(TARGET > 0, 1.0, -1.0).double()
 Loss = Callable[[Any, Tensor], Tensor]
 
 
