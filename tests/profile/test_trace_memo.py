@@ -141,7 +141,6 @@ def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         {"units": ("blocks.1", "blocks.2")},
         {"whole": True},
         {"apart": True},
-        {"autocast_ends": True},
         {"kernels": "cuda"},
         {"observed": {"sort(float32[8])": 512}},
     ],

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
 
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 
@@ -108,66 +104,6 @@ def _first_output(traced: TracedGraph) -> fx.Node | None:
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class Runner(Protocol):
-    """Who runs the nodes."""
-
-    @property
-    def ends(self) -> Mapping[fx.Node, Sequence[fx.Node]]:
-        """Values that nobody outside of the stage takes, by the last node that takes them."""
-
-    def execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-        """Run one node and return its result."""
-
-    def unit(self) -> AbstractContextManager[None]:
-        """Return the context in which a unit's nodes run, for the first time or again in the backward."""
-
-    def copied(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
-        """Return copies of the buffers that nodes take and the forward writes: they are kept for the second run."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Nodes that run one after the other, as they are or to be run again in the backward."""
-
-    nodes: tuple[fx.Node, ...]
-    again: bool
-
-    def run(self, run: Runner, env: dict[fx.Node, Any]) -> None:
-        """Run the nodes on the values in ``env``, which holds afterwards what is still to be taken."""
-        if not self.again:
-            for node in self.nodes:
-                env[node] = run.execute(node, env)
-                for dead in run.ends.get(node, ()):
-                    env.pop(dead, None)
-            return
-        own = set(self.nodes)
-        taken = list(dict.fromkeys(o for n in self.nodes for o in n.all_input_nodes if o not in own))
-        ended = {value for node in self.nodes for value in run.ends.get(node, ())}
-        given = [node for node in self.nodes if node not in ended]
-
-        def forward(_copies: Any, *values: Any) -> tuple[Any, ...]:
-            inside = dict(zip(taken, values, strict=True))
-            with run.unit():
-                for node in self.nodes:
-                    inside[node] = run.execute(node, inside)
-                    for dead in run.ends.get(node, ()):
-                        inside.pop(dead, None)
-            return tuple(inside[node] for node in given)
-
-        results = checkpoint(forward, run.copied(self.nodes), *(env[node] for node in taken), use_reentrant=False)
-        env |= zip(given, results, strict=True)
-        del results
-        for dead in ended:
-            env.pop(dead, None)
-
-
-def cut_in_pieces(nodes: tuple[fx.Node, ...], units: Collection[str], *, whole: bool) -> tuple[Piece, ...]:
-    """Return a stage's nodes cut where a unit begins or ends."""
-    if whole or not units:
-        return (Piece(nodes, whole),) if nodes else ()
-    return tuple(Piece(own, bool(unit)) for unit, own in in_units(nodes, units))
-
-
 def in_units(nodes: Sequence[fx.Node], units: Collection[str]) -> list[tuple[str, tuple[fx.Node, ...]]]:
     """Return nodes of a stage, in model order, cut where a unit begins or ends, each piece with its unit's path or "".
 
@@ -246,18 +182,3 @@ def unit_path(module: str, units: Collection[str]) -> str:
     while module and module not in units:
         module = module.rpartition(".")[0]
     return module
-
-
-def last_uses(pieces: Sequence[Piece], *, keep: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Map nodes to the values that nobody takes after them."""
-    last: dict[fx.Node, fx.Node] = {}
-    for piece in pieces:
-        for node in piece.nodes:
-            last[node] = node
-            for operand in node.all_input_nodes:
-                last[operand] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for value, node in last.items():
-        if value not in keep:
-            found.setdefault(node, []).append(value)
-    return found

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import _StopRecomputationError
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from autosplit.backward import deferrable, donate_gradients
 from autosplit.errors import ProfileError, is_internal
@@ -32,7 +32,7 @@ from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake, fa
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.profile.stage_trace.engine import Guess, Labels
-from autosplit.profile.stage_trace.stage_graph import StageNodes, cut_in_pieces, last_uses
+from autosplit.profile.stage_trace.stage_graph import StageNodes, in_units
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.recording.run import quiet_log
@@ -53,8 +53,6 @@ class How:
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
         apart: gradients of a further microbatch are added to the sums so far, outside ``.grad``, as a lane does it.
-        autocast_ends: the caller's autocast context ends with the forward, as in a plain training loop; else it is
-            around the step, and what it cast lives until then.
         kernels: whose kernels' scratch is counted.
         observed: bytes of scratch that those of the device were seen to hold, by `operation_key`.
     """
@@ -67,7 +65,6 @@ class How:
     units: Collection[str] = ()
     whole: bool = False
     apart: bool = False
-    autocast_ends: bool = False
     kernels: Literal["cpu", "cuda"] = "cpu"
     observed: Mapping[str, int] | None = None
 
@@ -116,8 +113,8 @@ class _Run:
                 if tensor.requires_grad:
                     self.leaves.append(tensor)
                     self.parameters[id(tensor)] = node.meta[INFO].name
-        self.pieces = cut_in_pieces(stage.own, how.units, whole=how.whole)
-        self.ends = last_uses(self.pieces, keep=frozenset(stage.outputs))
+        self.pieces = _pieces(stage.own, how.units, whole=how.whole)
+        self.ends = _last_uses(self.pieces, keep=frozenset(stage.outputs))
 
     def traced(self) -> StageTrace:
         self.ledger.notify(self._note)
@@ -153,11 +150,10 @@ class _Run:
         env |= {node: _lent(node, value) for node, value in (given | self.shared).items()}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             for piece in self.pieces:
-                piece.run(self, env)
+                self._play(piece, env)
         sent = {node: [t for t in tensors_of(env[node]) if t.requires_grad] for node in self.stage.outputs}
         env.clear()
         self.labels.forget()
-        self._end_autocast()
         forward = self._taken()
         wanted = self.how.roots
         named = [(n.meta[INFO].name, t) for n, own in sent.items() for t in own]
@@ -203,7 +199,35 @@ class _Run:
             for tensor in inputs:
                 tensor.grad = None
 
-    def copied(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+    def _play(self, piece: _Piece, env: dict[fx.Node, Any]) -> None:
+        """Run a piece on the values in ``env``, which holds afterwards what is still to be taken."""
+        if not piece.again:
+            self._run_nodes(piece.nodes, env)
+            return
+        own = set(piece.nodes)
+        taken = list(dict.fromkeys(o for n in piece.nodes for o in n.all_input_nodes if o not in own))
+        ended = {value for node in piece.nodes for value in self.ends.get(node, ())}
+        given = [node for node in piece.nodes if node not in ended]
+
+        def forward(_copies: Any, *values: Any) -> tuple[Any, ...]:
+            inside = dict(zip(taken, values, strict=True))
+            with self._unit():
+                self._run_nodes(piece.nodes, inside)
+            return tuple(inside[node] for node in given)
+
+        results = checkpoint(forward, self._copied(piece.nodes), *(env[node] for node in taken), use_reentrant=False)
+        env |= zip(given, results, strict=True)
+        del results
+        for dead in ended:
+            env.pop(dead, None)
+
+    def _run_nodes(self, nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
+        for node in nodes:
+            env[node] = self._execute(node, env)
+            for dead in self.ends.get(node, ()):
+                env.pop(dead, None)
+
+    def _copied(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
         """Copy the buffers that nodes take and the forward writes, for their second run."""
         infos = [node.meta[INFO] for node in nodes if INFO in node.meta]
         names = dict.fromkeys(name for info in infos for name in info.rewritten)
@@ -213,20 +237,13 @@ class _Run:
             return [self.root.get_buffer(name).clone() for name in names]
 
     @contextlib.contextmanager
-    def unit(self) -> Iterator[None]:
-        """Note that a unit's nodes run; the autocast context in which they run again ends with it, also when early."""
+    def _unit(self) -> Iterator[None]:
+        """Note that a unit's nodes run, for the first time or again."""
         self.labels.repeating = self.goes_back
         try:
             yield
         finally:
             self.labels.repeating = False
-            if self.goes_back:
-                self._end_autocast()
-
-    def _end_autocast(self) -> None:
-        """Forget what autocast cast, where its context ends here."""
-        if self.how.autocast_ends:
-            torch.clear_autocast_cache()
 
     def _given(self, node: fx.Node) -> Any:
         info = node.meta[INFO]
@@ -258,7 +275,7 @@ class _Run:
         return found
 
     # -- nodes ---------------------------------------------------------------------------------------------------
-    def execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    def _execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         """Run one node, on the CPU wherever the model's own devices are."""
 
         def load(argument: Any) -> Any:
@@ -332,3 +349,33 @@ def _lent(node: fx.Node, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not (node.meta[INFO].mutated or value.requires_grad):
         return value
     return alias(value) if node.meta[INFO].mutated else value[...]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Nodes that run one after the other, as they are or to be run again in the backward."""
+
+    nodes: tuple[fx.Node, ...]
+    again: bool
+
+
+def _pieces(nodes: tuple[fx.Node, ...], units: Collection[str], *, whole: bool) -> tuple[_Piece, ...]:
+    """Return a stage's nodes cut where a unit begins or ends."""
+    if whole or not units:
+        return (_Piece(nodes, whole),) if nodes else ()
+    return tuple(_Piece(own, bool(unit)) for unit, own in in_units(nodes, units))
+
+
+def _last_uses(pieces: Sequence[_Piece], *, keep: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Map nodes to the values that nobody takes after them."""
+    last: dict[fx.Node, fx.Node] = {}
+    for piece in pieces:
+        for node in piece.nodes:
+            last[node] = node
+            for operand in node.all_input_nodes:
+                last[operand] = node
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if value not in keep:
+            found.setdefault(node, []).append(value)
+    return found

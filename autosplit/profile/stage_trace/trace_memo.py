@@ -133,7 +133,7 @@ class _Key:
         order = tuple(sorted(range(len(self.places)), key=self.places.__getitem__))
         how = self.how
         observed = None if how.observed is None else frozenset(how.observed.items())
-        settings = how.rows, how.whole, how.apart, how.autocast_ends, how.kernels, observed, how.roots is None
+        settings = how.rows, how.whole, how.apart, how.kernels, observed, how.roots is None
         return settings, tuple(told), order
 
     def _told(self, node: fx.Node, numbers: dict[fx.Node, int], *, leaves: bool) -> Hashable:
