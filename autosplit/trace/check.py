@@ -135,21 +135,16 @@ class _Checker:
             actual = self._watch(self._run_graph, seed)
         except Exception as error:
             return f"the graph raises {type(error).__name__} on {self.rows} rows ({error}), the model does not"
-        wrong = self._unequal(actual, expected)
+        wrong = [item for item in compare("", actual, expected, self._tolerance) if not item.equal]
         if not wrong:
             return None
-        again = {(i.kind, i.name): i.difference for i in self._compare(self._watch(self._run_model, seed), expected)}
+        repeated = compare("", self._watch(self._run_model, seed), expected, self._tolerance)
+        again = {(item.kind, item.name): item.difference for item in repeated}
         for item in wrong:
             noise = 4 * again.get((item.kind, item.name), 0.0)
             if not item.difference <= noise <= _NOISE:  # the model's own kernels may differ from run to run
                 return f"{_said(item)} ({self.rows} rows, {item.kind}, seed {seed})"
         return None
-
-    def _unequal(self, actual: Parts, expected: Parts) -> list[Item]:
-        return [item for item in self._compare(actual, expected) if not item.equal]
-
-    def _compare(self, actual: Parts, expected: Parts) -> list[Item]:
-        return compare("", actual, expected, self._tolerance)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         if not (dtype.is_floating_point or dtype.is_complex):

@@ -15,7 +15,8 @@ from autosplit.runtime.step.step import Step
 from autosplit.trace.graph import INFO, LENGTH
 from autosplit.trace.reductions.decompose import average, total
 from autosplit.trace.reductions.losses import class_weights
-from autosplit.trace.reductions.own_loss import Form, Half, arguments, form_of
+from autosplit.trace.reductions.own_loss import Form, Half, form_of
+from autosplit.trace.rows.kinds import arguments
 
 
 class OwnLoss:

@@ -24,7 +24,7 @@ from autosplit.trace.graph import INFO, Size, TensorInfo, TracedNode
 from autosplit.trace.recording.build import RawGraph
 from autosplit.trace.recording.recording import under
 from autosplit.trace.reductions.losses import LossCall, class_weights
-from autosplit.trace.rows.kinds import function_of
+from autosplit.trace.rows.kinds import arguments, function_of
 
 _ROW, _ONE = Size(1, 0), Size(0, 1)
 _ROWS, _EACH = ".rows", ".each"
@@ -145,7 +145,7 @@ class _Rewriter:
         self.info: TracedNode = node.meta[INFO]
         self.function = function_of(node, raw.root)
         self.ambient = node.args[0] if node.target is under else None
-        self.args = node.args[2:] if node.target is under else node.args
+        self.args = arguments(node)
         self.rows = next(n for n in raw.graph.nodes if n.op == "placeholder" and INFO not in n.meta)
 
     def rewrite(self) -> None:

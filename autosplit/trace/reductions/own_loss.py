@@ -11,7 +11,7 @@ schedule. Where it is not (a product of means, as in a routing loss), only the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,8 @@ from torch import fx
 
 from autosplit.errors import InputError
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
-from autosplit.trace.recording.recording import under
 from autosplit.trace.reductions import decompose
-from autosplit.trace.rows.kinds import function_of
+from autosplit.trace.rows.kinds import arguments, function_of
 
 _LINEAR = frozenset("add sub neg to float double clone contiguous iadd radd rsub".split())
 _SCALED = frozenset("mul rmul imul multiply div truediv true_divide divide".split())
@@ -110,7 +109,7 @@ class Form:
         scales = (
             name in _SCALED
             and len(varying) == 1
-            and (not name.startswith(("div", "true")) or _is_first(varying[0], node))
+            and (not name.startswith(("div", "true")) or arguments(node)[0] is varying[0])
         )
         if not (adds or scales) or not varying or node.kwargs or not info.tensors[0].differentiable:
             raise _Refused(f"{_name(node)} is not linear in the rows")
@@ -179,15 +178,6 @@ def note_on_loss(traced: TracedGraph) -> str | None:
         f"the model's own loss needs the whole batch ({why}): train_step without loss_fn runs all forwards, then the "
         "loss, then all backwards, whatever the schedule"
     )
-
-
-def arguments(node: fx.Node) -> Sequence[Any]:
-    """Return the positional arguments of a call, without the ambient state that it may be wrapped in."""
-    return node.args[2:] if node.target is under else node.args
-
-
-def _is_first(operand: fx.Node, node: fx.Node) -> bool:
-    return arguments(node)[0] is operand
 
 
 def _behind(node: fx.Node) -> set[fx.Node]:

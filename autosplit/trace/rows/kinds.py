@@ -65,6 +65,11 @@ def is_opaque(node: fx.Node, root: nn.Module) -> bool:
     return node.op == "call_module" and not is_layer(root.get_submodule(str(node.target)))
 
 
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Return the positional arguments of a call, without the ambient state that it may be wrapped in."""
+    return node.args[2:] if node.target is under else node.args
+
+
 def called(node: fx.Node, root: nn.Module) -> tuple[str, tuple[Any, ...]]:
     """Return the name of the function that a node calls, "" for a module, and its positional arguments."""
     if node.op not in ("call_function", "call_method"):
@@ -74,7 +79,7 @@ def called(node: fx.Node, root: nn.Module) -> tuple[str, tuple[Any, ...]]:
         held = getattr(root, str(args[0].target))
         return str(getattr(held, "__name__", "")).lstrip("_").partition(".")[0], args[1:]
     name = str(getattr(function_of(node, root), "__name__", "")).removeprefix("__").removesuffix("__").lstrip("_")
-    return name, args[2:] if node.target is under else args
+    return name, arguments(node)
 
 
 def moved_and_index(node: fx.Node, root: nn.Module) -> tuple[list[fx.Node], list[fx.Node]]:
