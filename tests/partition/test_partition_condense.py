@@ -13,7 +13,7 @@ import pytest
 from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.chains import best_chain
-from autosplit.partition.ideals.condense import glued, lossless, without_small
+from autosplit.partition.ideals.condense import lossless, without_small
 from autosplit.partition.ideals.enumerate import all_ideals, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.ideals.table import Table
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work, devices_of
@@ -100,8 +100,8 @@ def test_condensing_keeps_the_best_value_when_stages_may_be_empty(make: Callable
 
 
 @pytest.mark.parametrize("make", [tangled, thin])
-def test_gluing_and_leaving_out_small_costs_give_bounds(make: Callable[[int], Problem]) -> None:
-    smaller = below = 0
+def test_leaving_out_small_costs_gives_bounds(make: Callable[[int], Problem]) -> None:
+    below = 0
     for seed in range(120):
         problem = make(seed)
         graph = base_graph(problem)
@@ -109,16 +109,11 @@ def test_gluing_and_leaving_out_small_costs_give_bounds(make: Callable[[int], Pr
         optimum = value(graph, goal)
         if optimum == math.inf:
             continue
-        kept = glued(graph, goal=goal, bound_s=optimum)
-        if kept.size >= goal.stages:
-            assert value(kept, goal) == pytest.approx(optimum), seed
-        smaller += kept.size < graph.size
         bare = without_small(graph, goal=goal, small_s=0.2 * optimum)
         relaxed = lossless(bare, goal=goal.relaxed(), loads=True, bytes_=False)
         bound = value(relaxed, replace(goal.relaxed(), empty=True))
         assert bound <= optimum * (1 + 1e-9)
         below += bound < optimum
-    assert smaller > 1
     assert below > 2
 
 

@@ -23,11 +23,9 @@ Bytes obey the same argument with storages in the place of tensors, save that sa
 and the transient bytes of ``v`` must not be above those of ``u``. The kept bytes of no stage grow. A stage may
 become empty: the search for exactly N non-empty stages treats the result as a relaxation.
 
-These rules compare a group's seconds with its tensors' on one stage. Other devices weigh them differently:
-
-* A merge that must not make any stage worse has to be right on every device, so the group that moves counts with the
-  most seconds, per second of tensors, that it has on any (`lossless`).
-* A merge of what a bound forbids to separate has to be forbidden on every device, so all counts least (`glued`).
+These rules compare a group's seconds with its tensors' on one stage. Other devices weigh them differently, and a merge
+has to be right on every device: the group that moves counts with the most seconds per second of tensors that it has on
+any (`lossless`).
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
 
 from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, Storage, merge, reach
@@ -58,31 +55,6 @@ def condense(graph: Graph, *, loads: bool, bytes_: bool) -> Graph:
         if labels == list(range(graph.size)):
             return graph
         graph = merge(graph, labels)
-
-
-def merge_inseparable(graph: Graph, *, bound_s: float) -> Graph:
-    """Merge what a solution no worse than ``bound_s`` cannot separate.
-
-    Were two groups in different stages, each of these stages would pay for the tensors of both, besides its own group.
-    """
-    limit = bound_s * (1 + 1e-9)
-    while True:
-        labels = list(range(graph.size))
-        together: dict[tuple[int, int], float] = {}
-        for tensor in graph.tensors:
-            pins = sorted(tensor.pins)
-            if tensor.cost_s + max(graph.times_s[pin] for pin in pins) > limit:
-                for pin in pins[1:]:
-                    _join(labels, pins[0], pin)
-            elif len(pins) <= _MANY:
-                for pair in combinations(pins, 2):
-                    together[pair] = together.get(pair, 0.0) + tensor.cost_s
-        for (left, right), cost_s in together.items():
-            if cost_s + max(graph.times_s[left], graph.times_s[right]) > limit:
-                _join(labels, left, right)
-        if labels == list(range(graph.size)):
-            return graph
-        graph = merge(graph, [_root(labels, group) for group in range(graph.size)])
 
 
 @dataclass(frozen=True)
@@ -209,33 +181,12 @@ def _end(target: Sequence[int], group: int) -> int:
     return group
 
 
-def _root(labels: list[int], group: int) -> int:
-    while labels[group] != group:
-        group = labels[group]
-    return group
-
-
-def _join(labels: list[int], left: int, right: int) -> None:
-    left, right = _root(labels, left), _root(labels, right)
-    labels[max(left, right)] = min(left, right)
-
-
 def lossless(graph: Graph, *, goal: Goal, loads: bool, bytes_: bool) -> Graph:
     """Return the graph condensed as `condense` does, for the devices of the goal."""
     ratio = max(terms.work / terms.net if terms.net else math.inf for terms in goal.terms or (PLAIN,))
     seen = replace(graph, times_s=tuple(time_s and ratio * time_s for time_s in graph.times_s))
     coarse = condense(seen, loads=loads, bytes_=bytes_)
     return graph if coarse.size == graph.size else merge(graph, labels(graph, coarse))
-
-
-def glued(graph: Graph, *, goal: Goal, bound_s: float) -> Graph:
-    """Return the graph glued as `merge_inseparable` does, for the devices of the goal."""
-    if goal.terms is None:
-        return merge_inseparable(graph, bound_s=bound_s)
-    work, net = min(terms.work for terms in goal.terms), min(terms.net for terms in goal.terms)
-    tensors = tuple(replace(tensor, cost_s=net * tensor.cost_s) for tensor in graph.tensors)
-    cheapest = replace(graph, times_s=tuple(work * time_s for time_s in graph.times_s), tensors=tensors)
-    return merge(graph, labels(graph, merge_inseparable(cheapest, bound_s=bound_s)))
 
 
 def without_small(graph: Graph, *, goal: Goal, small_s: float) -> Graph:

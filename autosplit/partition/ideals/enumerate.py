@@ -17,6 +17,9 @@ from autosplit.partition.graph import Graph, merge
 _MOST_GROUPS = 2_000
 """Above this many groups first solutions are looked for among runs of the model's order."""
 
+_RANDOM, _DRAWN = 8, 1_000
+"""Pairs of random orders: at most, and how many groups they have in all where that leaves more than two."""
+
 
 @dataclass(frozen=True)
 class IdealList:
@@ -107,7 +110,7 @@ def some_orders(graph: Graph) -> list[list[int]]:
     before, after = graph.predecessors(), graph.successors()
     chance = random.Random(0)
     orders = [list(range(graph.size)), _walk(before, after), _walk(after, before)[::-1]]
-    for _ in range(2):
+    for _ in range(max(2, min(_RANDOM, _DRAWN // graph.size))):
         orders += [_walk(before, after, chance=chance), _walk(after, before, chance=chance)[::-1]]
     return orders
 

@@ -19,9 +19,8 @@ from typing import Literal
 from autosplit.partition.goal import FOREVER, PLAIN, Clock, Goal, OutOfTime
 from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals.chains import Chain, best_chain
-from autosplit.partition.ideals.condense import glued, labels, lossless, without_small
+from autosplit.partition.ideals.condense import labels, lossless, without_small
 from autosplit.partition.ideals.enumerate import all_ideals, in_runs, neighbourhood, prefix_ideals, some_orders
-from autosplit.partition.ideals.swaps import best_nearby
 from autosplit.partition.ideals.table import Table
 from autosplit.partition.ideals.thresholds import lattice, threshold_search
 from autosplit.partition.problem import Problem
@@ -45,9 +44,6 @@ _WIDTHS = (16, 64, 256)
 _ROUNDS = 8
 _POOL = 8_000
 """Ideals around the best cuts: how many around each, how often, and how many in all."""
-
-_SWAPPED = 64
-"""Graphs of at most so many groups are searched by swaps."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,6 @@ class _Search:
             self._all()
             self._contracted()
             self._refine()
-            self._swap()
             self._settle()
         except OutOfTime:
             pass
@@ -144,17 +139,12 @@ class _Search:
         return self.best.chain.value <= self.lower * (1 + _TOLERANCE)
 
     def _prefixes(self) -> None:
-        """Find a first solution, whatever the time, and merge what a better one cannot separate."""
+        """Find a first solution, whatever the time."""
         condensed = self._condensed(loads=self.loads, bytes_=self.bytes)
         start = in_runs(condensed if condensed.size >= self.goal.stages else self.base)
         table = Table(start, prefix_ideals([range(start.size)]), by_bytes=self.least == "bytes")
         self._take(best_chain(table, goal=self._limited()), start)
         self.clock.check()
-        if self.best is not None and self.loads:
-            merged = glued(self.base, goal=self.goal, bound_s=self.best.chain.value)
-            if merged.size < self.base.size:
-                self.base = merged
-                self.merged.clear()
 
     def _more_prefixes(self) -> None:
         """Look among the prefixes of a few topological orders, where these are short."""
@@ -227,7 +217,7 @@ class _Search:
             bound_s = self.best.chain.value
             relaxed = self._relaxed()
             bare = without_small(self.base, goal=self.goal, small_s=fraction * bound_s)
-            reduced = lossless(glued(bare, goal=relaxed, bound_s=bound_s), goal=relaxed, loads=True, bytes_=False)
+            reduced = lossless(bare, goal=relaxed, loads=True, bytes_=False)
             ideals = self._ideals(reduced, most=_FEW)
             if not ideals:
                 return
@@ -245,15 +235,6 @@ class _Search:
                 self._try(graph, self._around(graph, self.best.chain.ideals, width=width))
                 if self.best.chain.value >= before * (1 - _TOLERANCE):
                     break
-
-    def _swap(self) -> None:
-        """Let single groups change stages, where these are few enough to try them all."""
-        if self.best is None or not self.alike or not self.loads or self.closed or self.base.size > _SWAPPED:
-            return
-        stage = dict(zip(self.base.group_of, self.best.assignment, strict=True))
-        ideals = [sum(1 << group for group, own in stage.items() if own < end) for end in range(self.goal.stages + 1)]
-        self._take(best_nearby(self.base, ideals, goal=self._limited(), clock=self.clock), self.base)
-        self._refine()
 
     def _settle(self) -> None:
         """Among equally good chains take the one whose fullest stage is emptiest."""
