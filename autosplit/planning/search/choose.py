@@ -104,7 +104,8 @@ class Choice:
             assignment = finished.writer.partition.assignment
             inside = note_on_inside(pieces.modules, assignment, longer=finished.longer)
             plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, (inside,)))})
-        others = self._search.alternatives(besides=_key(alternative(plan)))
+        limited = self.sweep.memory_limits(case.problem) is not None  # else a smaller peak is worth nothing
+        others = self._search.alternatives(besides=_key(alternative(plan))) if limited else []
         unit_of = finished.entry.sized.coarse.unit_of
         units = units_of(case, unit_of, finished.writer.partition.assignment)
         shown = frontier(alternative(plan), others)

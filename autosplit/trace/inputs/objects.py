@@ -209,11 +209,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors inside nested arguments, slices included."""
     found: list[torch.Tensor] = []
 
-    def collect(leaf: Any) -> None:
+    def collect(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif type(leaf) not in _PLAIN:
             found.extend(part for part in leaves_of(leaf) if isinstance(part, torch.Tensor))
+        return leaf  # containers are made again of what they hold: a PackedSequence takes nothing else
 
     map_aggregate(value, collect)
     return found
