@@ -142,6 +142,10 @@ CASES = {
     # Python code that depends on the number of rows
     "at most 8": case(lambda m, x: m.b(m.a(x) / min(8, x.shape[0])), [numbers(12, 6)]),
     "more than 8": case(lambda m, x: m.b(m.a(x) * (2 if x.shape[0] > 8 else 1)), [numbers(12, 6)]),
+    "a square": case(lambda m, x: m.b(m.a(x) + x.new_ones(len(x) ** 2).sum() * 1e-3), [numbers(8, 6)], [numbers(3, 6)]),
+    "odd numbers": case(
+        lambda m, x: m.b(F.gelu(m.a(x)) if len(x) % 2 else torch.tanh(m.a(x))), [numbers(8, 6)], [numbers(3, 6)]
+    ),
     "one row": case(lambda m, x: m.b(m.a(x) * (2 if len(x) == 1 else 1)), [numbers(5, 6)], [numbers(1, 6)]),
     # state
     "steps": case(count_by_assignment, *[[numbers(7, 6)]] * 2, buffer_steps=lambda: torch.ones(())),
@@ -174,6 +178,8 @@ CASES = {
 OWN_PYTHON = {
     "at most 8": "at 3, 4, 12 rows it has the numbers",
     "more than 8": "at 3, 4, 12 rows it has the numbers",
+    "a square": "not affine in the batch",
+    "odd numbers": "4 rows than at 3",
     "one row": "1 rows than at 3 and 4",
     "forces": "calls grad",
     "a tensor hook": "calls register_hook",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +25,17 @@ class Nested(nn.Module):
         self.block = Model(lambda m, x: m.b(torch.tanh(m.a(x))))
         self.tensor = torch.tensor(2.0, dtype=torch.float64)
         self.numbers = [1.0, 2.0]
-        self.settings = {"square": False}
+        self.settings: dict[str, Any] = {"square": False, "act": torch.tanh, "scale": self.tensor}
         self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.acts: list[Any] = [torch.tanh]
+        self.config = SimpleNamespace(act=torch.tanh, scale=self.tensor)
         self.bias: Tensor | None = None
 
     def forward(self, value: Tensor) -> Tensor:
         hidden = self.act(self.block(value)) * self.tensor * self.numbers[0]
         hidden = hidden**2 if self.settings["square"] else hidden
+        hidden = self.settings["act"](self.acts[0](hidden)) * self.settings["scale"]
+        hidden = self.config.act(hidden) * self.config.scale
         return hidden if self.bias is None else hidden + self.bias
 
 
@@ -41,6 +46,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a list": lambda m: m.numbers.__setitem__(0, 3.0),
     "a dict": lambda m: m.settings.__setitem__("square", True),
     "a function": lambda m: setattr(m, "act", torch.relu),
+    "a function in a list": lambda m: m.acts.__setitem__(0, torch.exp),
+    "a function in a dict": lambda m: m.settings.update(act=torch.exp),
+    "a tensor in a dict": lambda m: m.settings.update(scale=torch.tensor(3.0, dtype=torch.float64)),
+    "a function in an object": lambda m: vars(m.config).update(act=torch.sigmoid),
+    "a tensor in an object": lambda m: vars(m.config).update(scale=torch.tensor(3.0, dtype=torch.float64)),
     "none becomes a tensor": lambda m: setattr(m, "bias", torch.ones(WIDTH, dtype=torch.float64)),
     "a forward": lambda m: setattr(m.block, "forward", lambda value: value * 3),
 }
@@ -55,6 +65,9 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
     for model in (plain, twin):
         CHANGES[name](model)
     assert_equal_runs(forward_backward(pipe, ROWS), forward_backward(plain, ROWS))
+    made = pipe._core.recordings.made
+    pipe(*ROWS.args)
+    assert pipe._core.recordings.made == made
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

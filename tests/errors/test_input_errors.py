@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,40 +27,6 @@ def plan_or_call(model: nn.Module, sample: Sample, *, early: bool) -> None:
     pipe = autosplit(model, devices=["cpu"] * 2, chunks=2, sample=sample if early else None)
     if not early:
         pipe(*sample.args, **sample.kwargs)
-
-
-class TwoInputs(nn.Module):
-    """Scores every row of the first input against every row of the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 5), nn.Linear(3, 5)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return torch.tanh(torch.tanh(self.first(first)) @ self.second(second).T)
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_an_input_without_rows_is_whole(early: bool) -> None:
-    model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
-    pipe = autosplit(
-        model, devices=["cpu"] * 2, chunks=4, batch_dims=(0, None), sample=Sample(*inputs) if early else None
-    )
-    for rows in (8, 6):
-        results = []
-        for module in (pipe, model):
-            module.zero_grad()
-            output = module(numbers(rows, 3), inputs[1])
-            output.pow(2).mean().backward()
-            results.append((output, [parameter.grad for parameter in module.parameters()]))
-        torch.testing.assert_close(results[0], results[1])
-
-
-def test_batch_dims_that_do_not_match_the_inputs(unchanged: Unchanged) -> None:
-    model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
-    for batch_dims in ((0, 0), (5, None), (0, 1, 2)):
-        with unchanged(model, *inputs), pytest.raises(InputError, match="batch_dims"):
-            autosplit(model, devices=["cpu"] * 2, chunks=4, batch_dims=batch_dims, sample=inputs)
 
 
 @pytest.mark.parametrize("planned", [True, False])
@@ -103,93 +69,6 @@ class Inside(nn.Module):
         return self.last(self.gate(torch.tanh(self.first(value))))
 
 
-class Branch(nn.Module):
-    """Its Python reads a value of the whole batch."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value * 2 if value.sum() > 0 else value - 1
-
-
-class Item(nn.Module):
-    """Its Python reads a number."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value * value.mean().item()
-
-
-class Square(nn.Module):
-    """A size that is the square of the batch."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + value.new_ones(value.shape[0] ** 2).sum() * 1e-3
-
-
-class SizeBranch(nn.Module):
-    """Another program for larger batches."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return F.gelu(value) if value.shape[0] % 2 else torch.tanh(value)
-
-
-def steps_of(module: nn.Module, *inputs: Tensor) -> list[Tensor | None]:
-    """Return the output and the gradients of one call."""
-    module.zero_grad()
-    output = module(*inputs)
-    output.pow(2).sum().backward()
-    return [output.detach(), *(None if p.grad is None else p.grad.clone() for p in module.parameters())]
-
-
-GATES = [Branch, Item, Square, SizeBranch]
-
-
-@pytest.mark.filterwarnings("ignore:.* devices were given")
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("gate", GATES)
-def test_python_that_no_graph_can_follow_runs_and_the_plan_names_the_module(
-    gate: type[nn.Module], early: bool, unchanged: Unchanged
-) -> None:
-    model = Inside(gate())
-    with unchanged(model, numbers(8, 4)):
-        pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 4) if early else None)
-        with torch.no_grad():
-            pipe(numbers(8, 4))
-    for rows in (8, 3, 7):
-        mine, plain = steps_of(pipe, numbers(rows, 4)), steps_of(model, numbers(rows, 4))
-        torch.testing.assert_close(mine, plain)
-    assert any("'gate'" in line or "gate#0" in line for line in (*pipe.plan.whole, *pipe.plan.notes))
-    assert "gate" in pipe.report()
-
-
-class Own(nn.Module):
-    """What a gate does, at the root, after a layer."""
-
-    def __init__(self, gate: type[nn.Module]) -> None:
-        super().__init__()
-        self.first, self.last, self._gate = nn.Linear(4, 4), nn.Linear(4, 4), gate.forward
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.last(self._gate(self, self.first(value)))
-
-
-AT_THE_ROOT = {
-    Branch: r"the model's own forward \(.*test_input_errors.py:\d+\) reads a tensor's value.*torch\.where",
-    Item: r"the model's own forward \(.*test_input_errors.py:\d+\) reads a tensor's value.*torch\.where",
-    Square: r"new_ones.*not affine in the batch.*9, 16",
-    SizeBranch: r"4 rows than at 3.*gelu.*tanh",
-}
-
-
-@pytest.mark.filterwarnings("ignore:.* devices were given")
-@pytest.mark.parametrize("gate", GATES)
-def test_at_the_root_the_operation_is_named_and_the_model_runs_by_its_own_python(gate: type[nn.Module]) -> None:
-    model = Own(gate)
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 4))
-    assert pipe.plan.rung == "module tree"
-    assert any(re.search(AT_THE_ROOT[gate], note) for note in pipe.plan.notes), pipe.plan.notes
-    for rows in (8, 3, 7):
-        torch.testing.assert_close(steps_of(pipe, numbers(rows, 4)), steps_of(model, numbers(rows, 4)))
-
-
 class Boom(RuntimeError):
     """An error of the model's own."""
 
@@ -210,17 +89,6 @@ class Armed(nn.Module):
 def text_of(error: BaseException) -> str:
     """Return the message with its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_forward_that_raises_while_planning_keeps_its_error(early: bool, unchanged: Unchanged) -> None:
-    model = Inside(Armed())
-    model.gate.armed = True
-    with unchanged(model), pytest.raises(Boom, match="the fuse is lit") as caught:
-        plan_or_call(model, Sample(numbers(8, 4)), early=early)
-    assert "gate" in text_of(caught.value)
-    model.gate.armed = False
-    model(numbers(8, 4))
 
 
 class Lookup(nn.Module):
@@ -361,14 +229,16 @@ class Deep(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.* devices were given")
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("armed", ["planning", "first call", "later"])
 @pytest.mark.parametrize("read", [True, False])
-def test_a_forward_that_raises_keeps_its_error_on_every_rung(read: bool, planned: bool, unchanged: Unchanged) -> None:
+def test_a_forward_that_raises_keeps_its_error_on_every_rung(read: bool, armed: str, unchanged: Unchanged) -> None:
     model = Deep(read)
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 4) if planned else None)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 4) if armed == "later" else None)
+    planning = partial(plan_or_call, model, Sample(numbers(8, 4)), early=True)
+    call = planning if armed == "planning" else partial(pipe, numbers(8, 4))
     model.body.gate.armed = True
     with unchanged(model), pytest.raises(Boom, match="the fuse is lit") as caught:
-        pipe(numbers(8, 4))
+        call()
     assert "body.gate" in text_of(caught.value)
     model.body.gate.armed = False
     torch.testing.assert_close(pipe(numbers(8, 4)), model(numbers(8, 4)))

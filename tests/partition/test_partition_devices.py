@@ -30,28 +30,6 @@ def test_a_slow_device_and_its_link_by_hand() -> None:
     assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 1, 1, 1), 12.0, "optimal")
 
 
-def test_the_slower_of_the_links_next_to_a_device_counts() -> None:
-    problem = replace(CHAIN, devices=(Device(),) * 3, links=(2.0, 6.0))
-    assert check(problem, (0, 1, 1, 2)).loads_s == (3 + 2 * 0.75, 6 + 6 * 1.5, 3 + 6 * 0.75)
-    # Two stages end before the slow link, which is next to the second device all the same.
-    assert check(problem, (0, 1, 1, 1)).loads_s == (3 + 2 * 0.75, 9 + 6 * 0.75)
-
-
-def test_the_simulated_step_by_hand() -> None:
-    works = (Work("a", 1.0, 2.0), Work("b", 3.0, 4.0))
-    problem = Problem(
-        works,
-        (TensorEdge(0, (1,), 0.5, 0.25), TensorEdge(1, (0,), 0.125, 0.0, ordered=False)),
-        microbatches=1,
-        devices=(Device(2.0), Device(0.5)),
-        links=(2.0,),
-    )
-    costs = check(problem, (0, 1))
-    forward_s = 2 * 1 + 2 * 0.5 + 3 / 2
-    backward_s = 4 / 2 + 2 * (0.25 + 0.125) + 2 * 2
-    assert costs.step_s == forward_s + backward_s
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(random_problem(seed, Mix(24)), devices=(Device(), Device(2.0), Device()))

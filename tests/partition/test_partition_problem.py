@@ -30,32 +30,6 @@ def test_a_chain_by_hand() -> None:
     assert (partition.bottleneck_s, partition.lower_bound_s, partition.status) == (6.75, 6.75, "optimal")
 
 
-def test_loads_and_bytes_of_a_device_add_up_and_the_worst_transient_counts_once() -> None:
-    works = tuple(Work(f"w{index}", 1.0 + index, 1.0, static_bytes=10, transient_bytes=index) for index in range(4))
-    holds = tuple(Hold(5, index, (), (index,)) for index in range(4))
-    nets = tuple(TensorEdge(index, (index + 1,), 0.25, 0.25) for index in range(3))
-    problem = Problem(works, nets, holds, microbatches=4, schedule="looped_bfs", virtual_stages=2)
-    costs = check(problem, (0, 1, 2, 3))
-    assert costs.lane == (0, 1, 0, 1)
-    assert costs.loads_s == (2.5, 4.0, 5.0, 5.5)
-    assert (costs.device_loads_s, costs.bottleneck_s) == ((7.5, 9.5), 9.5)
-    assert costs.stage_bytes == (30, 31, 32, 33)
-    assert costs.device_bytes == (2 * 30 + 2, 2 * 30 + 3)
-
-
-def test_a_tensor_for_two_stages_costs_its_producer_once() -> None:
-    works = tuple(Work(name, 1.0, 0.0) for name in "abc")
-    problem = Problem(works, (TensorEdge(0, (1, 2), 0.5, 0.25),), order=((1, 2),), microbatches=1)
-    assert check(problem, (0, 1, 2)).loads_s == (1.75, 1.75, 1.75)
-    assert check(problem, (0, 0, 1)).loads_s == (2.75, 1.75)
-
-
-def test_a_saved_input_is_held_where_it_is_used() -> None:
-    hold = Hold(5, None, (0, 2), ())
-    problem = Problem(tuple(Work(name, 1.0, 0.0) for name in "abc"), (), (hold,), microbatches=3, schedule="gpipe")
-    assert check(problem, (0, 1, 2)).stage_bytes == (15, 0, 15)
-
-
 def test_colours_and_the_cycles_they_make_leave_fewer_stages() -> None:
     works = (
         Work("a", 1.0, 0.0, colocation_group=1),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autosplit.partition.checker import check
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineSearch
-from autosplit.partition.problem import RECOMPUTE, Hold, Problem, TensorEdge, Work
+from autosplit.partition.problem import Hold, Problem, TensorEdge, Work
 
 # Four works in two blocks of two; each output is saved by its consumer, and each work saves 5 bytes of its own.
 CHAIN = Problem(
@@ -38,18 +38,6 @@ def test_bytes_by_hand() -> None:
     # Stage 0 holds the whole of block 0 and half of block 1: the output between the blocks stays, and so does what the
     # cut through block 1 touches; a block that is cut counts whole.
     assert [(stage.resident_bytes, stage.transient_bytes) for stage in costs] == [(7 + 10 + 10, 23), (10, 23)]
-
-
-def test_seconds_by_hand() -> None:
-    loads = [check(CHAIN, (0, 0, 1, 1), recompute=(option, "never")).loads_s[0] for option in RECOMPUTE]
-    assert loads == [6.0, 6 + 2 * 7 / 8, 8.0, 8.0]
-
-
-def test_a_block_of_its_own_for_works_without_one() -> None:
-    bare = replace(CHAIN, works=tuple(replace(work, block=None) for work in CHAIN.works))
-    stages = check(bare, (0, 0, 1, 1), recompute=("block", "block")).stages
-    # Every output enters another block, so only the 5 bytes of each work are done again.
-    assert [(stage.resident_bytes, stage.transient_bytes) for stage in stages] == [(27, 8), (20, 8)]
 
 
 def test_what_enters_a_block_stays_although_no_backward_reads_it() -> None:

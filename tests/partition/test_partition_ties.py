@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from autosplit.partition.checker import check
-from autosplit.partition.problem import Device, Problem, TensorEdge, Tie, Work
+from autosplit.partition.problem import Problem, TensorEdge, Tie, Work
 from autosplit.partition.solve import solve
 
 CHAIN = Problem(
@@ -24,11 +22,6 @@ def test_home_copy_and_transfer_by_hand() -> None:
     assert costs.loads_s == (3 + 8 / 4, 6.0, 3 + 8 / 4)
     together = check(CHAIN, (0, 0, 0, 0))
     assert (together.stage_bytes, together.loads_s) == ((100,), (12.0,))
-
-
-def test_the_link_next_to_a_stage_slows_its_ties() -> None:
-    problem = replace(CHAIN, devices=(Device(),) * 3, links=(1.0, 5.0))
-    assert check(problem, (0, 1, 1, 2)).loads_s == (3 + 8 / 4, 6.0, 3 + 5 * 8 / 4)
 
 
 def test_the_solver_refuses_ties() -> None:

@@ -85,20 +85,6 @@ def test_half_precision_values_with_single_precision_statistics() -> None:
     torch.testing.assert_close(norm.running_var, plain.running_var, rtol=1e-5, atol=1e-6)
 
 
-def test_functional_norms_and_their_keywords() -> None:
-    value, state = values(9, CHANNELS), CallState()
-    running, plain = ([torch.zeros(CHANNELS).double(), torch.ones(CHANNELS).double()] for _ in range(2))
-    for microbatch, part in enumerate(value.tensor_split(2)):
-        key = CellContext(state, microbatch)
-        got = normalise(key, "op", F.batch_norm, part, *running, training=True, momentum=0.3, eps=1e-3)
-        assert torch.equal(got, F.batch_norm(part, None, None, training=True, eps=1e-3))
-        assert torch.equal(normalise(key, "eval", F.batch_norm, part, *running), F.batch_norm(part, *running))
-    update_statistics(state, ())
-    F.batch_norm(value, *plain, training=True, momentum=0.3)
-    for got, expected in zip(running, plain, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
-
-
 def test_one_value_per_channel_is_torchs_own_error() -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         normalise(CellContext(CallState(), 0), "norm#0", nn.BatchNorm1d(CHANNELS), torch.ones(1, CHANNELS))
@@ -153,37 +139,3 @@ def test_hooks_are_called_and_statistics_are_counted_once_per_use(kind: Any, mom
 
 
 # -- many microbatches ---------------------------------------------------------------------------------------------
-def test_a_part_that_comes_again_or_late_is_not_counted_twice() -> None:
-    norm, plain, state = nn.BatchNorm1d(CHANNELS).double(), nn.BatchNorm1d(CHANNELS).double(), CallState()
-    value = values(9, CHANNELS)
-    parts = value.tensor_split(3)
-    for microbatch in (2, 0, 0, 1, 2):
-        normalise(CellContext(state, microbatch), "norm#0", norm, parts[microbatch])
-    update_statistics(state, ())
-    update_statistics(state, ())
-    plain(value)
-    assert int(norm.num_batches_tracked) == 1
-    torch.testing.assert_close(norm.running_var, plain.running_var, rtol=1e-13, atol=0)
-
-
-def test_the_order_in_which_microbatches_come_changes_no_bit() -> None:
-    parts, found = values(40, CHANNELS).tensor_split(8), []
-    for order in (range(8), reversed(range(8)), (3, 1, 7, 0, 2, 6, 4, 5)):
-        norm, state = nn.BatchNorm1d(CHANNELS).double(), CallState()
-        for microbatch in order:
-            normalise(CellContext(state, microbatch), "norm#0", norm, parts[microbatch])
-        update_statistics(state, ())
-        found.append(norm.running_var)
-    assert all(torch.equal(found[0], other) for other in found[1:])
-
-
-def test_every_microbatch_may_be_an_update_of_its_own() -> None:
-    norm, plain = nn.BatchNorm1d(CHANNELS).double(), nn.BatchNorm1d(CHANNELS).double()
-    state = CallState(update_each=True).fresh()
-    parts = values(10, CHANNELS).tensor_split(4)
-    one_by_one(norm, parts, state)
-    update_statistics(state, ())
-    for part in parts:
-        plain(part)
-    for name, buffer in plain.named_buffers():
-        torch.testing.assert_close(norm.get_buffer(name), buffer, rtol=1e-13, atol=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +24,10 @@ class Acting(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.act: Any = torch.relu
+        self.mask = torch.ones(WIDTH)
 
     def forward(self, value: Tensor, steps: int = 1) -> Tensor:
-        value = self.first(value)
+        value = self.first(value) * self.mask
         for _ in range(steps):
             value = self.act(value)
         return self.last(value)
@@ -70,55 +70,8 @@ def test_a_changed_attribute_of_a_callable_is_seen() -> None:
     torch.testing.assert_close(pipe(value()), model(value()))
 
 
-class Holding(nn.Module):
-    """Holds functions and tensors in containers and objects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.acts: list[Any] = [torch.relu]
-        self.by_name: dict[str, Any] = {"act": torch.relu, "scale": torch.ones(WIDTH)}
-        self.config = SimpleNamespace(act=torch.relu, scale=torch.ones(WIDTH))
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = self.by_name["act"](self.acts[0](self.first(value))) * self.by_name["scale"]
-        return self.last(self.config.act(value) * self.config.scale)
-
-
-def test_functions_and_tensors_in_containers_are_part_of_a_call() -> None:
-    model = Holding()
-    pipe = autosplit(model, devices=2, chunks=2)
-    scale = torch.full((WIDTH,), 3.0)
-    changes: list[Callable[[], Any]] = [
-        lambda: None,
-        lambda: model.acts.__setitem__(0, torch.exp),
-        lambda: model.by_name.update(act=torch.exp),
-        lambda: model.by_name.update(scale=scale),
-        lambda: vars(model.config).update(act=torch.sigmoid),
-        lambda: vars(model.config).update(scale=scale),
-    ]
-    for change in changes:
-        change()
-        torch.testing.assert_close(pipe(value()), model(value()))
-    made = pipe._core.recordings.made
-    pipe(value())
-    assert pipe._core.recordings.made == made
-
-
-class Masked(nn.Module):
-    """Holds a tensor as a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mask = torch.ones(WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.last(self.first(value) * self.mask)
-
-
 def test_a_tensor_at_a_reused_address_is_another_one() -> None:
-    model = Masked()
+    model = Acting()
     pipe = autosplit(model, devices=2, chunks=2)
     for factor in range(1, 6):
         del model.mask

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +13,7 @@ from autosplit.runtime.lanes.threads import LaneThreads, Turn, Turns, backwards,
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
 from autosplit.schedule.orders import forward_only
-from tests.runtime.gates import SAFETY_S, Boom
+from tests.runtime.gates import SAFETY_S
 
 CHAIN = [set(), {0}, {1}]
 SKIP = [set(), {0}, {0, 1}]
@@ -113,31 +111,3 @@ def test_any_error_comes_as_it_is(error: type[BaseException]) -> None:
     with lanes(1) as own, pytest.raises(error) as caught:
         run(own, forwards(1, 1), act)
     assert caught.value is raised
-
-
-class Held:
-    """What an action holds when it fails."""
-
-
-def test_an_error_is_held_by_nobody_but_the_caller() -> None:
-    """Its traceback leads to all values of the step, so a cycle would keep those until the next garbage collection."""
-
-    def fail(own: LaneThreads) -> weakref.ref[Held]:
-        held = Held()
-
-        def act(action: Action) -> None:
-            assert held is not None
-            raise Boom
-
-        with contextlib.suppress(Boom):
-            run(own, forwards(1, 1), act)
-        return weakref.ref(held)
-
-    gc.collect()
-    gc.disable()
-    try:
-        with lanes(1) as own:
-            held = fail(own)
-        assert held() is None  # the thread has ended, so it has let go of its frames
-    finally:
-        gc.enable()

@@ -285,7 +285,10 @@ def parity(part: Part, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("body", [loops_over_rows, squares_the_rows, parity])
 def test_python_that_depends_on_the_number_of_rows_equals_the_plain_module(body: Body) -> None:
-    equal_on(host(body), [rows(count, seed) for seed, count in enumerate((7, 8, 4, 1, 10))])
+    pipe = equal_on(host(body), [rows(count, seed) for seed, count in enumerate((7, 8, 4, 1, 10))])
+    if body is not loops_over_rows:
+        assert any("part0" in line for line in (*pipe.plan.whole, *pipe.plan.notes))
+        assert "part0" in pipe.report()
 
 
 @pytest.mark.filterwarnings("ignore:.* devices were given")
