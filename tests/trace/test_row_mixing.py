@@ -101,6 +101,17 @@ PLACED: dict[str, Body] = {
     "where": lambda h: torch.where(places(h)[:, None] < 5, h, -h),
     "a gate by places, reshaped": lambda h: (h * (places(h) < 5).double()[:, None]).reshape(-1, 2, 3).reshape(-1, 6),
     "a gate by places between flips": lambda h: (h.flip(0) * (places(h) < 5).double()[:, None]).flip(0),
+    "roll by the probe's rows between flips": lambda h: h.flip(0).roll(4, 0).flip(0),
+    "roll by many of the probe's rows between flips": lambda h: h.flip(0).roll(36, 0).flip(0),
+    "a gated roll between flips": lambda h: (lambda r: r + (r > 1e3).double() * r.roll(4, 0))(h.flip(0)).flip(0),
+    "a gated roll in place between flips": lambda h: changed(lambda r: r.add_((r > 1e3).double() * r.roll(4, 0)))(
+        h.flip(0)
+    ).flip(0),
+    "triu between flips": lambda h: h.flip(0).triu(-3).flip(0),
+    "two rolls of merged rows": lambda h: (
+        torch.stack([h, h.sin()]).reshape(-1, WIDTH).roll(-4, 0).roll(-4, 0).reshape(2, -1, WIDTH)[0]
+    ),
+    "the first rows turned, then a flip": lambda h: h[torch.where(places(h) < 4, 3 - places(h), places(h))].flip(0),
     "a mask by places of merged rows": lambda h: (
         torch.stack([h, h.sin()])
         .reshape(-1, WIDTH)
@@ -179,6 +190,11 @@ APART: dict[str, Body] = {
     "row numbers": lambda h: h[places(h)],
     "transposed": lambda h: (h.T.contiguous() * 2).T,
     "two flips": lambda h: h.flip(0).relu().flip(0),
+    "columns rolled between flips": lambda h: h.flip(0).roll(2, 1).flip(0),
+    "sums of a row between flips": lambda h: h.flip(0).cumsum(1).flip(0),
+    "merged rows rolled by all of them": lambda h: (
+        torch.stack([h, h.cos()]).reshape(-1, WIDTH).roll(len(h), 0).tanh().reshape(2, -1, WIDTH)[1]
+    ),
     "columns sorted": lambda h: h.gather(1, h.argsort(1)).cumsum(1),
     "two views": lambda h: torch.cat([h, h.cos()]).tanh().chunk(2)[1],
     "merged dimensions": lambda h: torch.stack([h, h.cos()]).reshape(-1, WIDTH).tanh().reshape(2, -1, WIDTH)[1],

@@ -8,27 +8,19 @@ and values far outside of it; the kept row changes from draw to draw, and some d
 matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
 that is masked hides influence in a run of the model, and a sort of four keys leaves a row in its place now and then.
 Each kind of operation is asked once; a kind is a function, its other arguments and its operands' shapes. Operations
-that only move values are followed on row numbers instead. Whether a row's place or the number of rows matters is asked
-with more rows:
-
-    rows of a run     0 1 2 3                      ─► result  0 1 2 3
-    many rows         0 1 2 3 2 0 3 1 1 ...        ─► result  0 1 2 3 2 0 3 1 1 ...   equal rows have equal results
-
-``h.roll(4, 0)`` returns four rows to their places, ``h.T.tril(3)`` and ``arange(B) < 5`` treat the first four alike:
-none of that shows in a run on four rows. What depends on the number of rows alone (positions, masks, slices of tables)
-is computed at the larger number; all other operands are rows of the run, repeated.
+that only move values are followed on row numbers instead. Whether a row's place or the number of rows
+matters, and whether moved rows come back to their places in other batches, is asked with more: see `more_rows`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autosplit.compare import same_bits, same_reordered, same_rounded
+from autosplit.compare import same_bits, same_rounded
 from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO, Size, TracedNode
 from autosplit.trace.rows.kinds import (
@@ -39,30 +31,21 @@ from autosplit.trace.rows.kinds import (
     rearranges,
     takes_shape_only,
 )
+from autosplit.trace.rows.more_rows import MoreRows, counts_of_rows
 from autosplit.trace.rows.row_values import (
     FEW_KINDS,
     KINDS,
     Layout,
     Layouts,
     Values,
-    call_with,
     changed_by,
-    copied,
-    from_sources,
     has_rows,
-    made_or_changed,
-    made_or_changed_infos,
     result_of,
-    rows_of,
     size_at,
     with_neighbours,
 )
 
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
-_LARGEST = 1 << 20
-"""Elements of a tensor above which only the smallest of the larger numbers of rows is tried."""
-_FAR = 512
-"""Constants up to this may be places; larger ones are sizes, as a rule."""
 
 
 class OperatorProbe:
@@ -84,13 +67,13 @@ class OperatorProbe:
         self.root, self.run, self.rows = root, run, rows
         self.lengths = lengths
         self.valued = _valued(graph, root)
-        self.layouts = Layouts(root, run, rows=rows, valued=self.valued)
+        self.layouts = Layouts(root, run, run.env.__getitem__, rows=rows, valued=self.valued)
         self.answers: dict[Any, bool] = {}
         self.numbered: set[fx.Node] = set()
         """Nodes that depend on the number of rows alone, and are not equal for all places."""
         self.places = [
-            _MoreRows(run, self.valued, rows=rows, count=count, lengths=lengths)
-            for count in _counts_of_rows(graph, rows, sample_rows)
+            MoreRows(root, self.layouts, count=count, lengths=lengths)
+            for count in counts_of_rows(graph, rows, sample_rows)
         ]
 
     def is_moved(self, node: fx.Node) -> bool:
@@ -133,10 +116,17 @@ class OperatorProbe:
         if rearranges(node, self.root):
             followed = self.layouts.moved(node, suspects)
             if followed is not None:
-                return not followed
+                return not followed or not self._moves_alike(node, suspects)
         if not self.layouts.computed(node, operands, [t.shape_at(self.rows, self.lengths) for t in info.tensors]):
             return True
+        if not self._moves_alike(node, suspects):
+            return True
         return self._once("influence", node, lambda: self._is_influenced(node, operands))
+
+    def _moves_alike(self, node: fx.Node, suspects: Collection[str]) -> bool:
+        """Tell whether rows that are a stack again behind a node are one for the larger numbers of rows too."""
+        followed = [places.follows(node, suspects) for places in self.places]  # all of them note its layout
+        return all(followed)
 
     def _once(self, question: str, node: fx.Node, ask: Callable[[], bool]) -> bool:
         """Return the answer to a question, asked once for all operations of a kind."""
@@ -153,7 +143,7 @@ class OperatorProbe:
         moved = any(n in self.layouts.noted for n in operands)
         if any(n in self.numbered for n in operands) and (moved or not rearranges(node, self.root)):
             return True
-        if node.meta[INFO].random or moved or node in self.layouts.noted:
+        if node.meta[INFO].random or self.layouts.has_lost(node):
             return False
 
         def ask() -> bool:
@@ -184,7 +174,7 @@ class OperatorProbe:
                     raise
                 continue
             same = same_rounded if is_opaque(node, self.root) else same_bits
-            if not _is_kept(kept, before, made, self._result_layouts(node, plain), same):
+            if not _is_kept(kept, before, made, self.layouts.of_result(node, plain), same):
                 return True
         return False
 
@@ -197,12 +187,6 @@ class OperatorProbe:
             )
             for n in operands
         }
-
-    def _result_layouts(self, node: fx.Node, made: Sequence[torch.Tensor]) -> list[Layout | None]:
-        infos = node.meta[INFO].tensors
-        if not infos:
-            return [layout for n in changed_by(node) for layout in self.layouts.of(n)]
-        return self.layouts.noted.get(node) or self.layouts.stacks(made, infos)
 
     def _is_light(self, node: fx.Node) -> bool:
         """Tell whether an operation is torch's own and has no weights."""
@@ -233,9 +217,10 @@ class OperatorProbe:
             return node.target
         if not isinstance(value, torch.Tensor):
             return value if isinstance(value, (int, float, str, bool)) else id(node)
-        own = tuple(self.layouts.of(node)) if node in self.layouts.noted else ()
+        layouts = (self.layouts, *(places.layouts for places in self.places))
+        own = [tuple(known.of(node)) if node in known.noted else () for known in layouts]
         batch = [t.batch_dim for t in node.meta[INFO].tensors] if INFO in node.meta else []
-        return tuple(value.shape), value.stride(), value.dtype, node in self.valued, tuple(batch), own
+        return tuple(value.shape), value.stride(), value.dtype, node in self.valued, tuple(batch), tuple(own)
 
 
 def _is_kept(
@@ -304,76 +289,3 @@ def without_values(graph: fx.Graph, root: nn.Module) -> OperatorProbe:
     run = fx.Interpreter(root, graph=graph)
     run.env = _MadeUp(run)
     return OperatorProbe(graph, root, run, rows=_MADE_UP_ROWS, lengths={}, sample_rows=0)
-
-
-# -- more rows ----------------------------------------------------------------------------------------------------
-def _counts_of_rows(graph: fx.Graph, rows: int, sample_rows: int) -> list[int]:
-    """Return the numbers of rows to try: a few, the sample's own, and one beyond all constants of the graph."""
-    constants = [0]
-
-    def note(value: Any) -> Any:
-        if type(value) is int and abs(value) <= _FAR:
-            constants.append(abs(value))
-        return value
-
-    for node in graph.nodes:
-        fx.node.map_aggregate((node.args, node.kwargs), note)
-    few = 2 * rows + 1
-    return sorted({few, max(few, sample_rows), 2 * max(constants) + 4 * rows + 1})
-
-
-class _MoreRows:
-    """The operations of one graph, asked one after the other at ``count`` rows; a run on ``rows`` has the values."""
-
-    def __init__(
-        self,
-        run: fx.Interpreter,
-        valued: Collection[fx.Node],
-        *,
-        rows: int,
-        count: int,
-        lengths: Mapping[str, int],
-    ) -> None:
-        self.run, self.valued = run, valued
-        self.rows, self.count, self.lengths = rows, count, lengths
-        drawn = torch.randint(rows, (count - rows,), generator=torch.Generator().manual_seed(0))
-        self.sources = [*range(rows), *drawn.tolist()]  # the first in place: an index of theirs names them here too
-        self.numbered: dict[fx.Node, Any] = {}
-        """Values, at this number of rows, of nodes that depend on the number of rows alone."""
-        self.unknown: set[fx.Node] = set()
-        """Such nodes that have no value at this number of rows."""
-
-    def differs(self, node: fx.Node) -> bool | None:
-        """Tell whether equal rows have unequal results; None where the operation does not run on so many."""
-        large = self.count > 2 * self.rows + 1 and max(self._elements(node), default=0) > _LARGEST
-        unknown = large or any(n in self.unknown for n in node.all_input_nodes)
-        found = None if unknown else self._differs(node)
-        if found is None and node not in self.valued:
-            self.unknown.add(node)
-        return found
-
-    def _differs(self, node: fx.Node) -> bool | None:
-        try:
-            given = {
-                n: copied(self.numbered[n]) if n in self.numbered else rows_of(n, self.run, self.rows, self.sources)
-                for n in node.all_input_nodes
-            }
-            made = call_with(node, self.run, given)
-            plain = result_of(node, self.run, {})
-        except Exception as error:  # a table may be too short for so many rows
-            if is_internal(error):
-                raise
-            return None
-        many, infos = made_or_changed(node, made, given), made_or_changed_infos(node)
-        if any(t.shape != i.shape_at(self.count, self.lengths) for t, i in zip(many, infos, strict=True)):
-            return None
-        if node not in self.valued:
-            self.numbered[node] = made
-        dims = [info.batch_dim for info in infos]
-        expected = (from_sources(t, d, self.rows, self.sources) for t, d in zip(plain, dims, strict=True))
-        return any(not same_reordered(a, b) for a, b in zip(many, expected, strict=True))
-
-    def _elements(self, node: fx.Node) -> Iterator[int]:
-        for n in (node, *node.all_input_nodes):
-            for info in n.meta[INFO].tensors if INFO in n.meta else ():
-                yield math.prod(info.shape_at(self.count, self.lengths))

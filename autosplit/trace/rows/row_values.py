@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +63,8 @@ class Layout:
         others = [d for d in range(numbers.dim()) if d != dim]
         least, most = (numbers.amin(others), numbers.amax(others)) if others else (numbers, numbers)
         found = tuple(least.tolist())
-        evenly = all(found.count(row) * rows == len(found) for row in range(rows))
+        entries = Counter(found)
+        evenly = all(entries[row] * rows == len(found) for row in range(rows))
         return cls(dim, found) if evenly and torch.equal(least, most) else None
 
     @property
@@ -78,7 +80,7 @@ class Layout:
         """Return row numbers in the shape of a tensor."""
         shape = [1] * tensor.dim()
         shape[self.dim] = len(self.rows)
-        return torch.tensor(self.rows, dtype=torch.int16).reshape(shape).expand(tensor.shape)
+        return torch.tensor(self.rows, dtype=torch.int32).reshape(shape).expand(tensor.shape)
 
     def after(self, dim: int, size: int) -> Layout | None:
         """Return the layout of a result with this batch dimension, computed entry by entry; None for another size."""
@@ -88,10 +90,21 @@ class Layout:
 
 
 class Layouts:
-    """How rows lie in the values of a run; ``valued``: the nodes whose values depend on rows' values."""
+    """How rows lie in the values of a run; ``valued``: the nodes whose values depend on rows' values.
 
-    def __init__(self, root: nn.Module, run: fx.Interpreter, *, rows: int, valued: Collection[fx.Node]) -> None:
-        self.root, self.run, self.rows, self.valued = root, run, rows, valued
+    ``value_of`` gives a node's value on ``rows`` rows.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        run: fx.Interpreter,
+        value_of: Callable[[fx.Node], Any],
+        *,
+        rows: int,
+        valued: Collection[fx.Node],
+    ) -> None:
+        self.root, self.run, self.value_of, self.rows, self.valued = root, run, value_of, rows, valued
         self.noted: dict[fx.Node, list[Layout | None]] = {}
         """How rows lie in nodes that are no stacks; None: in no order along the batch dimension."""
 
@@ -99,7 +112,22 @@ class Layouts:
         """Return how rows lie in each tensor of a node that has been run; None for tensors without rows."""
         if node in self.noted or INFO not in node.meta:
             return self.noted.get(node, [])
-        return self.stacks(tensors_of(self.run.env[node]), node.meta[INFO].tensors)
+        return self.stacks(tensors_of(self.value_of(node)), node.meta[INFO].tensors)
+
+    def of_result(self, node: fx.Node, made: Sequence[torch.Tensor]) -> list[Layout | None]:
+        """Return how rows lie in what a node that has been asked made, or in what it changed."""
+        infos = node.meta[INFO].tensors
+        if not infos:
+            return [layout for n in changed_by(node) for layout in self.of(n)]
+        return self.noted.get(node) or self.stacks(made, infos)
+
+    def has_moved(self, node: fx.Node) -> bool:
+        """Tell whether a node or one of its operands is no stack of rows."""
+        return any(n in self.noted for n in (node, *node.all_input_nodes))
+
+    def has_lost(self, node: fx.Node) -> bool:
+        """Tell whether rows lie in no order along the batch dimension of a node or of one of its operands."""
+        return any(None in self.noted.get(n, ()) for n in (node, *node.all_input_nodes))
 
     def stacks(self, tensors: Sequence[torch.Tensor], infos: Sequence[TensorInfo]) -> list[Layout | None]:
         """Return the layouts of stacks of rows; None for tensors without rows."""
@@ -137,7 +165,7 @@ class Layouts:
         try:
             numbers = {n: self._numbers(n) for n in operands}
             found = self._after(node, numbers)
-            if stated and not self._stays(node, {**numbers, **{n: torch.zeros_like(self.run.env[n]) for n in stated}}):
+            if stated and not self._stays(node, {**numbers, **{n: torch.zeros_like(self.value_of(n)) for n in stated}}):
                 return False
             if index:
                 return self._picks_own(node, numbers, index, suspects)
@@ -158,7 +186,7 @@ class Layouts:
             values = dict(numbers)
             for n in index if draw else ():
                 values[n] = with_neighbours(
-                    self.run.env[n], self.of(n), self.rows, kept=None, kind="other rows", generator=generator
+                    self.value_of(n), self.of(n), self.rows, kept=None, kind="other rows", generator=generator
                 )
             if not self._stays(node, values):
                 return False
@@ -183,17 +211,17 @@ class Layouts:
         return found
 
     def _after(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Layout | None]:
-        pairs = zip(result_of(node, self.run, values), node.meta[INFO].tensors, strict=True)
+        pairs = zip(result_of(node, self.run, values, self.value_of), node.meta[INFO].tensors, strict=True)
         return [Layout.of(tensor, info, self.rows) for tensor, info in pairs]
 
     def _numbers(self, node: fx.Node) -> Any:
         """Return a node's value with row numbers in the place of its values; -1 where there are no rows."""
-        flat, rebuild = take_apart(self.run.env[node])
+        flat, rebuild = take_apart(self.value_of(node))
         layouts = iter(self.of(node))
 
         def numbered(tensor: torch.Tensor) -> torch.Tensor:
             layout = next(layouts, None)
-            return torch.full(tensor.shape, -1, dtype=torch.int16) if layout is None else layout.numbers(tensor)
+            return torch.full(tensor.shape, -1, dtype=torch.int32) if layout is None else layout.numbers(tensor)
 
         return rebuild([numbered(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
 
@@ -209,9 +237,19 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
-def result_of(node: fx.Node, run: fx.Interpreter, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
-    """Run a node on copies of its operands, or of ``values`` in their place; return what it makes or changes."""
-    given = {n: copied(values.get(n, run.env[n])) if INFO in n.meta else run.env[n] for n in node.all_input_nodes}
+def result_of(
+    node: fx.Node,
+    run: fx.Interpreter,
+    values: Mapping[fx.Node, Any],
+    value_of: Callable[[fx.Node], Any] | None = None,
+) -> list[torch.Tensor]:
+    """Run a node on copies of its operands, or of ``values`` in their place; return what it makes or changes.
+
+    Operands without a value in ``values`` have the run's, or that of ``value_of``.
+    """
+    value_of = value_of or run.env.__getitem__
+    operands = {n: values[n] if n in values else value_of(n) for n in node.all_input_nodes}
+    given = {n: copied(value) if INFO in n.meta else value for n, value in operands.items()}
     return made_or_changed(node, call_with(node, run, given), given)
 
 
@@ -227,7 +265,7 @@ def made_or_changed_infos(node: fx.Node) -> tuple[TensorInfo, ...]:
 
 
 def rows_of(node: fx.Node, run: fx.Interpreter, rows: int, sources: Sequence[int]) -> Any:
-    """Return a copy of a node's value, of a run on ``rows`` rows, for a batch of the given ones; sizes for as many."""
+    """Return a copy of a node's value, a stack in a run on ``rows`` rows, for the given rows; sizes for as many."""
     value = run.env[node]
     if INFO not in node.meta:
         return size_at(node, run, len(sources)) if isinstance(value, (int, float)) else value
@@ -325,6 +363,18 @@ def copied(value: Any, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clon
     """Return a value with copies of its tensors."""
     flat, rebuild = take_apart(value)
     return rebuild([copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
+
+
+def from_layout(
+    tensor: torch.Tensor, few: Layout | None, many: Layout | None, rows: int, sources: Sequence[int]
+) -> torch.Tensor:
+    """Return the given rows of a tensor on ``rows`` rows, laid out as ``many``; without a layout, a copy."""
+    if few is None or many is None:
+        return tensor.clone()
+    by_row = torch.tensor(few.rows).argsort(stable=True).reshape(rows, len(few.rows) // rows)
+    places = torch.tensor(many.rows).argsort(stable=True)
+    entries = torch.empty_like(places).index_copy_(0, places, by_row[list(sources)].reshape(-1))
+    return tensor.index_select(few.dim, entries.to(tensor.device))
 
 
 def from_sources(tensor: torch.Tensor, dim: int | None, rows: int, sources: Sequence[int]) -> torch.Tensor:
