@@ -6,9 +6,11 @@ and 2.15.
 
 A gradient that Python still holds is copied where it meets a leaf without one, and the sum with another is new memory.
 One that comes out of a node's backward, and is nobody else's, becomes ``.grad`` itself, and others are added to it in
-place. So sums of microbatches reach the engine through a node that lets go of them:
+place. So large sums of microbatches reach the engine through a node that lets go of them:
 
     donate_gradients(tensors, gradients) ─► backward: every tensor gets its gradient
+
+The node is Python, and takes as long as half the backward of a small cell: small sums are copied instead.
 
 Weight gradients can be put off: what is left of a cell's backward when the gradients of its input are made.
 
@@ -39,6 +41,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 _ENGINE = torch.autograd.Variable._execution_engine
+LARGE_BYTES = 1 << 16
+"""From here on a sum is worth being added to in place."""
 
 
 def gradients(
@@ -61,6 +65,26 @@ def donate_gradients(tensors: Sequence[torch.Tensor], gradients: list[torch.Tens
     """
     with torch.enable_grad():
         return InjectGradients.apply(gradients, *tensors)
+
+
+def begin_at_sums(
+    leaves: Sequence[torch.Tensor],
+    totals: dict[int, torch.Tensor],
+    roots: list[torch.Tensor],
+    seeds: list[torch.Tensor],
+) -> None:
+    """Have a backward begin at the sums of leaves too, ``totals`` by identity: what else comes is added to them.
+
+    Large ones are taken out of ``totals`` and added to in place.
+    """
+    large = [leaf for leaf in leaves if leaf.numel() * leaf.element_size() >= LARGE_BYTES]
+    small = [leaf for leaf in leaves if leaf.numel() * leaf.element_size() < LARGE_BYTES]
+    roots += small
+    seeds += [totals[id(leaf)] for leaf in small]
+    if large:
+        root = donate_gradients(large, [totals.pop(id(leaf)) for leaf in large])
+        roots.append(root)
+        seeds.append(root.detach())
 
 
 class InjectGradients(torch.autograd.Function):

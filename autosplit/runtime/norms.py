@@ -80,17 +80,15 @@ class Use:
 
     def _seen(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and unbiased variance over all values of several parts."""
+        means = torch.stack([part.mean for part in parts]).double()
+        variances = torch.stack([part.variance for part in parts]).double()
+        counts = torch.stack([means.new_full((1,), part.count) for part in parts])  # not copied from the host
         total = sum(part.count for part in parts)
-        means = [part.mean.double() for part in parts]
-        mean, variance = torch.zeros_like(means[0]), torch.zeros_like(means[0])
-        for part, own in zip(parts, means, strict=True):
-            mean += own * (part.count / total)
-        for part, own in zip(parts, means, strict=True):
-            if self.averaged:
-                variance += part.variance * (part.count / total)
-                continue
-            variance += (part.variance.double() * (part.count - 1) + (own - mean).square() * part.count) / (total - 1)
-        return mean, variance
+        mean = (means * (counts / total)).sum(0)
+        if self.averaged:
+            return mean, (variances * (counts / total)).sum(0)
+        squares = variances * (counts - 1) + (means - mean).square() * counts
+        return mean, squares.sum(0) / (total - 1)
 
 
 @torch.no_grad()

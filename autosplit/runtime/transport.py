@@ -40,7 +40,7 @@ class Way(NamedTuple):
     @property
     def back(self) -> Way:
         """The way of the gradients of what goes this way."""
-        return self._replace(source=self.target, target=self.source, backward=True)
+        return Way(self.target, self.source, self.microbatch, self.loss, backward=True)
 
 
 class Transport(Protocol):
@@ -75,17 +75,19 @@ class SharedMemory:
     def recv(self, way: Way) -> Message:
         """Take a message and bring it to the receiver's device."""
         message, ready = self._sent.pop(way)
-        there = tuple(tensor for tensor in message if tensor is not None)
+        there = tuple([tensor for tensor in message if tensor is not None])
         detached = self._detached and not way.backward  # batched gradients cannot be detached, and have no graph
-        given = tuple(tensor.detach() for tensor in there) if detached else there
-        move = partial(transfer, given, self._lanes[way.source], self._lanes[way.target], ready)
+        given = tuple([tensor.detach() for tensor in there]) if detached else there
+        lanes = self._lanes[way.source], self._lanes[way.target]
         if self._log is None:
-            moved = move()
+            moved = transfer(given, *lanes, ready)
         else:
             places = way.source, way.target, way.microbatch
-            moved = self._log.copied(move, *places, backward=way.backward, ready=ready)
+            moved = self._log.copied(
+                partial(transfer, given, *lanes, ready), *places, backward=way.backward, ready=ready
+            )
         if detached:
-            moved = tuple(m.requires_grad_(t.requires_grad) for m, t in zip(moved, there, strict=True))
+            moved = tuple([m.requires_grad_(t.requires_grad) for m, t in zip(moved, there, strict=True)])
         arrived = iter(moved)
         return [None if tensor is None else next(arrived) for tensor in message]
 

@@ -74,7 +74,7 @@ def _nth(function: Callable[..., Any], number: int, error: Exception) -> Callabl
 IN_STEP: dict[str, Callable[[Exception], AbstractContextManager[Any]]] = {
     "a transfer": lambda error: mock.patch.object(transport, "transfer", _nth(transport.transfer, 2, error)),
     "a gradient's transfer": lambda error: mock.patch.object(transport, "transfer", _nth(transport.transfer, 5, error)),
-    "the sums": lambda error: mock.patch.object(cells.Cells, "_hold", _nth(cells.Cells._hold, 0, error)),
+    "the sums": lambda error: mock.patch.object(cells, "begin_at_sums", _nth(cells.begin_at_sums, 0, error)),
     "the hand-over": lambda error: mock.patch.object(_TrainCells, "hand_over", _nth(_TrainCells.hand_over, 0, error)),
 }
 

@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from autosplit.backward import deferrable, donate_gradients
+from autosplit.backward import begin_at_sums, deferrable
 from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.pieces import Change, Held, StageTrace, Step
 from autosplit.profile.lowering import CudaKernels
@@ -52,7 +52,8 @@ class How:
         loss: what the loss is instead of that mean, from that output and the number of rows.
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
-        apart: gradients of a further microbatch are added to the sums so far, outside ``.grad``, as a lane does it.
+        apart: gradients of a further microbatch are added to the sums so far, outside ``.grad``, as a lane does it:
+            large ones in place, small ones to new tensors, beside which the old sums stay until all are made.
         kernels: whose kernels' scratch is counted.
         observed: bytes of scratch that those of the device were seen to hold, by `operation_key`.
     """
@@ -184,10 +185,7 @@ class _Run:
         cotangents = [torch.empty_like(output) for output in outputs]
         if self.how.apart:
             held = [leaf for leaf in self.leaves if id(leaf) in self.totals]
-            if held:
-                root = donate_gradients(held, [self.totals.pop(id(leaf)) for leaf in held])
-                outputs, cotangents = [*outputs, root], [*cotangents, root.detach()]
-                del root
+            begin_at_sums(held, self.totals, outputs, cotangents)
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
             found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
             self.labels.forget()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autosplit.backward import DeferredWeightGrads, Product, defer_weight_gradients, donate_gradients, gradients
+from autosplit.backward import DeferredWeightGrads, Product, begin_at_sums, defer_weight_gradients, gradients
 from autosplit.runtime.lanes.ambient import any_autocast
 from autosplit.runtime.ops import OUT, Bundle, CellContext
 from autosplit.runtime.step.step import Start, Step
@@ -225,7 +225,9 @@ class Cells:
         later = DeferredWeightGrads() if whole else self._deferred(roots, stage, microbatch)
         summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
         if in_turn:
-            self._hold(stage, summed, roots, seeds)
+            totals = self.totals[stage]
+            held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
+            begin_at_sums(held, totals, roots, seeds)
         found = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
         back = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=False)}
         made = list(zip(summed, found, strict=False))
@@ -251,15 +253,6 @@ class Cells:
             if total is not None:
                 before = totals.get(id(leaf)) if id(leaf) in self.apart else None
                 totals[id(leaf)] = total if before is None else before + total
-
-    def _hold(self, stage: int, summed: Iterable[torch.Tensor], roots: list[Any], seeds: list[torch.Tensor]) -> None:
-        """Add what was summed so far to what a backward begins at, so that it is added to in place."""
-        totals = self.totals[stage]
-        held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
-        if held:
-            root = donate_gradients(held, [totals.pop(id(leaf)) for leaf in held])
-            roots.append(root)
-            seeds.append(root.detach())
 
     def _deferred(self, roots: Sequence[torch.Tensor], stage: int, microbatch: int) -> DeferredWeightGrads:
         """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only."""

@@ -79,12 +79,18 @@ class _Loss:
         """Return how the losses of microbatches add up: by the caller's word, or as known or proved."""
         if reduction != "auto":
             return self._parts(reduction), None
-        return self.known() if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
+        return self.known(proofs) if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
 
-    def known(self) -> _Found | None:
-        """Return torch's own loss where every value of it belongs to one row."""
+    def known(self, proofs: Proofs) -> _Found | None:
+        """Return torch's own loss where every value of it belongs to one row; asked once for the same shapes."""
         counted = self._count()
-        return (self._parts("counted", counted), None) if counted is not None and self._adds_up(counted) else None
+        if counted is None:
+            return None
+        question = "adds up", self.step.sizes, *_shapes(self.outputs, self.target)
+        adds_up = proofs.find(self.loss_fn, question)
+        if adds_up is None:
+            adds_up = proofs.keep(self.loss_fn, question, self._adds_up(counted))
+        return (self._parts("counted", counted), None) if adds_up else None
 
     def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
         """Return a loss that is proved on this batch or was on an earlier one."""
