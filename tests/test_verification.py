@@ -62,24 +62,16 @@ def test_draws_of_a_counter_are_compared_as_constants() -> None:
     assert [item.name for item in found.items if item.kind == "draws"] == ["same seed", "another seed"]
 
 
-class Functional(nn.Module):
+def functional(model: Any, value: Tensor) -> Tensor:
     """A norm and draws of a model's own making."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("var", torch.ones(6))
-        self.double()
-
-    def forward(self, value: Tensor) -> Tensor:
-        hidden = F.batch_norm(self.a(value), self.mean, self.var, training=self.training, momentum=0.2)
-        noise = torch.randn_like(hidden) * torch.rand(6, dtype=hidden.dtype) if self.training else 0.0
-        return self.b(F.dropout(hidden + noise, 0.2, self.training))
+    mean, var = model.buffer_mean, model.buffer_var
+    hidden = F.batch_norm(model.a(value), mean, var, training=model.training, momentum=0.2)
+    noise = torch.randn_like(hidden) * torch.rand(6, dtype=hidden.dtype) if model.training else 0.0
+    return model.b(F.dropout(hidden + noise, 0.2, model.training))
 
 
 def test_norms_and_draws_of_the_models_own() -> None:
-    model = Functional()
+    model = Model(functional, buffer_mean=lambda: torch.zeros(6), buffer_var=lambda: torch.ones(6))
     found = verify(model, split(model, devices=["cpu"] * 2), numbers(10, 6))
     assert found, str(found)
     assert not any("random numbers" in note for note in found.notes)

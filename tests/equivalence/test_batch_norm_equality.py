@@ -30,6 +30,7 @@ from tests.equivalence.equality import (
     train_step,
 )
 from tests.models.named import numbers
+from tests.models.three_layers import WIDTH, Model
 from tests.runtime.test_batch_norm_statistics import NormAct
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -169,22 +170,10 @@ def test_without_running_statistics_the_whole_batch_is_normalised(training: bool
 
 # -- running statistics of the first norm are the plain model's ------------------------------------------------------
 
-WIDTH = 6
 
-
-class Net(nn.Module):
+def net(body: Callable[[Any, Tensor], Tensor], **parts: Callable[[], Any]) -> nn.Module:
     """``body`` between two linear layers."""
-
-    def __init__(self, body: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.body = body
-        for name, part in parts.items():
-            self.register_buffer(name, part) if isinstance(part, Tensor) else setattr(self, name, part)
-        self.double()
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.b(self.body(self, self.a(value)))
+    return Model(lambda m, value: m.b(body(m, m.a(value))), **parts)
 
 
 def twice(net: Any, value: Tensor) -> Tensor:
@@ -196,7 +185,7 @@ def read_behind(net: Any, value: Tensor) -> Tensor:
 
 
 def one_of_two(net: Any, value: Tensor) -> Tensor:
-    return F.batch_norm(value, net.means[1], net.variances[1], training=net.training, momentum=0.2)
+    return F.batch_norm(value, net.buffer_means[1], net.buffer_variances[1], training=net.training, momentum=0.2)
 
 
 def by_instance(net: Any, value: Tensor) -> Tensor:
@@ -212,14 +201,16 @@ def norm(**options: Any) -> nn.Module:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "plain": lambda: Net(lambda net, value: net.norm(value), norm=norm()),
-    "own python": lambda: Net(lambda net, value: net.norm(value), norm=NormAct(WIDTH)),
-    "twice, cumulative": lambda: Net(twice, norm=norm(momentum=None)),
-    "read behind it": lambda: Net(read_behind, norm=norm()),
-    "buffers in a stack": lambda: Net(one_of_two, means=stack(WIDTH), variances=stack(WIDTH)),
-    "single process": lambda: Net(lambda net, value: net.norm(value), norm=nn.SyncBatchNorm(WIDTH)),
-    "instances": lambda: Net(by_instance, norm=nn.InstanceNorm1d(2, track_running_stats=True)),
-    "frozen": lambda: Net(lambda net, value: net.norm(value), norm=norm()),
+    "plain": lambda: net(lambda m, value: m.norm(value), norm=norm),
+    "own python": lambda: net(lambda m, value: m.norm(value), norm=lambda: NormAct(WIDTH)),
+    "twice, cumulative": lambda: net(twice, norm=lambda: norm(momentum=None)),
+    "read behind it": lambda: net(read_behind, norm=norm),
+    "buffers in a stack": lambda: net(
+        one_of_two, buffer_means=lambda: stack(WIDTH), buffer_variances=lambda: stack(WIDTH)
+    ),
+    "single process": lambda: net(lambda m, value: m.norm(value), norm=lambda: nn.SyncBatchNorm(WIDTH)),
+    "instances": lambda: net(by_instance, norm=lambda: nn.InstanceNorm1d(2, track_running_stats=True)),
+    "frozen": lambda: net(lambda m, value: m.norm(value), norm=norm),
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autosplit import autosplit, recorded
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, difference, forward_backward, train_step
 from tests.models.lengths import CASES, Case, made
+from tests.models.three_layers import WIDTH, Model
 from tests.pairwise import in_turn
 
 
@@ -77,47 +78,33 @@ def test_training_steps_on_many_lengths() -> None:
     pipe.unsplit()
 
 
-class Branching(nn.Module):
-    """Short sequences go one way, long ones another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = self.first(value)
-        if value.shape[1] > 16:
-            value = value.relu()
-        return self.second(value)
+def branching(model: Any, value: Tensor) -> Tensor:
+    """Send short sequences one way, long ones another."""
+    value = model.a(value)
+    return model.b(value.relu() if value.shape[1] > 16 else value)
 
 
 def test_a_branch_on_the_length_is_two_recordings() -> None:
-    model = Branching().double()
+    model = Model(branching)
     pipe = _pipe(model)
     for length in (5, 9, 40, 20, 16, 17, 3, 33, 60, 12, 18):
-        batch = Batch((torch.randn(4, length, 5, dtype=torch.float64),))
+        batch = Batch((torch.randn(4, length, WIDTH, dtype=torch.float64),))
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
     assert made(pipe) <= 5
 
 
-class Counting(nn.Module):
-    """Takes the length out of torch: every length is another program."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, value: Tensor) -> Tensor:
-        weights = torch.tensor([1.0 / (1 + place) for place in range(value.shape[1])], dtype=value.dtype)
-        return self.second(self.first(value) * weights[:, None])
+def counting(model: Any, value: Tensor) -> Tensor:
+    """Take the length out of torch: every length is another program."""
+    weights = torch.tensor([1.0 / (1 + place) for place in range(value.shape[1])], dtype=value.dtype)
+    return model.b(model.a(value) * weights[:, None])
 
 
 def test_lengths_that_leave_torch_stay_apart() -> None:
-    model = Counting().double()
+    model = Model(counting)
     pipe = _pipe(model)
     lengths = (5, 9, 14, 20, 16, 17)
     for length in (*lengths, *lengths):
-        batch = Batch((torch.randn(4, length, 5, dtype=torch.float64),))
+        batch = Batch((torch.randn(4, length, WIDTH, dtype=torch.float64),))
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
     assert made(pipe) == len(lengths) + 3  # three attempts to generalise are in vain, then none is made
     pipe.unsplit()
@@ -134,15 +121,15 @@ def test_symbols_that_part() -> None:
 
 
 def test_dropped_recordings_are_freed() -> None:
-    model = Counting().double()
+    model = Model(counting)
     pipe = _pipe(model)
-    pipe(torch.randn(4, 3, 5, dtype=torch.float64))
+    pipe(torch.randn(4, 3, WIDTH, dtype=torch.float64))
     recordings = pipe._core.recordings
     ((first,),) = recordings.kept.values()
     watched = [weakref.ref(value) for value in (first, *first.programs.values(), *first.lowered.stages)]
     del first
     for length in range(4, 40):
-        pipe(torch.randn(4, length, 5, dtype=torch.float64))
+        pipe(torch.randn(4, length, WIDTH, dtype=torch.float64))
     gc.collect()
     assert len(recordings.kept) == 32
     assert len(pipe._core.compiled) <= 34  # the kept ones, the empty one, and the one that is shown

@@ -16,6 +16,7 @@ from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
 from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, pair, value_of
 from tests.models.named import WIDTH, Chain, numbers
+from tests.models.three_layers import Model
 from tests.pairwise import in_turn
 
 both = pytest.mark.parametrize("lanes", LANES)
@@ -107,18 +108,11 @@ def test_one_output_of_several(key: str, lanes: str) -> None:
     check(run, "dict output", lanes)
 
 
-class Mixed(nn.Module):
+def mixed(model: Any, value: Tensor, other: Tensor) -> tuple[Tensor, ...]:
     """Outputs with and without a gradient: a value, its largest entry's place, a frozen part, a detached one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.frozen, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, value: Tensor, other: Tensor) -> tuple[Tensor, ...]:
-        hidden = torch.tanh(self.first(value))
-        beside = self.frozen(other)
-        return self.last(hidden) * beside, hidden.argmax(1), beside, hidden.detach() * 2, hidden
+    hidden = torch.tanh(model.a(value))
+    beside = model.b(other)
+    return model.c(hidden) * beside, hidden.argmax(1), beside, hidden.detach() * 2, hidden
 
 
 @both
@@ -128,9 +122,9 @@ def test_outputs_without_gradients(lanes: str) -> None:
         probe_loss(outputs).backward()
         return [*(o.requires_grad for o in outputs), *outputs, *grads(module)]
 
-    torch.manual_seed(1)
-    plain, model = Mixed().double(), Mixed().double()
-    model.load_state_dict(plain.state_dict())
+    plain, model = Model(mixed), Model(mixed)
+    for each in (plain, model):
+        each.b.requires_grad_(False)
     assert_equal(run(autosplit(model, devices=["cpu"] * 3, chunks=4, lanes=lanes)), run(plain))
 
 

@@ -209,15 +209,16 @@ def test_stages_that_wait_for_nothing(slow: int, monkeypatch: pytest.MonkeyPatch
         assert_same_bits(threaded, inline)
 
 
-@settings(max_examples=examples(24, few=8))
+@settings(max_examples=examples(50, few=8))
 @given(
     recipe=recipes(forms=("tensor",)),
-    rows=st.integers(2, 11),
-    chunks=st.integers(2, 5),
-    devices=st.integers(2, 4),
-    schedules=st.permutations(("gpipe", "1f1b")),
+    rows=st.integers(1, 13),
+    chunks=st.integers(1, 9),
+    devices=st.integers(2, 5),
+    schedules=st.permutations(("gpipe", "1f1b", "1f1b")),
 )
 def test_random_modules(recipe: Recipe, rows: int, chunks: int, devices: int, schedules: list[str]) -> None:
+    """Uncut, cut inline and cut on threads; and in a second run."""
     batch = make_batch(recipe, rows=rows)
     options = {"target": torch.zeros(rows, recipe.width, dtype=torch.float64), "loss_fn": F.mse_loss}
     delayed = Delays(Cells.act)
@@ -225,12 +226,14 @@ def test_random_modules(recipe: Recipe, rows: int, chunks: int, devices: int, sc
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cells, "act", lambda cells, action: delayed(cells, action))
-        for lanes, schedule in zip(("inline", "threads"), schedules, strict=True):
+        cases = [("inline", 1), ("inline", devices), ("threads", devices), ("threads", devices)]
+        for (lanes, count), schedule in zip(cases, (*schedules, schedules[-1]), strict=True):
             model = build_random(recipe)
-            pipe = autosplit(model, devices=["cpu"] * devices, chunks=chunks, lanes=lanes, schedule=schedule)
-            runs = [forward_backward(pipe, batch)]
+            pipe = autosplit(model, devices=["cpu"] * count, chunks=chunks, lanes=lanes, schedule=schedule)
+            runs = [forward_backward(pipe, batch), forward_backward(pipe, batch)]
             if any(parameter.requires_grad for parameter in model.parameters()):
-                runs.append(train_step(pipe, batch, **options))
+                runs += [train_step(pipe, batch, **options) for _ in range(2)]
             found.append(runs)
-    for inline, threaded in zip(*found, strict=True):
-        assert_same_bits(threaded, inline)
+    for other in found[1:]:
+        for one, whole in zip(other, found[0], strict=True):
+            assert_same_bits(one, whole)

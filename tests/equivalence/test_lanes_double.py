@@ -13,6 +13,7 @@ from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
 from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, value_of
 from tests.models.named import CASES, WIDTH
+from tests.models.three_layers import Model
 
 both = pytest.mark.parametrize("lanes", LANES)
 REFUSED = "lanes='inline'"
@@ -110,20 +111,17 @@ def dropping() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
 
 
-class Counting(nn.Module):
+def counting() -> nn.Module:
     """A counter that scales the value: state once per step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("steps", torch.zeros(()))
+    def body(model: Any, value: Tensor) -> Tensor:
+        model.buffer_steps += 1
+        return model.c(torch.tanh(model.a(value) * (1 + 0.1 * model.buffer_steps)))
 
-    def forward(self, value: Tensor) -> Tensor:
-        self.steps += 1
-        return self.last(torch.tanh(self.first(value) * (1 + 0.1 * self.steps)))
+    return Model(body, buffer_steps=lambda: torch.zeros(()))
 
 
-@pytest.mark.parametrize("build", [normed, dropping, Counting])
+@pytest.mark.parametrize("build", [normed, dropping, counting])
 def test_running_again_repeats_draws_and_leaves_buffers(build: Callable[[], nn.Module]) -> None:
     found = []
     for lanes in LANES:
@@ -143,44 +141,29 @@ def test_running_again_repeats_draws_and_leaves_buffers(build: Callable[[], nn.M
     assert_equal(found[1], found[0], tolerance=1e-10)
 
 
-class Lagging(nn.Module):
+def lagging() -> nn.Module:
     """The output depends on a running mean that the forward then moves."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = self.first(value)
-        output = self.last(torch.tanh(value - self.mean))
+    def body(model: Any, value: Tensor) -> Tensor:
+        value = model.a(value)
+        output = model.c(torch.tanh(value - model.buffer_mean))
         with torch.no_grad():
-            self.mean.mul_(0.9).add_(value.mean(0) * 0.1)
+            model.buffer_mean.mul_(0.9).add_(value.mean(0) * 0.1)
         return output
 
-
-class Writing(nn.Module):
-    """Writes to one of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Tensor, scale: Tensor) -> Tensor:
-        scale.add_(1)
-        return self.last(torch.tanh(self.first(value)) * scale)
+    return Model(body, buffer_mean=lambda: torch.zeros(WIDTH))
 
 
 def test_state_that_moved_since_the_forward_is_refused_on_threads() -> None:
-    pipe = make(Lagging, "threads")
+    pipe = make(lagging, "threads")
     value = value_of()
     loss = probe_loss(pipe(value))
-    before = pipe.get_buffer("mean").clone()
+    before = pipe.get_buffer("buffer_mean").clone()
     with pytest.raises(RuntimeError, match=REFUSED):
         torch.autograd.grad(loss, [value], create_graph=True)
-    assert torch.equal(pipe.get_buffer("mean"), before)
+    assert torch.equal(pipe.get_buffer("buffer_mean"), before)
     loss.backward()
-    inline = make(Lagging, "inline")
+    inline = make(lagging, "inline")
     again = value_of()
     probe_loss(inline(again)).backward()
     assert_equal([value.grad, *grads(pipe)], [again.grad, *grads(inline)])
@@ -188,7 +171,7 @@ def test_state_that_moved_since_the_forward_is_refused_on_threads() -> None:
 
 
 def test_an_input_that_the_model_writes_to_is_refused_on_threads_and_stays() -> None:
-    pipe = make(Writing, "threads")
+    pipe = make(lambda: Model(lambda m, x, scale: m.c(torch.tanh(m.a(x)) * scale.add_(1))), "threads")
     value, scale = value_of(), torch.ones(9, WIDTH, dtype=torch.float64)
     loss = probe_loss(pipe(value, scale))
     assert torch.equal(scale, torch.full_like(scale, 2))

@@ -16,7 +16,7 @@ from autosplit.runtime.ops import draw, merge, transfer
 from autosplit.trace.check import check_recording
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording.recording import apply_function, under
-from tests.models.three_layers import WIDTH, numbers
+from tests.models.three_layers import WIDTH, Model, numbers
 
 VALUE = numbers(6, WIDTH, gradient=False)
 
@@ -33,20 +33,16 @@ class Halved(torch.autograd.Function):
         return gradient * 0.5
 
 
-class Net(nn.Module):
-    """Three layers with all that is easily lost: statistics, draws, a custom function, a region without gradients."""
+def net() -> Model:
+    """All that is easily lost: statistics, draws, a custom function, a region without gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.double()
-
-    def forward(self, value: Tensor) -> Tensor:
-        hidden = Halved.apply(self.norm(self.a(value)))
+    def body(model: Any, value: Tensor) -> Tensor:
+        hidden = Halved.apply(model.norm(model.a(value)))
         with torch.no_grad():
             gate = torch.sigmoid(hidden)
-        return self.c(F.dropout(torch.tanh(self.b(hidden)) * gate, 0.4, self.training))
+        return model.c(F.dropout(torch.tanh(model.b(hidden)) * gate, 0.4, model.training))
+
+    return Model(body, norm=lambda: nn.BatchNorm1d(WIDTH))
 
 
 # -- mutations of a graph that calls the model's own functions -----------------------------------------------------
@@ -102,18 +98,18 @@ BROKEN: dict[str, tuple[Callable[[fx.Graph], None], str, str]] = {
 
 
 @pytest.fixture
-def recording() -> tuple[Net, Trace]:
-    model = Net()
+def recording() -> tuple[Model, Trace]:
+    model = net()
     return model, trace(model, Sample(VALUE))
 
 
-def test_nothing_broken_in_a_recording(recording: tuple[Net, Trace]) -> None:
+def test_nothing_broken_in_a_recording(recording: tuple[Model, Trace]) -> None:
     model, found = recording
     assert check_recording(model, found.graph, found.inputs) is None
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_the_check_of_a_recording_finds(name: str, recording: tuple[Net, Trace]) -> None:
+def test_the_check_of_a_recording_finds(name: str, recording: tuple[Model, Trace]) -> None:
     model, found = recording
     mutate, expected, _ = BROKEN[name]
     mutate(found.graph.graph)
@@ -125,7 +121,7 @@ def test_the_check_of_a_recording_finds(name: str, recording: tuple[Net, Trace])
 # -- mutations of a pipe -------------------------------------------------------------------------------------------
 @pytest.fixture
 def pipe() -> Any:
-    return autosplit(Net(), devices=["cpu"] * 2, chunks=3, sample=VALUE)
+    return autosplit(net(), devices=["cpu"] * 2, chunks=3, sample=VALUE)
 
 
 def wrong(pipe: Any, run: str = "train") -> set[str]:
@@ -202,7 +198,7 @@ def test_verify_finds_in_a_program(name: str, pipe: Any) -> None:
 
 
 def test_verify_finds_draws_that_every_call_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, draw = autosplit(Net(), devices=["cpu"] * 2, chunks=3, sample=VALUE, rng="counter"), torch.randint
+    pipe, draw = autosplit(net(), devices=["cpu"] * 2, chunks=3, sample=VALUE, rng="counter"), torch.randint
     monkeypatch.setattr(torch, "randint", lambda *args, **kwargs: torch.zeros_like(draw(*args, **kwargs)))
     assert wrong(pipe) == {"draws"}
 

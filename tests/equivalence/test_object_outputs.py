@@ -16,6 +16,7 @@ from torch import nn
 
 from autosplit import autosplit, verify
 from tests.clients.models import gpt2, llama
+from tests.models.three_layers import Model
 
 X = torch.randn(8, 6, dtype=torch.float64)
 
@@ -156,20 +157,11 @@ def test_train_step_and_verify() -> None:
 
 
 def test_an_object_that_the_model_keeps_is_not_copied() -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-            self.info = SimpleNamespace(name="kept")
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.layers(x), self.info
-
-    model = Keeps()
-    pipe = autosplit(model, devices=2, chunks=2, sample=X.float())
-    out, info = pipe(X.float())
+    model = Model(lambda m, x: (m.b(m.a(x)), m.info), info=SimpleNamespace(name="kept"))
+    pipe = autosplit(model, devices=2, chunks=2, sample=X)
+    out, info = pipe(X)
     assert info is model.info
-    torch.testing.assert_close(out, model(X.float())[0])
+    torch.testing.assert_close(out, model(X)[0])
 
 
 class Pair:
@@ -221,21 +213,14 @@ def test_an_object_that_the_forward_changes_is_the_callers_own() -> None:
     assert any("object that it is given" in note for note in pipe.plan.notes)
 
 
-class Sized(nn.Module):
-    """Returns the shape of its result beside it, and is given one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.double()
-
-    def forward(self, x: torch.Tensor, like: torch.Size) -> tuple[torch.Tensor, Any]:
-        out = self.last(self.first(x)).reshape(-1, like[1], 2)
-        return out, {"shape": out.shape, "like": like}
+def sized(model: Any, x: torch.Tensor, like: torch.Size) -> tuple[torch.Tensor, Any]:
+    """Return the shape of the result beside it, and the one that is given."""
+    out = model.b(model.a(x)).reshape(-1, like[1], 2)
+    return out, {"shape": out.shape, "like": like}
 
 
 def test_a_shape_stays_a_shape() -> None:
-    model = Sized()
+    model = Model(sized)
     pipe = autosplit(model, devices=2, chunks=3)
     for rows in (8, 5):
         x = torch.randn(rows, 6, dtype=torch.float64)

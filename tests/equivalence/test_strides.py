@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
+from tests.models.three_layers import Model
 from tests.pairwise import pairwise
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -53,22 +55,16 @@ def test_a_read_by_strides_equals_the_plain_model(layout: str, across: bool, lan
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-class Halves(nn.Module):
-    """Its outputs lie in memory in another order than their dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        h = self.first(x)
-        turned = torch.tanh(h.transpose(0, 1)).transpose(0, 1)
-        return h, turned, torch.tanh(h.transpose(1, 2)).transpose(1, 2), (turned * h).mean(0)
+def halves(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Outputs that lie in memory in another order than their dimensions."""
+    h = model.a(x)
+    turned = torch.tanh(h.transpose(0, 1)).transpose(0, 1)
+    return h, turned, torch.tanh(h.transpose(1, 2)).transpose(1, 2), (turned * h).mean(0)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 7])
 def test_merged_outputs_have_the_plain_models_strides(rows: int) -> None:
-    model = Halves()
+    model = Model(halves).float()
     plain = copy.deepcopy(model)
     outputs, expected = autosplit(model, devices=1, chunks=3)(torch.ones(rows, 4, 6)), plain(torch.ones(rows, 4, 6))
     assert [output.stride() for output in outputs] == [output.stride() for output in expected]

@@ -58,17 +58,6 @@ def test_a_list_as_sample_says_what_to_give(unchanged: Unchanged) -> None:
         autosplit(model, devices=["cpu"] * 2, sample=[numbers(4, 3)])
 
 
-class Inside(nn.Module):
-    """Linear layers around a module that decides in Python."""
-
-    def __init__(self, gate: nn.Module) -> None:
-        super().__init__()
-        self.first, self.gate, self.last = nn.Linear(4, 4), gate, nn.Linear(4, 4)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.last(self.gate(torch.tanh(self.first(value))))
-
-
 class Boom(RuntimeError):
     """An error of the model's own."""
 
@@ -221,7 +210,7 @@ class Deep(nn.Module):
     def __init__(self, read: bool) -> None:
         super().__init__()
         self.read = read
-        self.body = Inside(Armed())
+        self.body = nn.Sequential(nn.Linear(4, 4), Armed(), nn.Linear(4, 4))
 
     def forward(self, value: Tensor) -> Tensor:
         value = self.body(value)
@@ -236,9 +225,9 @@ def test_a_forward_that_raises_keeps_its_error_on_every_rung(read: bool, armed: 
     pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 4) if armed == "later" else None)
     planning = partial(plan_or_call, model, Sample(numbers(8, 4)), early=True)
     call = planning if armed == "planning" else partial(pipe, numbers(8, 4))
-    model.body.gate.armed = True
+    model.body[1].armed = True
     with unchanged(model), pytest.raises(Boom, match="the fuse is lit") as caught:
         call()
-    assert "body.gate" in text_of(caught.value)
-    model.body.gate.armed = False
+    assert "body.1" in text_of(caught.value)
+    model.body[1].armed = False
     torch.testing.assert_close(pipe(numbers(8, 4)), model(numbers(8, 4)))

@@ -5,33 +5,22 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.memory.pieces import Recompute, StageTrace, StageTraces
 from autosplit.options import Sample
 from autosplit.profile.stage_trace.stage_graph import stage_nodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.ladder import trace as traced
+from tests.models.blocks import wide_blocks
 
 ROWS, LENGTH = 2, 3
-
-
-class Block(nn.Module):
-    """A feed-forward net with a norm beside a residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.act = nn.LayerNorm(width), nn.GELU()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.down(self.act(self.up(self.norm(value))))
 
 
 def stage(width: int, blocks: int, *, logits: int = 0) -> nn.Sequential:
     """Return some blocks, with a head behind them where it is the last stage."""
     head = [nn.Linear(width, logits)] if logits else []
-    return nn.Sequential(*(Block(width) for _ in range(blocks)), *head)
+    return nn.Sequential(*wide_blocks(blocks, width, norm=True), *head)
 
 
 @cache

@@ -16,7 +16,7 @@ from autosplit.profile.stage_trace.stage_graph import stage_nodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
-from tests.memory.stages import Block
+from tests.models.blocks import wide_blocks
 from tests.profile.graphs import traced
 
 WIDTH, ROWS, LENGTH = 64, 4, 32
@@ -27,7 +27,7 @@ SCALARS_BYTES = 100
 
 @cache
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(WIDTH), Block(WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *wide_blocks(2, WIDTH, norm=True))
 
 
 @cache

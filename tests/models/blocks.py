@@ -1,4 +1,4 @@
-"""Residual blocks with a hidden layer four times as wide: inside of one more crosses than between two."""
+"""Residual blocks with a hidden layer that is wider: inside of one more crosses than between two."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch.nn import functional as F
 
 
 class WideBlock(nn.Module):
-    """Two layers; ``norm`` puts a LayerNorm before them."""
+    """Two layers, ``times`` as wide between them; ``norm`` puts a LayerNorm before them."""
 
-    def __init__(self, width: int, *, norm: bool = False) -> None:
+    def __init__(self, width: int, *, norm: bool = False, times: int = 4) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width) if norm else None
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.wide, self.narrow = nn.Linear(width, times * width), nn.Linear(times * width, width)
 
     def forward(self, value: Tensor) -> Tensor:
         inner = value if self.norm is None else self.norm(value)

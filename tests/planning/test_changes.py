@@ -27,23 +27,15 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
+def net() -> nn.Sequential:
     """Eight blocks of 65 KiB of parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    return nn.Sequential(*(Block() for _ in range(8)))
 
 
 @cache
 def planned(devices: str = f"2x{H100}", *, rows: int = ROWS, width_rows: int = 16, **choices: Any) -> autosplit.Plan:
     sample = torch.zeros(rows, width_rows, WIDTH)
-    return autosplit.plan(Net(), devices, sample=sample, **{"schedule": "1f1b"} | choices)
+    return autosplit.plan(net(), devices, sample=sample, **{"schedule": "1f1b"} | choices)
 
 
 def again(change: Change, **choices: Any) -> autosplit.Plan:

@@ -11,30 +11,16 @@ from autosplit import InputError, Plan, plan
 from autosplit.options import Options, Sample
 from autosplit.planning.search.make import make_plan
 from autosplit.trace.ladder import trace
+from tests.models.blocks import WideBlock
 
 WIDTH, ROWS, CHUNKS, FOUR = 256, 32, 8, "4xH100-SXM5-80GB"
-
-
-class Block(nn.Module):
-    """A norm, and a layer four times as wide: inside it four times as much crosses."""
-
-    def __init__(self, width: int, *, wide: int = 4) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, wide * width),
-            nn.Linear(wide * width, width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
     def __init__(self, blocks: int, *, words: int = 64, wide: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, wide=wide) for _ in range(blocks))
+        self.blocks = nn.ModuleList(WideBlock(WIDTH, norm=True, times=wide) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, words)
 
     def forward(self, x: Tensor) -> Tensor:

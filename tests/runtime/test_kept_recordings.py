@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from autosplit import autosplit, recorded
 from autosplit.errors import InputError
 from tests.equivalence.equality import LANES
-
-WIDTH = 4
+from tests.models.three_layers import WIDTH, Model
 
 
 class Acting(nn.Module):
@@ -80,18 +79,10 @@ def test_a_tensor_at_a_reused_address_is_another_one() -> None:
 
 
 def test_classes_of_one_name_are_not_one_input() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, value: Tensor, kind: type) -> Tensor:
-            return self.last(kind.act(self.first(value)))
-
     def kind(act: Any) -> type:
         return type("Kind", (), {"act": staticmethod(act)})
 
-    model = Net()
+    model = Model(lambda m, value, kind: m.b(kind.act(m.a(value)))).float()
     pipe = autosplit(model, devices=2, chunks=2)
     for own in (kind(torch.relu), kind(torch.tanh)):
         torch.testing.assert_close(pipe(value(), own), model(value(), own))
@@ -125,23 +116,15 @@ def test_stages_are_those_of_the_last_call(lanes: str) -> None:
     assert pipe.stages == second
 
 
-class Whole(nn.Module):
-    """No graph can follow it: it runs by its own Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Any:
-        value = self.first(value)
-        if value.norm().item() > 1e6:
-            value = value / 2
-        return self.last(value)
+def whole(model: Any, value: Tensor) -> Tensor:
+    """Read a value at the root: no graph can follow it."""
+    value = model.a(value)
+    return model.b(value / 2 if value.norm().item() > 1e6 else value)
 
 
 @pytest.mark.parametrize("route", ["graph", "hooks", "tree"])
 def test_a_reduction_that_there_is_not_is_refused_on_every_route(route: str) -> None:
-    model = Whole() if route == "tree" else Acting()
+    model = Model(whole).float() if route == "tree" else Acting()
     pipe = autosplit(model, devices=2, chunks=2)
     if route == "hooks":
         pipe.register_forward_hook(lambda *_: None)

@@ -9,28 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.profile.node_costs.ledger import Ledger
 from tests.equivalence.equality import LANES
+from tests.models.blocks import WideBlock
 from tests.runtime.gates import Boom
 
 WIDTH, ROWS, CHUNKS, BLOCKS = 16, 32, 4, 4
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.narrow(F.gelu(self.wide(self.norm(value))))
 
 
 class Net(nn.Module):
@@ -39,7 +26,7 @@ class Net(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(WideBlock(width, norm=True) for _ in range(BLOCKS))
 
     def forward(self, value: Tensor) -> Tensor:
         value = self.first(value)

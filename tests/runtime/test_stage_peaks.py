@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from benchmarks.memory_pipe import ASKED, lane_bytes
-from tests.runtime.test_recompute import Block
+from tests.models.blocks import WideBlock
 
 WIDTH, ROWS, CHUNKS = 64, 32, 8
 
@@ -20,7 +20,7 @@ class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(8))
+        self.blocks = nn.ModuleList(WideBlock(WIDTH, norm=True) for _ in range(8))
 
     def forward(self, value: Tensor) -> Tensor:
         skip = value = self.first(value)

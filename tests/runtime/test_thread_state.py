@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES
+from tests.models.three_layers import Model
 from tests.runtime.watching import (
     SPOT,
     STAGES,
@@ -262,25 +263,19 @@ def test_flushed_denormals(flush: bool) -> None:
     assert set(watch(observe, lambda: pipe(value_of()))) == {before}
 
 
-class Root(nn.Module):
+def root(model: Any, value: Tensor) -> Tensor:
     """The square root of zeros: its gradient is infinite, times zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.last((self.first(value) * 0).sqrt())
+    return model.b((model.a(value) * 0).sqrt())
 
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_anomaly_mode_names_the_forward(lanes: str) -> None:
-    pipe = autosplit(Root(), devices=["cpu"] * 2, chunks=3, lanes=lanes)
+    pipe = autosplit(Model(root).float(), devices=["cpu"] * 2, chunks=3, lanes=lanes)
     pipe(value_of())
     with pytest.warns(UserWarning, match=r"Anomaly Detection has been enabled|Traceback of forward call") as told:
         _backward_that_fails(pipe)
     assert any("Error detected in MulBackward0" in str(w.message) and ".mul(0)" in str(w.message) for w in told)
-    assert all(parameter.grad is None for name, parameter in pipe.named_parameters() if name.startswith("first"))
+    assert all(parameter.grad is None for name, parameter in pipe.named_parameters() if name.startswith("a."))
     assert not torch.is_anomaly_enabled()
     pipe(value_of()).sum().backward()
 

@@ -13,20 +13,15 @@ from torch import Tensor, nn
 from autosplit import Sample, autosplit
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
+from tests.models.three_layers import WIDTH, Model
 
-ROWS, WIDTH = 8, 6
+ROWS = 8
 Body = Callable[[Tensor], Tensor]
 
 
-class Model(nn.Module):
+def between(body: Body) -> Model:
     """An operation between two layers."""
-
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.first, self.last, self.body = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.body(self.first(x)))
+    return Model(lambda m, x: m.b(body(m.a(x))))
 
 
 def inverted(h: Tensor) -> Tensor:
@@ -227,31 +222,25 @@ def assert_equal(model: nn.Module, batches: list[Tensor]) -> None:
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_rows_is_equal(name: str) -> None:
     torch.manual_seed(1)
-    assert_equal(Model(MIXING[name]).double(), [torch.randn(ROWS, WIDTH).double() for _ in range(2)])
+    assert_equal(between(MIXING[name]), [torch.randn(ROWS, WIDTH).double() for _ in range(2)])
 
 
 @pytest.mark.parametrize("name", ["mean", "faint mean", "later rows", "sum from the end", "pairs"])
 def test_a_sample_of_equal_rows_hides_nothing(name: str) -> None:
-    model, x = Model(MIXING[name]).double(), torch.randn(ROWS, WIDTH).double()
+    model, x = between(MIXING[name]), torch.randn(ROWS, WIDTH).double()
     pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=4, sample=torch.zeros_like(x))
     torch.testing.assert_close(pipe(x), model(x), rtol=1e-10, atol=1e-10)
 
 
-class InOneMode(Model):
+def in_one_mode(body: Body, *, training: bool) -> Model:
     """An operation in training or in eval mode only."""
-
-    def __init__(self, body: Body, *, training: bool) -> None:
-        super().__init__(body)
-        self.mode = training
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.training is self.mode else self.last(self.first(x))
+    return Model(lambda m, x: m.b(body(m.a(x)) if m.training is training else m.a(x)))
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["mean", "flip"])
 def test_rows_that_meet_in_one_mode_only(name: str, training: bool) -> None:
-    model, x = InOneMode(MIXING[name], training=training).double(), torch.randn(ROWS, WIDTH).double()
+    model, x = in_one_mode(MIXING[name], training=training), torch.randn(ROWS, WIDTH).double()
     pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=4)
     for mode in (not training, training, not training):
         model.train(mode), pipe.train(mode)
@@ -276,12 +265,12 @@ ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
 @pytest.mark.parametrize("name", ALONG)
 def test_without_values_the_dimension_says_whether_rows_mix(name: str) -> None:
     for dim in (0, 1):
-        model, x = Model(lambda h, dim=dim: ALONG[name](h, dim)).to("meta"), torch.empty(ROWS, WIDTH, device="meta")
+        model, x = between(lambda h, dim=dim: ALONG[name](h, dim)).to("meta"), torch.empty(ROWS, WIDTH, device="meta")
         assert bool(full_nodes(model, x)) is (dim == 0)
 
 
 def test_without_values_a_number_has_no_batch_dimension() -> None:
-    model = Model(lambda h: h + h.mean().softmax(0)).to("meta")
+    model = between(lambda h: h + h.mean().softmax(0)).to("meta")
     assert full_nodes(model, torch.empty(ROWS, WIDTH, device="meta"))
 
 
@@ -312,14 +301,14 @@ def test_a_sample_without_elements_is_recorded() -> None:
 
 
 def test_what_is_never_used_may_mix_rows() -> None:
-    model = Model(lambda h: (h[torch.randperm(len(h))], h[h[:, 0].argsort()], h)[2]).double()
+    model = between(lambda h: (h[torch.randperm(len(h))], h[h[:, 0].argsort()], h)[2])
     assert_equal(model, [torch.randn(ROWS, WIDTH).double()])
 
 
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_stay_apart_run_in_microbatches(name: str) -> None:
     torch.manual_seed(1)
-    model, x = Model(APART[name]).double(), torch.randn(ROWS, WIDTH).double()
+    model, x = between(APART[name]), torch.randn(ROWS, WIDTH).double()
     assert not full_nodes(model, x)
     assert_equal(model, [x])
 

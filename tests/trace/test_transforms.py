@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autosplit import InputError, ScheduleError, autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+from tests.models.three_layers import WIDTH, Model
 
-WIDTH = 6
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:2 devices were given")
 
 
@@ -124,16 +124,10 @@ def test_what_no_graph_holds_runs_as_the_model_and_is_told_in_own_words(name: st
 
 
 def test_inputs_without_rows_to_cut_are_told_in_own_words() -> None:
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def product(model: Any, value: Tensor) -> Tensor:
+        return model.b(torch.tanh(torch.sparse.mm(value, model.a.weight) if value.is_sparse else model.a(value)))
 
-        def forward(self, value: Tensor) -> Tensor:
-            hidden = torch.sparse.mm(value, self.first.weight) if value.is_sparse else self.first(value)
-            return self.last(torch.tanh(hidden))
-
-    model, rows = Product().double(), [numbers(2, WIDTH), numbers(3, WIDTH)]
+    model, rows = Model(product), [numbers(2, WIDTH), numbers(3, WIDTH)]
     sparse = numbers(7, WIDTH).relu().to_sparse()
     with pytest.warns(UserWarning, match="has collapsed: .* an input is a sparse tensor, which has no rows to cut"):
         torch.testing.assert_close(split(model)(sparse), model(sparse), rtol=0, atol=0)
