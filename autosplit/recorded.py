@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.holders import Place
+from autosplit.trace.borrowed.touched import aliased, touched
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
 from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart
@@ -271,11 +273,33 @@ class PythonRuns:
         """Where calls of the model have changed Python state."""
         self._changing: frozenset[Place] = frozenset()
         """Where they do so time and again."""
+        self._touched: list[frozenset[Place] | None] = [None]
+        """Attributes that recordings have read or set, again after each that touched more; None: not known yet."""
         self._outside = OutsideValues()
 
     def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
-        """Return a call's signature, without attributes that calls change time and again."""
-        return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing)
+        """Return a call's signature, without attributes that calls change time and again or never touch."""
+        return self._key_of(leaves, spec, self._touched[-1])
+
+    def earlier_keys(self, sample: Sample) -> list[Key]:
+        """Return the signatures that a call had before the last recordings touched more attributes."""
+        return [self._key_of(*take_apart((sample.args, sample.kwargs)), known) for known in self._touched[:-1]]
+
+    def _key_of(self, leaves: Sequence[Any], spec: Any, known: Collection[Place] | None) -> Key:
+        return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing, touched=known)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Run the model's own Python to record it, and note the attributes that it touches."""
+        found: set[Place] = set()
+        try:
+            with touched(self.model) as found:
+                yield
+        finally:
+            known = self._touched[-1]
+            if known is None or not found <= known:
+                found |= known or set()
+                self._touched.append(frozenset(found | aliased(self.model, found)))
 
     def called(self) -> bool:
         """Leave what a call has changed outside of the modules out of signatures; tell whether that is new."""
@@ -284,7 +308,7 @@ class PythonRuns:
 
     def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
         """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
-        with torch.inference_mode(False), without_callers_modes():
+        with torch.inference_mode(False), without_callers_modes(), self.watched():
             flat = replace(recorded.trace.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
             return recorded.trace.gathered.run_python(self.model, flat, recorded.kind.rows_in(key))
 

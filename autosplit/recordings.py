@@ -42,6 +42,7 @@ from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed.state import attributes
 from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.inputs.signature import Key, Kind, Shapes, without_rows
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
 from autosplit.trace.recording.recording import FirstCall
@@ -108,6 +109,9 @@ class Recordings:
     def _find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
         """Return the recording for a call whatever it changes in Python; make it when there is none."""
         found = _first(self.kept.get(key, ()), key, sample)
+        if found is None:
+            self._renew(key, sample)
+            found = _first(self.kept.get(key, ()), key, sample)
         if found is not None:
             self.kept.use(key)
         elif is_transformed():
@@ -119,6 +123,8 @@ class Recordings:
         else:
             with RECORDING, shown(self._work()):
                 found = self._recorded(key, as_called(sample))
+                key = self.python.key_of(*take_apart((sample.args, sample.kwargs)))
+                self._renew(key, sample)
                 if found is None:
                     self._refused.use(key.rest)
                     self._collapses.note(why := self._refused[key.rest], OWN_PYTHON.format(why))
@@ -142,6 +148,19 @@ class Recordings:
             reason, notes = str(error), getattr(error, "__notes__", ())
             self._refused[key.rest] = reason + "".join(f" ({note})" for note in notes)
         return None
+
+    def _renew(self, key: Key, sample: Sample) -> None:
+        """Keep what was recorded or refused for this kind of call before more attributes were known to be touched.
+
+        It holds whatever the values are of attributes that it did not touch itself.
+        """
+        earlier = {known.rest for known in self.python.earlier_keys(sample)} - {key.rest}
+        for known in [known for known in self.kept if known.rest in earlier]:
+            for recorded in reversed(self.kept.pop(known)):
+                recorded.kind = replace(recorded.kind, rest=key.rest)
+                self._keep(Key(key.rest, known.shapes), recorded)
+        for rest in earlier & self._refused.keys():
+            self._refused[key.rest] = self._refused.pop(rest)
 
     def _work(self) -> str:
         """Return what finding a recording for a new kind of call is called where it is shown."""
@@ -229,7 +248,7 @@ class Recordings:
             kind = base.kind
             if not kind.rows_in(key):
                 continue
-            with torch.inference_mode(False), without_callers_modes():
+            with torch.inference_mode(False), without_callers_modes(), self.python.watched():
                 if base.lacks_one_row(key):
                     wide = widen_to_one_row(self.model, base.trace, sample)
                 elif lengths := kind.varying(key):
@@ -283,7 +302,7 @@ class Recordings:
 
     def _check(self, recorded: Recorded, key: Key, sample: Sample) -> None:
         """Record once more at a call's sizes; raise TraceError when a recording does not hold there."""
-        with torch.inference_mode(False), without_callers_modes():
+        with torch.inference_mode(False), without_callers_modes(), self.python.watched():
             recorded.trace.check_rows(self.model, sample, recorded.kind.rows_in(key))
 
     def _record(self, key: Key, sample: Sample) -> Recorded:
@@ -298,13 +317,14 @@ class Recordings:
     def _planned(self, key: Key, sample: Sample) -> Trace:
         """Record this kind of call, and plan if there is no plan yet."""
         told = self.options.batch_dims
-        found = trace(
-            self.model,
-            sample,
-            batch_dims=told,
-            proofs=() if self.plan is None else self.plan.proofs,
-            whole_norms=self.options.batch_norm == "full",
-        )
+        with self.python.watched():
+            found = trace(
+                self.model,
+                sample,
+                batch_dims=told,
+                proofs=() if self.plan is None else self.plan.proofs,
+                whole_norms=self.options.batch_norm == "full",
+            )
         if found.graph.asks_grad_mode and not key.rest[0][0].grad:
             raise TraceError(
                 f"forward asks whether gradients or inference mode are on ({found.graph.asks_grad_mode}) and is called "

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from autosplit import autosplit
 from tests.clients.models import assert_close, llama, rows, split
+from tests.state.test_untouched_attributes import runs_of
 
 
 class Language(L.LightningModule):
@@ -80,3 +81,15 @@ def test_a_pipe_of_a_module(plain: tuple[list[float], float], tmp_path: Path) ->
     state = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
     again.load_state_dict(state)
     assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
+
+
+def test_a_pipe_of_a_module_is_recorded_once_for_each_mode(tmp_path: Path) -> None:
+    counts = []
+    for steps in (1, 5):
+        pipe = autosplit(Language(llama()), devices=2, chunks=2)
+        counts.append(
+            runs_of(
+                Language.forward.__code__, lambda pipe=pipe, steps=steps: fit(pipe, tmp_path / str(steps), steps=steps)
+            )
+        )
+    assert counts[0] == counts[1] > 0

@@ -101,13 +101,20 @@ class GradAutocastState:
 
 
 def key_of(
-    model: nn.Module, leaves: Sequence[Any], spec: Any, *, outside: OutsideValues, without: Collection[Place] = ()
+    model: nn.Module,
+    leaves: Sequence[Any],
+    spec: Any,
+    *,
+    outside: OutsideValues,
+    without: Collection[Place] = (),
+    touched: Collection[Place] | None = None,
 ) -> Key:
     """Return a call's signature from the flattened inputs and their structure.
 
     It covers grad mode and autocast; each module's type, mode, hooks and plain attributes; the parameters' dtypes and
     ties; the values ``outside`` of the modules that their functions name; the inputs' structure, shapes, dtypes,
-    devices, layouts and constants, and which of them are one tensor. Places ``without`` are left out.
+    devices, layouts and constants, and which of them are one tensor. Places ``without`` are left out, and so are
+    attributes that are not among those ``touched``, where (path, "") is all of a module's and None all there are.
     """
     modes: list[Any] = [GradAutocastState.current()]
     structure: list[Any] = []
@@ -128,10 +135,12 @@ def key_of(
         for key, value in module.__dict__.items():
             if key in _OWN or key in declared:
                 continue
+            if touched is not None and (path, key) not in touched and (path, "") not in touched:
+                continue
             if (path, key) in without:
                 _content(value, seen)  # nor is it part of it where another module has the same object
             elif not declared or isinstance(value, (bool, int, float, str, torch.Tensor, type(None))):
-                structure.append(_content(value, seen))
+                structure.append((key, _content(value, seen)))
         if isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
     structure.append(outside.signature(frozenset(kinds_of_modules), without))
@@ -179,6 +188,13 @@ def _content(value: Any, seen: set[int], depth: int = _DEPTH) -> Any:
     seen.add(id(value))
     own = tuple((str(key), _content(part, seen, depth - 1)) for key, part in parts)
     return (Identity(value), own) if callable(value) and depth == _DEPTH else own
+
+
+def objects_of(value: Any) -> set[int]:
+    """Return the ids of the objects of which an attribute's content is made."""
+    seen: set[int] = set()
+    _content(value, seen)
+    return seen
 
 
 def _known(value: Any) -> Any:

@@ -1,0 +1,94 @@
+"""Which attributes of its modules a model reads or sets while it runs.
+
+What a forward does not touch cannot change what it computes, so it is no part of a call's signature: the trainer that a
+module holds, which counts its steps, or a list of losses that a training step fills.
+
+The watch sees reads and writes by name, those that find nothing too, and ``vars(module)``. An object that the forward
+may also reach in another way, by a closure or a helper, say, counts as touched wherever a module holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import types
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+
+from autosplit.trace.borrowed.holders import ENTRIES, HOOK_TABLES, Place
+from autosplit.trace.inputs.signature import objects_of
+from autosplit.trace.recording.recording import is_foreign
+
+_ENDS = (nn.Module, torch.Tensor, np.ndarray, type, types.ModuleType, types.CodeType, types.FrameType)
+"""What is not looked into: modules are watched, and what a class names is in the signature."""
+
+
+@contextlib.contextmanager
+def touched(model: nn.Module) -> Iterator[set[Place]]:
+    """Yield a set of the places where attributes of the model's modules are read or set inside.
+
+    The place (path, "") is all attributes of a module: code that asks for its ``__dict__`` may go through them.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    read, write, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
+    found: set[Place] = set()
+
+    def note(module: nn.Module, name: str) -> None:
+        if (path := paths.get(id(module))) is not None:
+            found.add((path, name))
+
+    def get(module: nn.Module, name: str) -> Any:
+        if name != "__dict__":
+            note(module, name)
+        elif not is_foreign(sys._getframe(1).f_code.co_filename):  # torch itself looks single names up in it
+            note(module, "")
+        return read(module, name)
+
+    def set_(module: nn.Module, name: str, value: Any) -> None:
+        note(module, name)
+        write(module, name, value)
+
+    def delete_(module: nn.Module, name: str) -> None:
+        note(module, name)
+        delete(module, name)
+
+    with (
+        patch.object(nn.Module, "__getattribute__", get),
+        patch.object(nn.Module, "__setattr__", set_),
+        patch.object(nn.Module, "__delattr__", delete_),
+    ):
+        for path, module in model.named_modules():
+            own: Any = type(module).__getattribute__
+            if own is not get:  # it may ask ``object`` itself
+                found.add((path, ""))
+        yield found
+
+
+def aliased(model: nn.Module, places: Collection[Place]) -> set[Place]:
+    """Return the places besides those touched that hold an object which the forward may reach without them."""
+    held = [((path, name), value) for path, module in model.named_modules() for name, value in vars(module).items()]
+    known = {place for place, _ in held if place in places or (place[0], "") in places or place[1] in HOOK_TABLES}
+    reached = _reached(value for place, value in held if place in known)
+    return {place for place, value in held if place not in known and objects_of(value) & reached}
+
+
+def _reached(roots: Iterable[Any]) -> set[int]:
+    """Return the ids of all objects that can be reached from some, but by way of a module or of a global name."""
+    seen: dict[int, Any] = {}
+    left = [*roots]
+    while left:
+        value = left.pop()
+        if isinstance(value, _ENDS) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            left += [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+        elif not (isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > ENTRIES):
+            left += gc.get_referents(value)
+    return {*seen}
